@@ -1,0 +1,59 @@
+"""Every error that crosses a part's border.
+
+    TwostrokeError
+    |-- ConfigError              a setting, file or folder is wrong: names it, and the way out
+    |-- RequestError             a request can't be served as asked (the client's fault)
+    |-- ConnectionLost           the peer is gone, or the connection was closed under us
+    |   `-- ProtocolError        the peer sent what it must not: bad MAC, too long, unknown message
+    |-- EpochMismatch            a message or ticket of another incarnation of a process
+    |-- TicketRefused            forged, used twice, or made out to somebody else
+    |-- TransferFailed           the KV of a request did not arrive whole; the reason is for logs
+    `-- WorkerLost               the worker that served a request died or was taken away
+
+Foreign exceptions (OSError, torch's RuntimeError, Ray's errors) are mapped to these at the edge where they arise.
+"""
+
+
+class TwostrokeError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(TwostrokeError):
+    """A setting, file or folder is wrong. The message is one line that a user can act on."""
+
+
+class RequestError(TwostrokeError):
+    """A request that can't be served as asked.
+
+    `param` names the request field at fault, `code` is a stable word for programs, `status` the HTTP status.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ConnectionLost(TwostrokeError):
+    """The peer is gone, or the connection was closed under us."""
+
+
+class ProtocolError(ConnectionLost):
+    """The peer broke the protocol. Only its own connection is closed."""
+
+
+class EpochMismatch(TwostrokeError):
+    """A message or ticket belongs to another incarnation of a process."""
+
+
+class TicketRefused(TwostrokeError):
+    """A ticket is forged, was used before, or is made out to other workers."""
+
+
+class TransferFailed(TwostrokeError):
+    """The KV of a request did not arrive whole and verified."""
+
+
+class WorkerLost(TwostrokeError):
+    """The worker that served a request died or was taken away before it finished."""

@@ -1,0 +1,25 @@
+"""The workers as the router sees them. Live: Ray Serve (`cluster/`); simulated: tests/simulation."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from protocol.stats import WorkerInfo
+from protocol.tickets import Peer, Ticket
+
+
+class Fleet(Protocol):
+    """Who is there, and how to call them. Tokens don't come this way but by the token channel.
+
+    A call holds the request's place at the worker and ends with it. Cancelling the awaiting task cancels the request
+    there. Calls raise WorkerLost when the worker dies or is gone, and RequestError when it refuses the request.
+    """
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Those alive now, of both roles."""
+
+    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        """Compute the prompt and draw the first token; with a ticket, send the KV to the decode worker."""
+
+    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+        """Continue the request to its end; without a ticket, compute the prompt here too."""
