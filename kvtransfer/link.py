@@ -7,8 +7,8 @@ control connection (messages.Chunk), so a link has no headers, and the receiver 
 from collections.abc import Sequence
 from typing import Protocol
 
-LinkParams = dict[str, str | int | bytes]
-"""What the receiving side tells the sending side so that it can join: an address, a one-time token, a store."""
+LinkParams = dict[str, str | int]
+"""What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""
 
 
 class DataLink(Protocol):

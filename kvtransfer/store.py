@@ -28,4 +28,4 @@ class KVStore(Protocol):
         """Of model and layout. Two stores can exchange blocks only where these are equal."""
 
     def layer_bytes(self, layer: int) -> memoryview:
-        """A writable view of uint8 [num_blocks * block_bytes]; block b is at [b * block_bytes, (b + 1) * block_bytes)."""
+        """A writable view of uint8 [num_blocks * block_bytes]; block b begins at b * block_bytes."""

@@ -29,7 +29,7 @@ class BatchLayout:
 
 
 class Backend(Protocol):
-    """One device's way to do a decoder layer's inner operations. Implementations: model/cpu_backend.py, cuda_backend.py."""
+    """One device's way to do a decoder layer's inner operations: model/cpu_backend.py, model/cuda_backend.py."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 (Zhang & Sennrich 2019)."""

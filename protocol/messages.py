@@ -22,7 +22,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 # --- both kinds of connection ---
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """Who connects, and whom it believes to reach."""
 
     sender: Peer
@@ -31,45 +31,45 @@ class Hello(_Message):
     transport: str = ""  # the data link wanted; empty on a token channel
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """The connection is accepted. `link` tells how to join the data link (transport's own words)."""
 
     receiver: Peer
-    link: dict[str, str | int | bytes] = {}  # noqa: RUF012  (msgspec copies a mutable default)
+    link: dict[str, str | int] = {}  # msgspec copies a mutable default
 
 
-class Refuse(_Message):
+class Refuse(_Message, frozen=True):
     """The connection is refused; the listener closes it after this."""
 
     reason: str
 
 
-class Ping(_Message):
+class Ping(_Message, frozen=True):
     """Proof of life: each side sends one where it has been silent for a third of a lease."""
 
 
 # --- token channel ---
 
 
-class TokenFrame(_Message):
+class TokenFrame(_Message, frozen=True):
     """Worker to router: all that one engine step produced for that router's requests."""
 
     events: tuple[TokenEvent, ...]
 
 
-class StatsFrame(_Message):
+class StatsFrame(_Message, frozen=True):
     """Worker to router: its numbers, now and then."""
 
     stats: WorkerStats
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """Router to worker: forget the request, free its blocks. Unknown ids are ignored."""
 
     request_id: str
 
 
-class PrefillFailed(_Message):
+class PrefillFailed(_Message, frozen=True):
     """Router to decode worker: no KV will come for this request; compute it yourself."""
 
     request_id: str
@@ -78,14 +78,14 @@ class PrefillFailed(_Message):
 # --- transfer control, prefill worker to decode worker ---
 
 
-class Offer(_Message):
+class Offer(_Message, frozen=True):
     """KV of `num_tokens` tokens is being computed; may it come?"""
 
     ticket: Ticket
     num_tokens: int
 
 
-class Chunk(_Message):
+class Chunk(_Message, frozen=True):
     """`num_bytes` follow on the data link: consecutive blocks of one layer."""
 
     transfer_id: bytes
@@ -97,7 +97,7 @@ class Chunk(_Message):
     digest: bytes  # xxh3-128 of the bytes
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True):
     """All chunks are out, and this is the first token."""
 
     transfer_id: bytes
@@ -108,14 +108,14 @@ class Commit(_Message):
 # --- transfer control, decode worker to prefill worker ---
 
 
-class Grant(_Message):
+class Grant(_Message, frozen=True):
     """Blocks are reserved. The first `skip_blocks` are there already: don't send them."""
 
     transfer_id: bytes
     skip_blocks: int
 
 
-class Verified(_Message):
+class Verified(_Message, frozen=True):
     """Every byte arrived and its digest holds: the sender may let go of its blocks."""
 
     transfer_id: bytes
@@ -124,7 +124,7 @@ class Verified(_Message):
 # --- transfer control, either way ---
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     """The transfer is over, without success. Legal in every state."""
 
     transfer_id: bytes

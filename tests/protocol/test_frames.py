@@ -1,0 +1,86 @@
+import struct
+
+import pytest
+
+from protocol.errors import ProtocolError
+from protocol.frames import HEADER_BYTES, HELLO_BYTES, MAX_PAYLOAD_BYTES, FrameCodec, draw_hello
+
+
+def make_pair(connector_secret: bytes = b"s", listener_secret: bytes = b"s") -> tuple[FrameCodec, FrameCodec]:
+    hellos = draw_hello(), draw_hello()
+    return (
+        FrameCodec(connector_secret, *hellos, is_connector=True),
+        FrameCodec(listener_secret, *hellos, is_connector=False),
+    )
+
+
+def split(frame: bytes) -> tuple[bytes, bytes]:
+    return frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+
+
+def test_a_sealed_payload_opens_on_the_other_side_both_ways():
+    connector, listener = make_pair()
+    for payload in (b"", b"one", b"x" * 100_000):
+        assert listener.open(*split(connector.seal(payload))) == payload
+        assert connector.open(*split(listener.seal(payload))) == payload
+
+
+def test_a_header_tells_the_length_of_its_payload():
+    connector, _ = make_pair()
+    assert FrameCodec.payload_bytes(connector.seal(b"12345")[:HEADER_BYTES]) == 5
+
+
+def test_another_clusters_secret_is_refused():
+    connector, listener = make_pair(listener_secret=b"other")
+    with pytest.raises(ProtocolError, match="MAC"):
+        listener.open(*split(connector.seal(b"hello")))
+
+
+@pytest.mark.parametrize("position", [4, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4])
+def test_a_flipped_bit_anywhere_is_refused(position: int):
+    connector, listener = make_pair()
+    frame = bytearray(connector.seal(b"hello"))
+    frame[position] ^= 1
+    with pytest.raises(ProtocolError):
+        listener.open(*split(bytes(frame)))
+
+
+def test_a_repeated_frame_is_refused():
+    connector, listener = make_pair()
+    frame = connector.seal(b"hello")
+    listener.open(*split(frame))
+    with pytest.raises(ProtocolError):
+        listener.open(*split(frame))
+
+
+def test_a_dropped_frame_is_noticed_at_the_next():
+    connector, listener = make_pair()
+    connector.seal(b"lost")
+    with pytest.raises(ProtocolError):
+        listener.open(*split(connector.seal(b"next")))
+
+
+def test_a_frame_reflected_to_its_sender_is_refused():
+    connector, _ = make_pair()
+    with pytest.raises(ProtocolError):
+        connector.open(*split(connector.seal(b"hello")))
+
+
+def test_a_recorded_session_does_not_open_in_another():
+    frame = make_pair()[0].seal(b"hello")
+    with pytest.raises(ProtocolError):
+        make_pair()[1].open(*split(frame))
+
+
+def test_a_length_over_the_cap_is_refused_before_anything_is_read():
+    header = struct.pack("<I", MAX_PAYLOAD_BYTES + 1) + bytes(HEADER_BYTES - 4)
+    with pytest.raises(ProtocolError, match="cap"):
+        FrameCodec.payload_bytes(header)
+    with pytest.raises(ValueError, match="cap"):
+        make_pair()[0].seal(bytes(MAX_PAYLOAD_BYTES + 1))
+
+
+@pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n\r\n      ", bytes(HELLO_BYTES)])
+def test_a_stranger_that_speaks_another_protocol_is_refused(hello: bytes):
+    with pytest.raises(ProtocolError):
+        FrameCodec(b"s", hello, draw_hello(), is_connector=False)

@@ -1,0 +1,89 @@
+import contextlib
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    Abort,
+    Cancel,
+    Chunk,
+    Commit,
+    Grant,
+    Hello,
+    Message,
+    Offer,
+    Ping,
+    PrefillFailed,
+    Refuse,
+    StatsFrame,
+    TokenFrame,
+    Verified,
+    Welcome,
+    decode_message,
+    encode_message,
+)
+from protocol.requests import SampledToken, TokenEvent
+from protocol.stats import WorkerStats
+from protocol.tickets import Address, Peer, Ticket
+
+P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)
+TICKET = Ticket(b"t" * 16, "request", P, D, Address("127.0.0.1", 65535), b"m" * 16)
+EXAMPLES: list[Message] = [
+    Hello(P, D, "fingerprint", "tcp"),
+    Welcome(D, {"host": "127.0.0.1", "port": 1, "token": "00ff"}),
+    Refuse("reason"),
+    Ping(),
+    TokenFrame((TokenEvent("r", 3, (SampledToken(5, -0.5, ((5, -0.5), (6, -1.5))),), "stop"),)),
+    StatsFrame(WorkerStats(num_running=2, step_seconds=0.25)),
+    Cancel("r"),
+    PrefillFailed("r"),
+    Offer(TICKET, 17),
+    Chunk(b"t" * 16, 0, 1, 2, 3, 4, b"d" * 16),
+    Commit(b"t" * 16, 9, SampledToken(5)),
+    Grant(b"t" * 16, 4),
+    Verified(b"t" * 16),
+    Abort(b"t" * 16, "reason"),
+]
+
+
+def test_every_kind_of_message_has_an_example_here():
+    assert {type(example) for example in EXAMPLES} == set(get_args(Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_decodes_to_itself(message: Message):
+    assert decode_message(encode_message(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_truncated_message_is_refused(message: Message):
+    payload = encode_message(message)
+    for end in range(len(payload)):
+        with pytest.raises(ProtocolError):
+            decode_message(payload[:end])
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_message_or_a_protocol_error(payload: bytes):
+    with contextlib.suppress(ProtocolError):
+        decode_message(payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        ["Unknown", 1],
+        ["Cancel", 1],
+        ["Cancel"],
+        ["Cancel", "r", "more"],
+        {"type": "Cancel", "request_id": "r"},
+        ["Chunk", b"t", 0, 1, 2, 3, 4.5, b"d"],
+    ],
+)
+def test_wrong_names_types_and_counts_are_refused(payload: object):
+    with pytest.raises(ProtocolError):
+        decode_message(msgspec.msgpack.encode(payload))

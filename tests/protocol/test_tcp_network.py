@@ -1,0 +1,117 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protocol.errors import ConnectionLost, ProtocolError
+from protocol.messages import Cancel, Refuse
+from protocol.network import Connection
+from protocol.tcp_network import TcpConnection, TcpNetwork
+from protocol.tickets import Address
+
+
+@contextlib.asynccontextmanager
+async def connected_pair() -> AsyncIterator[tuple[TcpConnection, Connection]]:
+    accepted: asyncio.Queue[Connection] = asyncio.Queue()
+    done = asyncio.Event()
+
+    async def handler(connection: Connection) -> None:
+        accepted.put_nowait(connection)
+        await done.wait()
+
+    network = TcpNetwork(b"secret")
+    listener = await network.listen("127.0.0.1", handler)
+    client = await network.connect(listener.address)
+    try:
+        yield client, await accepted.get()
+    finally:
+        done.set()
+        await client.close()
+        await listener.close()
+
+
+async def test_messages_arrive_in_order_both_ways():
+    async with connected_pair() as (client, server):
+        for number in range(100):
+            client.send(Cancel(str(number)))
+            server.send(Refuse(str(number)))
+        await client.drain()
+        assert [await server.receive() for _ in range(100)] == [Cancel(str(n)) for n in range(100)]
+        assert [await client.receive() for _ in range(100)] == [Refuse(str(n)) for n in range(100)]
+
+
+async def test_a_closed_peer_is_a_lost_connection():
+    async with connected_pair() as (client, server):
+        await server.close()
+        with pytest.raises(ConnectionLost):
+            await client.receive()
+
+
+async def test_sending_on_a_closed_connection_is_an_error():
+    async with connected_pair() as (client, _):
+        await client.close()
+        await client.close()
+        with pytest.raises(ConnectionLost):
+            client.send(Cancel("r"))
+
+
+async def test_nobody_listening_is_a_lost_connection():
+    async with connected_pair() as (_client, _):
+        pass
+    with pytest.raises(ConnectionLost, match="no answer"):
+        await TcpNetwork(b"secret").connect(Address("127.0.0.1", 1))
+
+
+async def test_a_peer_with_another_secret_is_cut_off_and_others_go_on():
+    heard: asyncio.Queue[str] = asyncio.Queue()
+
+    async def handler(connection: Connection) -> None:
+        try:
+            message = await connection.receive()
+            heard.put_nowait(type(message).__name__)
+        except ProtocolError:
+            heard.put_nowait("refused")
+
+    listener = await TcpNetwork(b"secret").listen("127.0.0.1", handler)
+    stranger = await TcpNetwork(b"wrong").connect(listener.address)
+    friend = await TcpNetwork(b"secret").connect(listener.address)
+    stranger.send(Cancel("r"))
+    assert await heard.get() == "refused"
+    friend.send(Cancel("r"))
+    assert await heard.get() == "Cancel"
+    for connection in (stranger, friend):
+        await connection.close()
+    await listener.close()
+
+
+async def test_bytes_that_are_no_hello_are_cut_off():
+    async def handler(connection: Connection) -> None:
+        raise AssertionError("a stranger got in")
+
+    listener = await TcpNetwork(b"secret").listen("127.0.0.1", handler)
+    reader, writer = await asyncio.open_connection(listener.address.host, listener.address.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.read()  # the listener's hello, then the end
+    writer.close()
+    await writer.wait_closed()
+    await listener.close()
+
+
+async def test_closing_a_listener_ends_its_handlers():
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def handler(connection: Connection) -> None:
+        started.set()
+        try:
+            await connection.receive()
+        finally:
+            ended.set()
+
+    network = TcpNetwork(b"secret")
+    listener = await network.listen("127.0.0.1", handler)
+    client = await network.connect(listener.address)
+    await started.wait()
+    await listener.close()
+    assert ended.is_set()
+    await client.close()
