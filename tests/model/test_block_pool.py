@@ -1,0 +1,299 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from model.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
+from protocol.block_hashes import BlockHash
+
+
+def name(number: int) -> BlockHash:
+    return number.to_bytes(16, "little")
+
+
+def names(count: int, chain: int = 0) -> list[BlockHash]:
+    return [name(1000 * chain + index) for index in range(count)]
+
+
+def cached_chain(pool: BlockPool, count: int, chain: int = 0) -> list[int]:
+    """Allocate, publish and release `count` blocks."""
+    blocks = pool.allocate(count)
+    for block, hashed in zip(blocks, names(count, chain), strict=True):
+        pool.publish(block, hashed)
+    pool.release(blocks)
+    return blocks
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])
+def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="a pool needs blocks"):
+        BlockPool(num_blocks, block_size)
+
+
+def test_allocated_blocks_are_distinct_and_counted() -> None:
+    pool = BlockPool(5, 16)
+    blocks = pool.allocate(3)
+    assert len(set(blocks)) == 3
+    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (2, 3, 0)
+    pool.release(blocks)
+    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (5, 0, 0)
+
+
+def test_too_large_an_allocation_changes_nothing() -> None:
+    pool = BlockPool(4, 16)
+    pool.allocate(1)
+    cached_chain(pool, 2)
+    with pytest.raises(OutOfBlocks, match="4 blocks wanted, 3 of 4 free"):
+        pool.allocate(4)
+    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (3, 1, 2)
+    assert pool.lookup(names(2)) == 2
+    pool.check_integrity()
+
+
+def test_nothing_and_everything_can_be_allocated() -> None:
+    pool = BlockPool(3, 16)
+    assert pool.allocate(0) == []
+    assert sorted(pool.allocate(3)) == [0, 1, 2]
+    assert pool.allocate(0) == []
+    with pytest.raises(ValueError, match="can't allocate -1"):
+        pool.allocate(-1)
+
+
+def test_a_released_published_block_is_found_again() -> None:
+    pool = BlockPool(4, 16)
+    blocks = cached_chain(pool, 3)
+    assert pool.owned_blocks == 0
+    assert pool.match(names(3)) == blocks
+    assert (pool.owned_blocks, pool.cached_blocks) == (3, 0)
+    assert [pool.references(block) for block in blocks] == [1, 1, 1]
+
+
+def test_a_match_ends_at_the_first_unknown_name() -> None:
+    pool = BlockPool(4, 16)
+    blocks = cached_chain(pool, 3)
+    known = names(3)
+    assert pool.lookup([known[0], name(77), known[2]]) == 1
+    assert pool.match([known[0], name(77), known[2]]) == blocks[:1]
+    assert pool.match([name(77), *known]) == []
+    assert pool.owned_blocks == 1
+
+
+def test_a_matched_block_can_have_several_holders_and_is_kept_from_eviction() -> None:
+    pool = BlockPool(2, 16)
+    (block,) = cached_chain(pool, 1)
+    assert pool.match(names(1)) == pool.match(names(1)) == [block]
+    pool.release([block])
+    assert pool.allocate(1) != [block]
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1)
+    pool.release([block])
+    assert pool.allocate(1) == [block]
+    assert pool.lookup(names(1)) == 0
+
+
+def test_never_used_blocks_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(3, 16)
+    cached = cached_chain(pool, 1)
+    assert set(pool.allocate(2)).isdisjoint(cached)
+    assert pool.lookup(names(1)) == 1
+
+
+def test_a_chain_is_evicted_from_its_end() -> None:
+    pool = BlockPool(3, 16)
+    blocks = cached_chain(pool, 3)
+    for left in (2, 1, 0):
+        assert pool.allocate(1) == [blocks[left]]
+        assert pool.lookup(names(3)) == left
+
+
+def test_the_least_recently_used_chain_is_evicted_first() -> None:
+    pool = BlockPool(4, 16)
+    first = cached_chain(pool, 2, chain=1)
+    second = cached_chain(pool, 2, chain=2)
+    pool.release(pool.match(names(2, chain=1)))
+    assert pool.allocate(2) == second[::-1]
+    assert pool.lookup(names(2, chain=1)) == 2
+    assert pool.allocate(2) == first[::-1]
+
+
+def test_the_first_block_of_a_name_keeps_it() -> None:
+    pool = BlockPool(3, 16)
+    first, second = pool.allocate(2)
+    pool.publish(first, name(1))
+    pool.publish(second, name(1))
+    assert (pool.is_published(first), pool.is_published(second)) == (True, False)
+    pool.release([second])
+    assert pool.match([name(1)]) == [first]
+    pool.check_integrity()
+
+
+def test_a_block_can_be_published_twice_by_one_name_only() -> None:
+    pool = BlockPool(2, 16)
+    (block,) = pool.allocate(1)
+    pool.publish(block, name(1))
+    pool.publish(block, name(1))
+    with pytest.raises(ValueError, match="already holds other tokens"):
+        pool.publish(block, name(2))
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("block", [0, 7, -1])
+def test_blocks_without_an_owner_are_refused(block: int) -> None:
+    pool = BlockPool(4, 16)
+    owned = pool.allocate(1)
+    pool.release(owned)
+    with pytest.raises(ValueError, match="has no owner"):
+        pool.release([block])
+    with pytest.raises(ValueError, match="has no owner"):
+        pool.share([block])
+    with pytest.raises(ValueError, match="has no owner"):
+        pool.publish(block, name(1))
+    pool.check_integrity()
+
+
+def test_a_bad_release_changes_nothing() -> None:
+    pool = BlockPool(4, 16)
+    first, second = pool.allocate(2)
+    pool.share([first])
+    for bad in ([first, second, 3], [first, first]):
+        with pytest.raises(ValueError, match=r"no owner|listed twice"):
+            pool.release(bad)
+        assert (pool.references(first), pool.references(second)) == (2, 1)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pool: pool._references.__setitem__(0, -1),
+        lambda pool: pool._references.__setitem__(0, 0),
+        lambda pool: pool._references.__setitem__(3, 1),
+        lambda pool: pool._free.append(pool._free[0]),
+        lambda pool: pool._free.pop(),
+        lambda pool: pool._cached.clear(),
+        lambda pool: pool._by_name.clear(),
+        lambda pool: pool._by_name.__setitem__(name(9), 0),
+        lambda pool: pool._names.__setitem__(3, name(0)),
+        lambda pool: pool._names.__setitem__(pool._free[0], name(5)),
+    ],
+)
+def test_damaged_books_are_noticed(damage) -> None:  # type: ignore[no-untyped-def]
+    pool = BlockPool(6, 16)
+    owned = pool.allocate(1)
+    assert owned == [0]
+    cached_chain(pool, 2)
+    pool.check_integrity()
+    damage(pool)
+    with pytest.raises(BlockPoolCorrupted):
+        pool.check_integrity()
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """Random operations of several holders, against a model that keeps everything in plain lists."""
+
+    NUM_BLOCKS = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS, 4)
+        self.tables: list[list[int]] = []  # each holder's blocks
+        self.names: dict[BlockHash, int] = {}
+        self.released: list[int] = []  # unreferenced named blocks, the next to be evicted first
+
+    def counts(self) -> Counter[int]:
+        return Counter(block for table in self.tables for block in table)
+
+    def drop(self, table: list[int]) -> None:
+        """What a release does, in the model."""
+        counts = self.counts()
+        for block in reversed(table):
+            if counts[block] == 0 and block in self.names.values():
+                self.released.append(block)
+
+    @rule(count=st.integers(0, 4))
+    def allocate(self, count: int) -> None:
+        unowned = self.NUM_BLOCKS - len(self.counts())
+        if count > unowned:
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate(count)
+            return
+        blocks = self.pool.allocate(count)
+        assert len(set(blocks)) == count
+        assert not set(blocks) & set(self.counts())
+        evicted = self.released[: max(0, count - (unowned - len(self.released)))]
+        assert [block for block in blocks if block in self.released] == evicted
+        self.released = self.released[len(evicted) :]
+        self.names = {key: block for key, block in self.names.items() if block not in evicted}
+        self.tables.append(blocks)
+
+    @rule(chain=st.lists(st.integers(0, 5), max_size=4, unique=True))
+    def match(self, chain: list[int]) -> None:
+        expected = []
+        for number in chain:
+            if name(number) not in self.names:
+                break
+            expected.append(self.names[name(number)])
+        assert self.pool.lookup([name(number) for number in chain]) == len(expected)
+        assert self.pool.match([name(number) for number in chain]) == expected
+        self.released = [block for block in self.released if block not in expected]
+        self.tables.append(expected)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.release(table)
+        self.drop(table)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        self.pool.share(table)
+        self.tables.append(list(table))
+
+    @precondition(lambda self: self.counts())
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def publish(self, data: st.DataObject, number: int) -> None:
+        block = data.draw(st.sampled_from(sorted(self.counts())))
+        if block in self.names.values() and self.names.get(name(number)) != block:
+            with pytest.raises(ValueError, match="already holds other tokens"):
+                self.pool.publish(block, name(number))
+            return
+        self.pool.publish(block, name(number))
+        self.names.setdefault(name(number), block)
+
+    @precondition(lambda self: len(self.counts()) < self.NUM_BLOCKS)
+    @rule(data=st.data())
+    def refuse_strangers(self, data: st.DataObject) -> None:
+        unowned = sorted(set(range(self.NUM_BLOCKS)) - set(self.counts()))
+        stranger = data.draw(st.sampled_from(unowned))
+        for operation in (self.pool.release, self.pool.share):
+            with pytest.raises(ValueError, match="has no owner"):
+                operation([*self.counts(), stranger])
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check_integrity()
+        counts = self.counts()
+        assert [self.pool.references(block) for block in range(self.NUM_BLOCKS)] == [
+            counts[block] for block in range(self.NUM_BLOCKS)
+        ]
+        assert self.pool.owned_blocks == len(counts)
+        assert self.pool.free_blocks + self.pool.owned_blocks == self.pool.num_blocks
+        assert self.pool.cached_blocks == len(self.released)
+        assert [block for block in range(self.NUM_BLOCKS) if self.pool.is_published(block)] == sorted(
+            self.names.values()
+        )
+
+    def teardown(self) -> None:
+        for table in self.tables:
+            self.pool.release(table)
+        assert self.pool.owned_blocks == 0
+        self.pool.check_integrity()
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
