@@ -1,0 +1,233 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.block_pool import BlockPool, OutOfBlocks
+from model.sequence import SequenceState
+from protocol.block_hashes import chain_hashes
+from protocol.requests import GenerateRequest, SamplingParams
+
+BLOCK_SIZE = 4
+STOP = (2, 3)
+
+
+def request(
+    num_tokens: int = 10,
+    *,
+    num_prompt_tokens: int | None = None,
+    min_tokens: int = 0,
+    salt: bytes = b"",
+    first_token: int = 100,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        router_id="router",
+        token_ids=tuple(range(first_token, first_token + num_tokens)),
+        num_prompt_tokens=num_tokens if num_prompt_tokens is None else num_prompt_tokens,
+        sampling=SamplingParams(seed=5),
+        max_tokens=50,
+        min_tokens=min_tokens,
+        stop_token_ids=STOP,
+        cache_salt=salt,
+    )
+
+
+def compute(sequence: SequenceState, pool: BlockPool, num_tokens: int) -> None:
+    """What a scheduler does around a step."""
+    sequence.reserve(pool, num_tokens)
+    sequence.step(num_tokens)
+    sequence.num_computed += num_tokens
+    sequence.publish_full_blocks(pool)
+
+
+def test_a_resumed_request_counts_the_outputs_it_was_given() -> None:
+    sequence = SequenceState(request(10, num_prompt_tokens=7), BLOCK_SIZE)
+    assert sequence.num_output_tokens == 3
+    sequence.append(1)
+    assert (sequence.num_output_tokens, sequence.num_uncomputed) == (4, 11)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_blocks", "num_tokens", "needed"),
+    [(0, 0, 1, 1), (0, 0, 4, 1), (0, 0, 5, 2), (4, 1, 1, 1), (5, 2, 3, 0), (5, 2, 4, 1), (8, 4, 3, 0)],
+)
+def test_blocks_are_needed_for_what_the_table_does_not_cover(
+    num_computed: int, num_blocks: int, num_tokens: int, needed: int
+) -> None:
+    sequence = SequenceState(request(), BLOCK_SIZE)
+    sequence.num_computed = num_computed
+    sequence.block_ids = list(range(num_blocks))
+    assert sequence.blocks_needed(num_tokens) == needed
+
+
+def test_hashes_grow_with_the_tokens_as_the_whole_chain_would() -> None:
+    sequence = SequenceState(request(3, salt=b"tenant"), BLOCK_SIZE)
+    assert sequence.block_hashes == []
+    for token in range(20):
+        sequence.append(token)
+        assert sequence.block_hashes == chain_hashes(sequence.token_ids, BLOCK_SIZE, b"tenant")
+
+
+def test_the_last_token_is_never_matched() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    first = SequenceState(request(8), BLOCK_SIZE)
+    compute(first, pool, 8)
+    second = SequenceState(request(8), BLOCK_SIZE)
+    assert second.match_prefix(pool) == 4
+    third = SequenceState(request(9), BLOCK_SIZE)
+    assert third.match_prefix(pool) == 8
+    assert third.block_ids == first.block_ids
+    assert third.num_uncomputed == 1
+
+
+def test_a_tenant_does_not_match_what_another_cached() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    compute(SequenceState(request(10, salt=b"a"), BLOCK_SIZE), pool, 10)
+    assert SequenceState(request(10, salt=b"b"), BLOCK_SIZE).match_prefix(pool) == 0
+    assert SequenceState(request(10, salt=b"a"), BLOCK_SIZE).match_prefix(pool) == 8
+
+
+def test_matching_into_a_table_with_blocks_is_refused() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    sequence = SequenceState(request(), BLOCK_SIZE)
+    sequence.reserve(pool, 4)
+    with pytest.raises(ValueError, match="request r already has blocks"):
+        sequence.match_prefix(pool)
+
+
+def test_only_computed_full_blocks_are_published() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    sequence = SequenceState(request(10), BLOCK_SIZE)
+    sequence.reserve(pool, 10)
+    for num_computed, published in [(0, 0), (3, 0), (4, 1), (7, 1), (10, 2)]:
+        sequence.num_computed = num_computed
+        sequence.publish_full_blocks(pool)
+        assert pool.lookup(sequence.block_hashes) == published
+    for token in (1, 2):
+        sequence.append(token)
+    sequence.publish_full_blocks(pool)
+    assert pool.lookup(sequence.block_hashes) == 2
+    sequence.num_computed = 12
+    sequence.publish_full_blocks(pool)
+    assert pool.lookup(sequence.block_hashes) == 3
+
+
+def test_two_requests_that_compute_the_same_prompt_keep_their_own_blocks() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    first, second = (SequenceState(request(8), BLOCK_SIZE) for _ in range(2))
+    for sequence in (first, second):
+        sequence.reserve(pool, 8)
+    for sequence in (first, second):
+        compute(sequence, pool, 8)
+    assert set(first.block_ids).isdisjoint(second.block_ids)
+    second.reset(pool)
+    assert (pool.owned_blocks, pool.cached_blocks) == (2, 0)
+    first.reset(pool)
+    assert (pool.owned_blocks, pool.cached_blocks) == (0, 2)
+    pool.check_integrity()
+
+
+def test_reserving_too_much_leaves_the_sequence_as_it_was() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    sequence = SequenceState(request(10), BLOCK_SIZE)
+    with pytest.raises(OutOfBlocks):
+        sequence.reserve(pool, 10)
+    assert sequence.block_ids == []
+    assert pool.owned_blocks == 0
+
+
+def test_a_preempted_sequence_starts_over_and_finds_its_own_blocks() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    sequence = SequenceState(request(6), BLOCK_SIZE)
+    compute(sequence, pool, 6)
+    for token in (7, 8, 9):
+        sequence.append(token)
+        compute(sequence, pool, 1)
+    blocks = sequence.block_ids
+    sequence.reset(pool)
+    assert (sequence.block_ids, sequence.num_computed, pool.owned_blocks) == ([], 0, 0)
+    assert len(blocks) == 3
+    sequence.reset(pool)
+    assert sequence.token_ids[6:] == [7, 8, 9]
+    assert sequence.match_prefix(pool) == 8
+    sequence.reserve(pool, 1)
+    step = sequence.step(1)
+    assert (list(step.token_ids), step.start) == ([9], 8)
+    sequence.reset(pool)
+    pool.check_integrity()
+
+
+def test_a_chunk_draws_only_at_the_end_of_the_tokens() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    sequence = SequenceState(request(10, num_prompt_tokens=9), BLOCK_SIZE)
+    sequence.reserve(pool, 10)
+    chunk = sequence.step(6)
+    assert (list(chunk.token_ids), chunk.start, chunk.draw) == (list(range(100, 106)), 0, None)
+    sequence.num_computed = 6
+    last = sequence.step(4)
+    assert (list(last.token_ids), last.start) == (list(range(106, 110)), 6)
+    assert list(last.block_ids) == sequence.block_ids
+    assert last.draw is not None
+    assert last.draw.sampling == sequence.request.sampling
+    assert list(last.draw.history) == list(range(100, 110))
+    assert last.draw.num_prompt_tokens == 9
+
+
+def test_stop_tokens_are_forbidden_until_the_minimum_is_out() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    sequence = SequenceState(request(4, min_tokens=2), BLOCK_SIZE)
+    sequence.reserve(pool, 8)
+    forbidden = []
+    for token in (11, 12, 13):
+        draw = sequence.step(sequence.num_uncomputed).draw
+        assert draw is not None
+        forbidden.append(draw.forbidden)
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.append(token)
+    assert forbidden == [STOP, STOP, ()]
+
+
+@pytest.mark.parametrize(("num_tokens", "message"), [(0, "left to compute"), (11, "left to compute"), (9, "lacks 1")])
+def test_an_impossible_step_is_refused(num_tokens: int, message: str) -> None:
+    sequence = SequenceState(request(10), BLOCK_SIZE)
+    sequence.reserve(BlockPool(8, BLOCK_SIZE), 8)
+    with pytest.raises(ValueError, match=message):
+        sequence.step(num_tokens)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    chunk=st.integers(1, 9),
+    num_outputs=st.integers(0, 9),
+    block_size=st.integers(1, 5),
+)
+def test_any_chunking_computes_each_token_once_and_leaves_nothing_behind(
+    lengths: list[int], chunk: int, num_outputs: int, block_size: int
+) -> None:
+    pool = BlockPool(40, block_size)
+    for length in lengths:
+        sequence = SequenceState(request(length), block_size)
+        cached = sequence.match_prefix(pool)
+        starts = [cached]
+        for output in range(num_outputs + 1):
+            while sequence.num_uncomputed:
+                num_tokens = min(chunk, sequence.num_uncomputed)
+                sequence.reserve(pool, num_tokens)
+                step = sequence.step(num_tokens)
+                assert (step.draw is not None) == (step.start + num_tokens == len(sequence.token_ids))
+                assert len(step.block_ids) * block_size >= step.start + num_tokens
+                starts.append(step.start + num_tokens)
+                sequence.num_computed += num_tokens
+                sequence.publish_full_blocks(pool)
+                pool.check_integrity()
+            if output < num_outputs:
+                sequence.append(output)
+        assert starts[-1] == length + num_outputs
+        assert all(before < after for before, after in pairwise(starts))
+        assert pool.lookup(sequence.block_hashes) == (length + num_outputs) // block_size
+        sequence.reset(pool)
+        assert pool.owned_blocks == 0
+        pool.check_integrity()
