@@ -87,12 +87,13 @@ class TcpListener:
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Cancelled in the handshake, or before it began, the task has no connection to close.
+        task.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             codec = await _handshake(reader, writer, self._secret, is_connector=False)
         except ConnectionLost:  # a stranger knocked; nothing was begun that would have to end
-            writer.close()
             return
         connection = TcpConnection(reader, writer, codec)
         try:
