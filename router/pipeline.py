@@ -1,0 +1,295 @@
+"""The whole way of one sequence through prefill and decode: read `Pipeline.generate` and `Pipeline._attempt`.
+
+Everything an attempt opens (two calls, one stream) ends with it, on every path: finish, fault, the client leaving.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from protocol.clock import Clock
+from protocol.errors import RequestError, TwostrokeError, WorkerLost
+from protocol.requests import GenerateRequest, SampledToken, TokenEvent
+from protocol.stats import Role, WorkerInfo
+from protocol.tickets import Peer, Ticket, mint_ticket
+from router.fleet import Fleet
+from router.in_flight import Hold, InFlight
+from router.policy import Candidate, NoPath, Path, choose
+from router.stages import Stages
+from router.token_channels import TokenChannels, TokenStream
+
+_log = logging.getLogger(__name__)
+
+_TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How patient the router is. Times in seconds."""
+
+    retries: int = 3  # attempts after the first, when decode workers are lost
+    retry_wait_s: float = 10.0  # a begun request waits so long for a worker to come back
+    retry_poll_s: float = 0.1
+    reply_grace_s: float = 1.0  # between a call's end and its last tokens, or the other way round
+    prefill_failed_repeat_s: float = 0.25  # until the decode worker is heard of: it may not know the request yet
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One try of a request: its own id, so that nothing of another try can be taken for it."""
+
+    path: Path
+    request: GenerateRequest
+    ticket: Ticket | None
+    stream: TokenStream
+    hold: Hold
+    stages: Stages
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def decode(self) -> Peer:
+        return self.path.decode.peer
+
+
+class Pipeline:
+    """Generates sequences on the fleet's workers.
+
+    `secret` is the cluster's, to sign tickets; `router` this replica's id and epoch; `draw_id` mints request ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        channels: TokenChannels,
+        secret: bytes,
+        clock: Clock,
+        router: Peer,
+        config: PipelineConfig = PipelineConfig(),
+        draw_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    ):
+        self._fleet = fleet
+        self._channels = channels
+        self._secret = secret
+        self._clock = clock
+        self._router = router
+        self._config = config
+        self._draw_id = draw_id
+        self._in_flight = InFlight()
+
+    @property
+    def in_flight(self) -> int:
+        """Places held at workers: 0 when idle."""
+        return self._in_flight.total()
+
+    async def generate(self, request: GenerateRequest, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
+
+        `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
+        what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
+        `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (a worker refuses
+        the request), WorkerLost (lost workers more often than `retries` allows).
+        """
+        sent: list[int] = []
+        failed: set[Peer] = set()
+        while True:
+            path, hold = await self._choose(request, sent, failed)
+            stages.begin_attempt()
+            try:
+                async with aclosing(self._attempt(path, hold, request, sent, failed, stages)) as events:
+                    async for event in events:
+                        sent.extend(token.token_id for token in event.tokens)
+                        yield event
+                return
+            except (WorkerLost, RequestError) as error:
+                _log.warning("attempt %d on %s failed: %s", stages.attempts, path.decode.peer.worker_id, error)
+                refused_for_good = isinstance(error, RequestError) and (
+                    error.status not in _TRY_ELSEWHERE or path.decode.peer in failed
+                )
+                if refused_for_good or stages.attempts > self._config.retries:
+                    raise
+                failed.add(path.decode.peer)
+            finally:
+                hold.release()
+
+    async def _attempt(
+        self,
+        path: Path,
+        hold: Hold,
+        request: GenerateRequest,
+        sent: Sequence[int],
+        failed: set[Peer],
+        stages: Stages,
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """One try: call both workers at once and yield what follows `sent`. Raises WorkerLost to try elsewhere."""
+        tried = msgspec.structs.replace(
+            request,
+            request_id=self._draw_id(),
+            router_id=self._router.worker_id,
+            token_ids=(*request.token_ids, *sent),
+        )
+        ticket = self._mint(path, tried.request_id)
+        stream = self._channels.subscribe(path.decode.peer, tried.request_id, max_tokens=request.max_tokens)
+        attempt = _Attempt(path, tried, ticket, stream, hold, stages)
+        calls = {path.decode.peer: asyncio.create_task(self._call_decode(attempt))}
+        if path.prefill is not None:
+            calls[path.prefill.peer] = asyncio.create_task(self._call_prefill(attempt, path.prefill, failed))
+        try:
+            next_index = len(sent)
+            async for first in stream:
+                event = join_fresh((first, *stream.take_queued()), next_index)
+                if event is None:
+                    continue
+                next_index += len(event.tokens)
+                self._stamp(stages, event)
+                yield event
+                if event.finish_reason is not None:
+                    break
+            # The calls return about now, and tell how it went.
+            await asyncio.wait(calls.values(), timeout=self._config.reply_grace_s)
+        finally:
+            stream.close()
+            for worker, call in calls.items():
+                if not call.done():
+                    call.cancel()
+                    # The channel is quicker than the call, and works where the call is stuck.
+                    self._channels.cancel(worker, tried.request_id)
+            await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    async def _call_decode(self, attempt: _Attempt) -> None:
+        """Run the request on the decode worker; its tokens come by the channel, its failure goes into the stream."""
+        try:
+            reply = await self._fleet.decode(attempt.decode, attempt.request, attempt.ticket)
+        except TwostrokeError as error:
+            attempt.stream.fail(error)
+            return
+        except Exception as error:
+            _log.exception("the decode call of %s failed unexpectedly", attempt.request_id)
+            attempt.stream.fail(WorkerLost(f"the decode call failed: {type(error).__name__}"))
+            return
+        stages = attempt.stages
+        stages.num_preemptions += reply.num_preemptions
+        stages.transfer_s = reply.transfer_s if attempt.ticket is not None else None
+        stages.decode_queue_s = reply.queue_s
+        if stages.prefill_s is None:  # the prompt was computed there
+            stages.num_cached_tokens = min(reply.num_cached_tokens, attempt.request.num_prompt_tokens)
+        if reply.finish_reason is None:
+            attempt.stream.fail(WorkerLost("the decode worker cancelled the request"))
+        else:  # the reply may overtake the last frame, but not by much
+            attempt.stream.fail_in(self._config.reply_grace_s, WorkerLost("the last tokens did not come"))
+
+    async def _call_prefill(self, attempt: _Attempt, worker: WorkerInfo, failed: set[Peer]) -> None:
+        """Run the prompt on the prefill worker. Should that fail, the decode worker is told to do it itself."""
+        reply = None
+        try:
+            await self._channels.ensure(worker)
+            reply = await self._fleet.prefill(worker.peer, attempt.request, attempt.ticket)
+        except TwostrokeError as error:
+            _log.warning("prefill of %s on %s failed: %s", attempt.request_id, worker.peer.worker_id, error)
+        except Exception:
+            _log.exception("the prefill call of %s failed unexpectedly", attempt.request_id)
+        finally:
+            attempt.hold.release(worker.peer)
+        stages = attempt.stages
+        if reply is not None and reply.event.error is None:
+            stages.prefill_queue_s = reply.queue_s
+            stages.prefill_s = reply.prefill_s
+            stages.num_cached_tokens = min(reply.num_cached_tokens, attempt.request.num_prompt_tokens)
+            attempt.stream.push(reply.event)
+            return
+        failed.add(worker.peer)
+        stages.prefill_failures += 1
+        while not attempt.stream.heard:
+            self._channels.prefill_failed(attempt.decode, attempt.request_id)
+            await asyncio.sleep(self._config.prefill_failed_repeat_s)
+
+    async def _choose(self, request: GenerateRequest, sent: Sequence[int], failed: set[Peer]) -> tuple[Path, Hold]:
+        """The path of the next attempt, its decode worker reachable, and the hold on both. Raises NoPath.
+
+        A request that lost a worker waits for another; a new one is refused at once.
+        """
+        deadline = self._clock() + (self._config.retry_wait_s if failed else 0.0)
+        num_tokens = len(request.token_ids) + len(sent)
+        while True:
+            workers = self._fleet.workers()
+            self._channels.follow(workers)
+            down = {info.peer for info in workers if self._channels.is_down(info.peer)}
+            try:
+                path = choose(
+                    self._candidates(workers, "prefill"),
+                    self._candidates(workers, "decode"),
+                    num_tokens=num_tokens,
+                    avoid=failed | down,
+                )
+            except NoPath:
+                if self._clock() >= deadline:
+                    raise
+                await asyncio.sleep(self._config.retry_poll_s)
+                continue
+            # Held before anything is awaited: requests that come together must see each other.
+            hold = self._in_flight.hold([info.peer for info in (path.prefill, path.decode) if info], num_tokens)
+            try:
+                await self._channels.ensure(path.decode)
+                return path, hold
+            except BaseException as error:
+                hold.release()
+                if not isinstance(error, WorkerLost):
+                    raise
+                if path.decode.peer not in down:
+                    continue  # it is known to be down now, so others come first
+                if self._clock() >= deadline:
+                    raise NoPath("no decode worker can be reached; try again shortly") from error
+            await asyncio.sleep(self._config.retry_poll_s)
+
+    def _candidates(self, workers: Sequence[WorkerInfo], role: Role) -> list[Candidate]:
+        return [
+            Candidate(
+                info,
+                self._channels.stats(info.peer),
+                self._in_flight.requests(info.peer),
+                self._in_flight.tokens(info.peer),
+            )
+            for info in workers
+            if info.role == role
+        ]
+
+    def _mint(self, path: Path, request_id: str) -> Ticket | None:
+        if path.prefill is None or path.decode.transfer_address is None:
+            return None
+        return mint_ticket(self._secret, request_id, path.prefill.peer, path.decode.peer, path.decode.transfer_address)
+
+    def _stamp(self, stages: Stages, event: TokenEvent) -> None:
+        now = self._clock()
+        if stages.first_token is None and event.tokens:
+            stages.first_token = now
+        stages.num_output_tokens += len(event.tokens)
+        if event.finish_reason is not None:
+            stages.finish = now
+
+
+def join_fresh(events: Sequence[TokenEvent], next_index: int) -> TokenEvent | None:
+    """`events` as one that begins with token `next_index`, without the tokens before it; None if nothing is new.
+
+    Raises WorkerLost for a gap, and where the worker gave the request up.
+    """
+    tokens: list[SampledToken] = []
+    begin = next_index
+    for event in events:
+        if event.error is not None:
+            raise WorkerLost(f"the worker gave the request up: {event.error}")
+        if event.index > next_index:
+            raise WorkerLost(f"token {next_index} is missing: the next to come was {event.index}")
+        fresh = event.tokens[next_index - event.index :]
+        tokens.extend(fresh)
+        next_index += len(fresh)
+        if event.finish_reason is not None and event.index + len(event.tokens) == next_index:
+            return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)
+    return TokenEvent(events[0].request_id, begin, tuple(tokens)) if tokens else None

@@ -1,0 +1,95 @@
+"""Which workers serve a request. Pure: loads in, a path out; nothing here does I/O or draws random numbers."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import RequestError
+from protocol.stats import WorkerInfo, WorkerStats
+from protocol.tickets import Peer
+
+
+class NoPath(RequestError):
+    """No worker can serve the request now (503); the client may ask again in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message, code="no_workers", status=503)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Path:
+    """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself."""
+
+    prefill: WorkerInfo | None
+    decode: WorkerInfo
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker and what is known of its load.
+
+    The stats tell of all routers' requests but are a moment old; the in-flight counts are exact but only this
+    router's. The larger of the two is the better guess.
+    """
+
+    info: WorkerInfo
+    stats: WorkerStats | None = None
+    in_flight_requests: int = 0  # this router's own
+    in_flight_tokens: int = 0  # prompt tokens of those
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that would be computed before a new request's."""
+        return max(self.in_flight_tokens, self.stats.num_waiting_tokens if self.stats else 0)
+
+    @property
+    def requests(self) -> int:
+        """Requests that a new one would share the worker with."""
+        return max(self.in_flight_requests, self.stats.num_running + self.stats.num_waiting if self.stats else 0)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of KV that find room now."""
+        blocks = self.stats.free_blocks if self.stats else self.info.num_blocks
+        return blocks * self.info.block_size
+
+
+def choose(
+    prefill: Sequence[Candidate],
+    decode: Sequence[Candidate],
+    *,
+    num_tokens: int,
+    avoid: Collection[Peer] = (),
+) -> Path:
+    """The path for a request whose prompt has `num_tokens` tokens.
+
+    Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
+    blocks. Prefill: the fewest queued tokens among those that share the decode worker's KV layout. The worker id
+    breaks ties. Workers in `avoid` failed this request before: a prefill worker among them is never taken, a decode
+    worker only where there is no other. Raises NoPath where no decode worker is left.
+    """
+    able = [one for one in decode if one.info.max_context >= num_tokens]
+    others = [one for one in able if one.info.peer not in avoid]
+    if not able:
+        raise NoPath("no decode worker is available; try again shortly")
+    best = min(others or able, key=lambda one: _decode_order(one, num_tokens))
+    if best.info.transfer_address is None:
+        return Path(None, best.info)
+    partners = [
+        one
+        for one in prefill
+        if one.info.fingerprint == best.info.fingerprint
+        and one.info.max_context >= num_tokens
+        and one.info.peer not in avoid
+    ]
+    if not partners:
+        return Path(None, best.info)
+    return Path(min(partners, key=_prefill_order).info, best.info)
+
+
+def _decode_order(one: Candidate, num_tokens: int) -> tuple[bool, int, int, str]:
+    return one.free_tokens < num_tokens, one.requests, -one.free_tokens, one.info.peer.worker_id
+
+
+def _prefill_order(one: Candidate) -> tuple[int, int, str]:
+    return one.queued_tokens, one.requests, one.info.peer.worker_id

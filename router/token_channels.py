@@ -1,0 +1,345 @@
+"""The router's ends of the token channels: one connection per worker, shared by all requests of this router replica.
+
+A channel reconnects for as long as its worker is in the fleet. When it drops, the worker forgets this router's
+requests, so every stream on it raises WorkerLost. Nothing here knows Ray or HTTP.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.clock import Clock
+from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, TwostrokeError, WorkerLost
+from protocol.messages import (
+    Cancel,
+    Hello,
+    Message,
+    Ping,
+    PrefillFailed,
+    Refuse,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
+from protocol.network import Connection, Network
+from protocol.requests import TokenEvent
+from protocol.stats import WorkerInfo, WorkerStats
+from protocol.tickets import Peer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenChannelConfig:
+    """Times of a token channel, in seconds."""
+
+    ping_s: float = 1.0  # a third of a lease or less: how often the router gives a sign of life
+    silence_s: float = 5.0  # a worker that is silent for so long counts as lost
+    connect_s: float = 5.0  # to connect and be welcomed
+    backoff_first_s: float = 0.05
+    backoff_most_s: float = 2.0
+
+
+class TokenStream:
+    """The events of one request, in the order they came. Read by one consumer; closed by it, always.
+
+    Others may `push` what they learn by another way (the first token of a prefill reply) or `fail` it.
+    """
+
+    def __init__(self, channel: "_Channel", request_id: str, max_tokens: int):
+        self._channel = channel
+        self._request_id = request_id
+        self._events: deque[TokenEvent] = deque()
+        self._error: TwostrokeError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # A sound worker sends one token an event at least, and token 0 may come twice; the end may come alone.
+        self._events_left = max_tokens + 2
+        self.heard = False
+        """Whether the decode worker has said anything about this request."""
+
+    def push(self, event: TokenEvent) -> None:
+        """Queue `event` behind those before it."""
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: TwostrokeError) -> None:
+        """Let the reader have what is queued, then raise `error`. The first failure counts."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    def fail_in(self, delay_s: float, error: TwostrokeError) -> None:
+        """Fail later, unless the stream is closed by then."""
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.fail, error)
+
+    def close(self) -> None:
+        """Take no more events of this request. May be called more than once."""
+        self._channel.unsubscribe(self._request_id)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._events.clear()
+        self.fail(WorkerLost("the stream is closed"))
+
+    def receive(self, event: TokenEvent) -> None:
+        """Take an event off the channel; a worker that sends more than was asked for has failed."""
+        self.heard = True
+        self._events_left -= 1
+        if self._events_left < 0:
+            self.fail(WorkerLost("the worker sent more tokens than the request asked for"))
+        else:
+            self.push(event)
+
+    def take_queued(self) -> list[TokenEvent]:
+        """All that has come already, without waiting; a slow reader catches up in one go."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """The next event. Raises WorkerLost when the channel drops; never ends by itself."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Channel:
+    """One worker's connection, and the task that keeps it up."""
+
+    def __init__(self, info: WorkerInfo, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig):
+        self.info = info
+        self.stats: WorkerStats | None = None
+        self._network = network
+        self._peer = peer
+        self._clock = clock
+        self._config = config
+        self._connection: Connection | None = None
+        self._heard_at = clock()
+        self._streams: dict[str, TokenStream] = {}
+        self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
+        self._failed = False  # the last attempt, or the last connection
+        self._hurry = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
+
+    @property
+    def is_down(self) -> bool:
+        return self._connection is None and self._failed
+
+    async def ensure(self) -> None:
+        """Wait for the connection, or for one attempt at it to fail: that raises WorkerLost."""
+        if self._connection is not None:
+            return
+        self._hurry.set()
+        # Others wait for the same attempt: one who gives up must not cancel it for them.
+        error = await asyncio.shield(self._attempt)
+        if error is not None:
+            raise error
+
+    def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
+        if self._connection is None:
+            raise WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
+        stream = TokenStream(self, request_id, max_tokens)
+        self._streams[request_id] = stream
+        return stream
+
+    def unsubscribe(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    def send(self, message: Message) -> None:
+        """Send if connected. Where it isn't, the worker has forgotten our requests anyway."""
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+            except ConnectionLost as error:
+                _log.info("token channel to %s: %s", self.info.peer.worker_id, error)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._settle(WorkerLost(f"worker {self.info.peer.worker_id} has left the fleet"))
+
+    async def _keep_up(self) -> None:
+        backoff_s = self._config.backoff_first_s
+        while True:
+            reason = "the channel is closed"
+            connection: Connection | None = None
+            try:
+                connection = await self._open()
+                backoff_s = self._config.backoff_first_s
+                await self._serve(connection)
+            except (ConnectionLost, EpochMismatch, TimeoutError) as error:
+                reason = str(error) or "no answer in time"
+            finally:
+                self._drop(WorkerLost(f"the token channel to worker {self.info.peer.worker_id} dropped: {reason}"))
+                if connection is not None:
+                    await connection.close()
+            _log.info("token channel to %s dropped: %s", self.info.peer.worker_id, reason)
+            await self._wait(backoff_s)
+            backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
+
+    async def _open(self) -> Connection:
+        """Connect and be welcomed by the very incarnation that the fleet names."""
+        async with asyncio.timeout(self._config.connect_s):
+            connection = await self._network.connect(self.info.token_address)
+            try:
+                connection.send(Hello(sender=self._peer, receiver=self.info.peer))
+                answer = await connection.receive()
+                if isinstance(answer, Refuse):
+                    raise ConnectionLost(f"refused: {answer.reason}")
+                if not isinstance(answer, Welcome):
+                    raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
+                if answer.receiver != self.info.peer:
+                    raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
+            except BaseException:
+                await connection.close()
+                raise
+        return connection
+
+    async def _serve(self, connection: Connection) -> None:
+        """Hand out what comes until the connection is lost, which raises ConnectionLost."""
+        self._heard_at = self._clock()
+        self._connection = connection
+        self._failed = False
+        self._settle(None)
+        watch = asyncio.create_task(self._watch(connection))
+        try:
+            while True:
+                message = await connection.receive()
+                self._heard_at = self._clock()
+                match message:
+                    case TokenFrame():
+                        for event in message.events:
+                            stream = self._streams.get(event.request_id)
+                            if stream is not None:  # else: it ended here while the frame was under way
+                                stream.receive(event)
+                    case StatsFrame():
+                        self.stats = message.stats
+                    case Ping():
+                        pass
+                    case _:
+                        raise ProtocolError(f"a worker sent {type(message).__name__} on a token channel")
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch(self, connection: Connection) -> None:
+        """Give signs of life, and close a connection whose other side gives none."""
+        while True:
+            await asyncio.sleep(self._config.ping_s)
+            if self._clock() - self._heard_at > self._config.silence_s:
+                await connection.close()
+                return
+            try:
+                connection.send(Ping())
+            except ConnectionLost:
+                return  # the reader is told as well, and ends the channel
+
+    def _settle(self, error: WorkerLost | None) -> None:
+        """Tell those who wait in `ensure` how the attempt went."""
+        if not self._attempt.done():
+            self._attempt.set_result(error)
+
+    def _drop(self, error: WorkerLost) -> None:
+        self._connection = None
+        self._failed = True
+        self.stats = None
+        self._settle(error)
+        self._attempt = asyncio.get_running_loop().create_future()
+        self._hurry.clear()
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.fail(error)
+
+    async def _wait(self, backoff_s: float) -> None:
+        try:
+            async with asyncio.timeout(backoff_s):
+                await self._hurry.wait()
+        except TimeoutError:
+            return  # nobody asked for this worker meanwhile
+
+
+class TokenChannels:
+    """All token channels of one router replica.
+
+    `peer` is this replica's id and epoch; the id is the `router_id` of its requests.
+    """
+
+    def __init__(
+        self, *, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig = TokenChannelConfig()
+    ):
+        self.peer = peer
+        self._network = network
+        self._clock = clock
+        self._config = config
+        self._channels: dict[Peer, _Channel] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def follow(self, workers: Iterable[WorkerInfo]) -> None:
+        """Keep a channel to each of `workers` and to nobody else. Returns at once; connects in the background."""
+        present = {info.peer: info for info in workers}
+        for gone in self._channels.keys() - present.keys():
+            task = asyncio.create_task(self._channels.pop(gone).close())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        for peer, info in present.items():
+            if peer not in self._channels:
+                self._channels[peer] = _Channel(info, self._network, self.peer, self._clock, self._config)
+
+    async def ensure(self, info: WorkerInfo) -> None:
+        """Return once there is a channel to this worker. Raises WorkerLost where an attempt at it fails."""
+        channel = self._channels.get(info.peer)
+        if channel is None:
+            channel = _Channel(info, self._network, self.peer, self._clock, self._config)
+            self._channels[info.peer] = channel
+        await channel.ensure()
+
+    def is_down(self, worker: Peer) -> bool:
+        """Whether the channel to this worker is broken; a first attempt under way counts as sound."""
+        channel = self._channels.get(worker)
+        return channel is not None and channel.is_down
+
+    def stats(self, worker: Peer) -> WorkerStats | None:
+        """The worker's latest numbers; None before the first, and while the channel is down."""
+        channel = self._channels.get(worker)
+        return None if channel is None else channel.stats
+
+    def subscribe(self, worker: Peer, request_id: str, *, max_tokens: int) -> TokenStream:
+        """The stream of a request's events, to be opened before the worker hears of the request.
+
+        `max_tokens` bounds what may queue up. Raises WorkerLost where there is no channel (see `ensure`).
+        """
+        channel = self._channels.get(worker)
+        if channel is None:
+            raise WorkerLost(f"worker {worker.worker_id} has left the fleet")
+        return channel.subscribe(request_id, max_tokens)
+
+    def cancel(self, worker: Peer, request_id: str) -> None:
+        """Tell the worker to forget the request. Says nothing where the channel is down: that tells it, too."""
+        self._send(worker, Cancel(request_id))
+
+    def prefill_failed(self, worker: Peer, request_id: str) -> None:
+        """Tell the decode worker that no KV will come for this request."""
+        self._send(worker, PrefillFailed(request_id))
+
+    async def close(self) -> None:
+        """Close every channel; streams still open raise WorkerLost."""
+        self.follow(())
+        await asyncio.gather(*self._leaving)
+
+    def _send(self, worker: Peer, message: Message) -> None:
+        channel = self._channels.get(worker)
+        if channel is not None:
+            channel.send(message)

@@ -1,0 +1,279 @@
+"""A fleet of fake workers: real token channels over loopback, tokens that are a function of the prefix."""
+
+import asyncio
+import contextlib
+import time
+import zlib
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from protocol.errors import ConnectionLost, RequestError, WorkerLost
+from protocol.messages import Cancel, Hello, Ping, PrefillFailed, StatsFrame, TokenFrame, Welcome
+from protocol.network import Connection, Listener
+from protocol.requests import (
+    DecodeReply,
+    GenerateRequest,
+    PrefillReply,
+    SampledToken,
+    TokenEvent,
+    finish_reason,
+    forbidden_tokens,
+)
+from protocol.stats import Role, WorkerInfo, WorkerStats
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Address, Peer, Ticket, verify_ticket
+from router.pipeline import Pipeline, PipelineConfig
+from router.token_channels import TokenChannelConfig, TokenChannels
+
+SECRET = b"the cluster's secret"
+VOCAB = 300
+
+
+def next_token(request: GenerateRequest, prefix: Sequence[int]) -> SampledToken:
+    """The fake model: a hash of the prefix and the seed, so that a resumed request must go on the same."""
+    token = zlib.crc32(array("I", [*prefix, request.sampling.seed & 0xFFFF]).tobytes()) % VOCAB
+    while token in forbidden_tokens(request, len(prefix) - request.num_prompt_tokens):
+        token = (token + 1) % VOCAB
+    wanted = request.sampling.logprobs
+    if wanted is None:
+        return SampledToken(token)
+    return SampledToken(token, -0.5, tuple(((token + k) % VOCAB, -0.5 - k) for k in range(wanted)))
+
+
+def expected_tokens(request: GenerateRequest) -> list[int]:
+    """All output tokens of a request that starts afresh."""
+    tokens = list(request.token_ids)
+    outputs: list[int] = []
+    while True:
+        token = next_token(request, tokens).token_id
+        tokens.append(token)
+        outputs.append(token)
+        if finish_reason(request, len(outputs), token):
+            return outputs
+
+
+@dataclass
+class FakeWorker:
+    """One worker. Tests may set `gate` (a decode step takes one permit), `refusal`, `prefill_gate`, or `die()`."""
+
+    role: Role
+    name: str
+    listener: Listener | None = None
+    info: WorkerInfo | None = None
+    owned: set[str] = field(default_factory=set)
+    seen: list[GenerateRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    told_prefill_failed: list[str] = field(default_factory=list)
+    connections: dict[str, Connection] = field(default_factory=dict)
+    stats: WorkerStats = field(default_factory=lambda: WorkerStats(total_blocks=100, free_blocks=100))
+    gate: asyncio.Semaphore | None = None
+    prefill_gate: asyncio.Event | None = None
+    refusal: Exception | None = None
+    corrupt: Callable[[TokenEvent], TokenEvent] | None = None
+    prompt_ready: dict[str, asyncio.Event] = field(default_factory=dict)
+    calls: set[asyncio.Task[object]] = field(default_factory=set)
+    dead: bool = False
+    epoch: int = 6
+
+    async def start(self) -> None:
+        self.dead = False
+        self.epoch += 1
+        self.listener = await TcpNetwork(SECRET).listen("127.0.0.1", self._serve)
+        self.info = WorkerInfo(
+            role=self.role,
+            peer=Peer(self.name, self.epoch),
+            token_address=self.listener.address,
+            transfer_address=Address("127.0.0.1", 1),
+            fingerprint="same",
+            block_size=16,
+            num_blocks=100,
+            max_context=512,
+        )
+
+    async def die(self) -> None:
+        self.dead = True
+        for call in list(self.calls):
+            call.cancel()
+        await self.close()
+
+    async def close(self) -> None:
+        if self.listener is not None:
+            await self.listener.close()
+        self.connections.clear()
+
+    async def _serve(self, connection: Connection) -> None:
+        hello = await connection.receive()
+        assert isinstance(hello, Hello)
+        connection.send(Welcome(self.info.peer))
+        connection.send(StatsFrame(self.stats))
+        self.connections[hello.sender.worker_id] = connection
+        try:
+            while True:
+                message = await connection.receive()
+                match message:
+                    case Ping():
+                        connection.send(Ping())
+                    case Cancel():
+                        self.cancelled.append(message.request_id)
+                    case PrefillFailed():
+                        self.told_prefill_failed.append(message.request_id)
+                        self.ready(message.request_id).set()
+        except ConnectionLost:
+            return
+
+    def ready(self, request_id: str) -> asyncio.Event:
+        return self.prompt_ready.setdefault(request_id, asyncio.Event())
+
+    @contextlib.contextmanager
+    def _own(self, request: GenerateRequest):
+        task = asyncio.current_task()
+        if self.dead:
+            raise WorkerLost("it is dead")
+        self.calls.add(task)
+        self.owned.add(request.request_id)
+        self.seen.append(request)
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            yield
+        except asyncio.CancelledError:
+            if self.dead:
+                raise WorkerLost("it died") from None
+            raise
+        finally:
+            self.calls.discard(task)
+            self.owned.discard(request.request_id)
+            self.prompt_ready.pop(request.request_id, None)
+
+    async def prefill(self, request: GenerateRequest, decode: "FakeWorker | None") -> PrefillReply:
+        with self._own(request):
+            if self.prefill_gate is not None:
+                await self.prefill_gate.wait()
+            token = next_token(request, request.token_ids)
+            given = request.num_output_tokens_given
+            finish = finish_reason(request, given + 1, token.token_id)
+            if decode is not None:
+                decode.ready(request.request_id).set()
+            return PrefillReply(TokenEvent(request.request_id, given, (token,), finish), 3, 0.01, 0.02)
+
+    async def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+        with self._own(request):
+            if ticket is not None:
+                verify_ticket(SECRET, ticket, prefill=ticket.prefill, decode=self.info.peer)
+                await self.ready(request.request_id).wait()
+            tokens = list(request.token_ids)
+            while True:
+                if self.gate is not None:
+                    await self.gate.acquire()
+                else:
+                    await asyncio.sleep(0)
+                token = next_token(request, tokens)
+                index = len(tokens) - request.num_prompt_tokens
+                tokens.append(token.token_id)
+                finish = finish_reason(request, index + 1, token.token_id)
+                event = TokenEvent(request.request_id, index, (token,), finish)
+                if self.corrupt is not None:
+                    event = self.corrupt(event)
+                self.connections[request.router_id].send(TokenFrame((event,)))
+                if finish:
+                    return DecodeReply(index + 1, finish, 5, 0.03, 0.04, 0)
+
+
+class FakeFleet:
+    """Implements router.fleet.Fleet."""
+
+    def __init__(self, workers: list[FakeWorker]):
+        self.all = {worker.name: worker for worker in workers}
+
+    def workers(self) -> list[WorkerInfo]:
+        return [worker.info for worker in self.all.values() if not worker.dead]
+
+    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        decode = None if ticket is None else self.all[ticket.decode.worker_id]
+        return await self.all[worker.worker_id].prefill(request, decode)
+
+    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+        return await self.all[worker.worker_id].decode(request, ticket)
+
+    @property
+    def owned(self) -> set[str]:
+        return {request_id for worker in self.all.values() for request_id in worker.owned}
+
+
+@dataclass
+class Rig:
+    """A fleet and a pipeline on it."""
+
+    fleet: FakeFleet
+    channels: TokenChannels
+    pipeline: Pipeline
+
+    def __getitem__(self, name: str) -> FakeWorker:
+        return self.fleet.all[name]
+
+
+QUICK = TokenChannelConfig(ping_s=0.05, silence_s=1.0, connect_s=1.0, backoff_first_s=0.01, backoff_most_s=0.05)
+PATIENCE = PipelineConfig(retry_wait_s=2.0, retry_poll_s=0.01, reply_grace_s=0.2, prefill_failed_repeat_s=0.02)
+
+
+@contextlib.asynccontextmanager
+async def running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
+    workers = [FakeWorker("prefill", f"p{i}") for i in range(num_prefill)]
+    workers += [FakeWorker("decode", f"d{i}") for i in range(num_decode)]
+    for worker in workers:
+        await worker.start()
+    fleet = FakeFleet(workers)
+    router = Peer("router-0", 11)
+    channels = TokenChannels(network=TcpNetwork(SECRET), peer=router, clock=time.monotonic, config=QUICK)
+    pipeline = Pipeline(
+        fleet=fleet, channels=channels, secret=SECRET, clock=time.monotonic, router=router, config=PATIENCE
+    )
+    try:
+        yield Rig(fleet, channels, pipeline)
+    finally:
+        await channels.close()
+        for worker in workers:
+            await worker.close()
+
+
+@pytest.fixture
+def fleet_of():
+    """Call it as `async with fleet_of(prefills, decodes) as rig`. No task may be left behind."""
+
+    @contextlib.asynccontextmanager
+    async def checked(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
+        before = asyncio.all_tasks()
+        async with running(num_prefill, num_decode) as rig:
+            yield rig
+            assert rig.pipeline.in_flight == 0
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= before
+
+    return checked
+
+
+@pytest.fixture
+def expected():
+    return expected_tokens
+
+
+@pytest.fixture
+def a_request():
+    """Makes the template of a request; keyword arguments replace fields."""
+
+    def make(**changes) -> GenerateRequest:
+        from protocol.requests import SamplingParams
+
+        base = GenerateRequest("template", "", (1, 2, 3, 4, 5), 5, SamplingParams(seed=9), 12)
+        return msgspec.structs.replace(base, **changes)
+
+    return make
+
+
+@pytest.fixture
+def refusal():
+    return lambda status: RequestError("no", status=status)

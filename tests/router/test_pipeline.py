@@ -1,0 +1,272 @@
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from protocol.errors import RequestError, WorkerLost
+from protocol.requests import SampledToken, TokenEvent
+from router.pipeline import join_fresh
+from router.policy import NoPath
+from router.stages import Stages
+
+
+async def collect(rig, request, stages=None):
+    """All tokens; checks that indices are contiguous and the end is told once."""
+    tokens, finishes = [], []
+    async with aclosing(rig.pipeline.generate(request, stages or Stages(0.0))) as events:
+        async for event in events:
+            assert event.index == len(tokens)
+            tokens += [token.token_id for token in event.tokens]
+            if event.finish_reason:
+                finishes.append(event.finish_reason)
+    assert len(finishes) == 1
+    return tokens
+
+
+async def nth_token(rig, request, n, stages=None):
+    """A generator that has yielded `n` tokens, and those tokens."""
+    events = rig.pipeline.generate(request, stages or Stages(0.0))
+    tokens = []
+    while len(tokens) < n:
+        tokens += [token.token_id for token in (await anext(events)).tokens]
+    return events, tokens
+
+
+def allow(worker, steps):
+    worker.gate = asyncio.Semaphore(steps)
+
+
+async def until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (the conditions are of many kinds)
+            await asyncio.sleep(0.002)
+
+
+async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert len(rig["p0"].seen) == len(rig["d0"].seen) == 1
+        assert rig["p0"].seen[0].request_id == rig["d0"].seen[0].request_id != "template"
+        assert (stages.num_cached_tokens, stages.prefill_s, stages.transfer_s) == (3, 0.02, 0.03)
+        assert stages.num_output_tokens == 12
+        assert not rig.fleet.owned
+        assert not rig["d0"].cancelled
+
+
+async def test_without_prefill_workers_the_decode_worker_does_both(fleet_of, a_request, expected):
+    async with fleet_of(0, 1) as rig:
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert (stages.num_cached_tokens, stages.transfer_s) == (5, None)
+
+
+async def test_the_first_token_is_sent_before_the_decode_worker_says_anything(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 0)
+        events, tokens = await nth_token(rig, a_request(), 1)
+        assert tokens == expected(a_request())[:1]
+        await events.aclose()
+        assert not rig.fleet.owned
+
+
+async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        await rig.channels.ensure(rig["d0"].info)
+        original = rig.fleet.prefill
+
+        async def late(worker, request, ticket):
+            reply = await original(worker, request, ticket)
+            await until(lambda: not rig["d0"].owned)
+            return reply
+
+        rig.fleet.prefill = late
+        assert await collect(rig, a_request()) == expected(a_request())
+
+
+async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 3)
+        events, _ = await nth_token(rig, a_request(), 3)
+        await events.aclose()
+        assert not rig.fleet.owned
+        await until(lambda: len(rig["d0"].cancelled) == 1)
+        assert rig.pipeline.in_flight == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_cancelling_the_consumer_ends_everything(fleet_of, a_request, steps):
+    async with fleet_of(1, 1) as rig:
+        rig["p0"].prefill_gate = asyncio.Event()
+        if steps:
+            rig["p0"].prefill_gate.set()
+        allow(rig["d0"], steps)
+        task = asyncio.create_task(collect(rig, a_request()))
+        await until(lambda: rig["d0"].owned and (rig["d0"].gate.locked() and (steps == 0 or not rig["p0"].owned)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not rig.fleet.owned
+
+
+@pytest.mark.parametrize("failure", [WorkerLost("gone"), RequestError("draining", status=503), ValueError("a bug")])
+async def test_a_failing_prefill_is_done_by_the_decode_worker(fleet_of, a_request, expected, failure):
+    async with fleet_of(1, 1) as rig:
+        rig["p0"].refusal = failure
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert rig["d0"].told_prefill_failed
+        assert (stages.prefill_failures, stages.attempts, stages.num_cached_tokens) == (1, 1, 5)
+
+
+async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        rig["p0"].refusal = WorkerLost("gone")
+        original = rig.fleet.decode
+
+        async def late(worker, request, ticket):
+            await until(lambda: len(rig["d0"].told_prefill_failed) >= 2)
+            rig["d0"].prompt_ready.clear()  # a worker that hears of a request it does not know forgets it
+            return await original(worker, request, ticket)
+
+        rig.fleet.decode = late
+        assert await collect(rig, a_request()) == expected(a_request())
+
+
+@pytest.mark.parametrize("sent", [1, 2, 7, 11])
+async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, a_request, expected, sent):
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], sent)
+        stages = Stages(0.0)
+        events, tokens = await nth_token(rig, a_request(), sent, stages)
+        await rig["d0"].die()
+        async for event in events:
+            assert event.index == len(tokens)
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert stages.resumes == 1
+        resumed = rig["d1"].seen[0]
+        assert resumed.num_output_tokens_given == sent
+        assert resumed.request_id != rig["d0"].seen[0].request_id
+        assert not rig.fleet.owned
+
+
+async def test_a_dropped_channel_alone_moves_the_request_to_another_worker(fleet_of, a_request, expected):
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], 4)
+        events, tokens = await nth_token(rig, a_request(), 4)
+        await rig["d0"].connections["router-0"].close()
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert not rig.fleet.owned
+
+
+async def test_a_request_waits_for_its_only_worker_to_come_back(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 4)
+        events, tokens = await nth_token(rig, a_request(), 4)
+        rest = asyncio.create_task(anext(events))
+        await rig["d0"].die()
+        rig["d0"].gate = None
+        await asyncio.sleep(0.05)
+        await rig["d0"].start()
+        tokens += [token.token_id for token in (await rest).tokens]
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda event: msgspec.structs.replace(event, index=event.index + 1) if event.index == 5 else event,
+        lambda event: TokenEvent(event.request_id, 5, (), None, "out of luck") if event.index == 5 else event,
+    ],
+    ids=["a gap", "an error event"],
+)
+async def test_a_worker_that_misbehaves_counts_as_lost(fleet_of, a_request, expected, corrupt):
+    async with fleet_of(1, 2) as rig:
+        rig["d0"].corrupt = corrupt
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert stages.resumes == 1
+
+
+async def test_a_lost_tail_counts_as_a_lost_worker(fleet_of, a_request, expected):
+    async with fleet_of(1, 2) as rig:
+        rig["d0"].corrupt = lambda event: msgspec.structs.replace(event, request_id="another")
+        assert await collect(rig, a_request()) == expected(a_request())
+        assert rig["d1"].seen
+
+
+async def test_attempts_are_bounded(fleet_of, a_request):
+    async with fleet_of(0, 2) as rig:
+        for name in ("d0", "d1"):
+            rig[name].refusal = WorkerLost("again and again")
+        stages = Stages(0.0)
+        with pytest.raises(WorkerLost):
+            await collect(rig, a_request(), stages)
+        assert stages.attempts == 4
+
+
+async def test_a_refused_request_is_not_tried_elsewhere(fleet_of, a_request, refusal):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].refusal = refusal(400)
+        with pytest.raises(RequestError):
+            await collect(rig, a_request())
+        assert not rig["d1"].seen
+
+
+async def test_a_full_worker_sends_the_request_elsewhere(fleet_of, a_request, expected, refusal):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].refusal = refusal(429)
+        assert await collect(rig, a_request()) == expected(a_request())
+        rig["d1"].refusal = refusal(429)
+        with pytest.raises(RequestError):
+            await collect(rig, a_request())
+
+
+async def test_nobody_there_is_told_at_once(fleet_of, a_request):
+    async with fleet_of(1, 0) as rig:
+        with pytest.raises(NoPath) as caught:
+            await collect(rig, a_request())
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+
+async def test_a_single_token_needs_no_decode_step(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 0)
+        one = a_request(max_tokens=1)
+        events, tokens = await nth_token(rig, one, 1)
+        assert tokens == expected(one)
+        await events.aclose()
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_request, expected):
+    async with fleet_of(2, 2) as rig:
+        requests = [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3, max_tokens=20) for i in range(40)]
+        results = await asyncio.gather(*(collect(rig, request) for request in requests))
+        assert results == [expected(request) for request in requests]
+        assert len(rig["d0"].seen) == len(rig["d1"].seen) == 20
+
+
+def event(index, *tokens, finish=None):
+    return TokenEvent("r", index, tuple(SampledToken(token) for token in tokens), finish)
+
+
+@pytest.mark.parametrize(
+    ("events", "next_index", "joined"),
+    [
+        ([event(0, 7)], 0, event(0, 7)),
+        ([event(0, 7), event(0, 7), event(1, 8)], 0, event(0, 7, 8)),
+        ([event(0, 7)], 1, None),
+        ([event(0, 7, 8, 9)], 2, event(2, 9)),
+        ([event(0, 7, finish="stop")], 1, event(1, finish="stop")),
+        ([event(2, 9, finish="length"), event(3, 1)], 2, event(2, 9, finish="length")),
+        ([event(0, 7, finish="stop")], 3, None),
+    ],
+)
+def test_joining_keeps_each_token_once(events, next_index, joined):
+    assert join_fresh(events, next_index) == joined
