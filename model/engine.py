@@ -1,0 +1,78 @@
+"""The live engine: a runner on a thread of its own, so that the event loop only schedules, talks and frees."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from model.runner import ModelRunner
+from model.step import OnLayer, SequenceStep
+from protocol.errors import WorkerLost
+from protocol.requests import SampledToken
+
+
+class ThreadEngine:
+    """Implements model.step.Engine.
+
+    The runner is built on the engine's thread: thread counts and thread pools of torch belong to the thread that asks.
+    """
+
+    def __init__(self, build: Callable[[], ModelRunner], *, threads: int | None = None):
+        """Calls `build` on the new thread and waits for it; what it raises is raised here, and no thread is left.
+
+        `threads` is how many cores a step may use; None: all that this process may run on.
+        """
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="engine", initializer=torch.set_num_threads, initargs=(threads or usable_cores(),)
+        )
+        self._failure: BaseException | None = None
+        try:
+            self._runner = self._executor.submit(build).result()
+        except BaseException:
+            self._executor.shutdown()
+            raise
+
+    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+        """As model.step.Engine.step.
+
+        Raises WorkerLost when the step fails, and at every call after that. `on_layer` is not called any more once
+        the caller is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        wanted = threading.Event()
+        wanted.set()
+
+        def deliver(layer: int) -> None:
+            if on_layer is not None and wanted.is_set():
+                on_layer(layer)
+
+        def announce(layer: int) -> None:  # on the engine's thread
+            if wanted.is_set():
+                loop.call_soon_threadsafe(deliver, layer)
+
+        # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
+        try:
+            return await loop.run_in_executor(self._executor, self._run, batch, None if on_layer is None else announce)
+        finally:
+            wanted.clear()
+
+    def close(self) -> None:
+        """End the thread, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None) -> list[SampledToken | None]:
+        if self._failure is not None:
+            raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
+        try:
+            return self._runner.run(batch, on_layer)
+        except Exception as error:
+            self._failure = error
+            raise WorkerLost(f"an engine step failed: {type(error).__name__}: {error}") from error
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))

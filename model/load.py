@@ -1,0 +1,171 @@
+"""From a model folder to a running engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from model.backend import Backend
+from model.config import ModelConfig, load_model_config
+from model.cpu_backend import CpuBackend
+from model.decoder import Decoder, load_decoder_weights
+from model.engine import ThreadEngine
+from model.kv_cache import KVCache, kv_block_bytes
+from model.memory import available_bytes, gibibytes
+from model.runner import ModelRunner
+from model.sampler import Sampler
+from model.step import Draw, SequenceStep
+from model.weights import Checkpoint
+from protocol.errors import ConfigError
+from protocol.requests import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both."""
+
+    model_dir: Path
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    block_size: int = 16  # tokens
+    kv_cache_bytes: int | None = None  # all layers together
+    num_blocks: int | None = None
+    threads: int | None = None  # cores that a step may use; None: all
+    max_context: int | None = None  # tokens; None: what the model and the cache allow
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine ready to step, and what its worker must know of it."""
+
+    engine: ThreadEngine
+    kv_cache: KVCache
+    model_config: ModelConfig
+    num_blocks: int
+    max_context: int  # tokens of prompt and output together
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Load, check and warm up; blocks the caller. Raises ConfigError with one line that a user can act on."""
+    model_config = load_model_config(config.model_dir)
+    checkpoint = Checkpoint(config.model_dir, model_config)
+    device = _device(config)
+    dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
+    num_blocks = _num_blocks(config, model_config, dtype)
+    max_context = _max_context(config, model_config, num_blocks)
+    _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
+    kv_cache = KVCache(
+        model_config,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        model_digest=checkpoint.digest(),
+    )
+
+    def build() -> ModelRunner:
+        weights = load_decoder_weights(checkpoint, model_config, dtype, device, max_context)
+        decoder = Decoder(model_config, weights, _backend(device))
+        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, max_context)
+        _warm_up(runner, config.block_size, max_context)
+        return runner
+
+    engine = ThreadEngine(build, threads=config.threads)
+    return LoadedEngine(engine, kv_cache, model_config, num_blocks, max_context)
+
+
+def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and cache.
+
+    `auto` on CUDA is the checkpoint's; on a CPU bf16 where it has instructions for it and the checkpoint is of 16 bits,
+    else fp32 (fp16 has no fast CPU kernels, so it is widened).
+    """
+    if choice == "bfloat16":
+        return torch.bfloat16
+    if choice == "float32":
+        return torch.float32
+    if device.type == "cuda":
+        return checkpoint_dtype
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast and checkpoint_dtype.itemsize == 2 else torch.float32
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, but torch finds no CUDA device: use device cpu")
+    return torch.device(config.device)
+
+
+def _backend(device: torch.device) -> Backend:
+    if device.type == "cpu":
+        return CpuBackend()
+    from model.cuda_backend import CudaBackend  # Triton is imported only where it can run
+
+    return CudaBackend()
+
+
+def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    if (config.num_blocks is None) == (config.kv_cache_bytes is None):
+        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
+    if config.block_size < 1:
+        raise ConfigError(f"block_size: {config.block_size} is not positive")
+    if config.num_blocks is not None:
+        if config.num_blocks < 1:
+            raise ConfigError(f"num_blocks: {config.num_blocks} is not positive")
+        return config.num_blocks
+    one = kv_block_bytes(model, config.block_size, dtype)
+    wanted = config.kv_cache_bytes or 0
+    if wanted < one:
+        raise ConfigError(f"kv_cache_bytes: {wanted} bytes don't hold one block, which takes {one}")
+    return wanted // one
+
+
+def _max_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    room = num_blocks * config.block_size
+    if config.max_context is None:
+        return min(model.max_position, room)
+    if not 1 <= config.max_context <= model.max_position:
+        raise ConfigError(
+            f"max_context: {config.max_context} is outside of the model's 1 to {model.max_position} positions"
+        )
+    if config.max_context > room:
+        raise ConfigError(
+            f"max_context: {config.max_context} tokens don't fit into {num_blocks} blocks of {config.block_size} tokens"
+        )
+    return config.max_context
+
+
+def _check_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_blocks: int,
+) -> None:
+    weights = checkpoint.num_parameters * dtype.itemsize
+    cache = num_blocks * kv_block_bytes(model, config.block_size, dtype)
+    free = available_bytes(device)
+    if weights + cache > free:
+        raise ConfigError(
+            f"too little memory on {device.type}: weights {gibibytes(weights)} + KV cache {gibibytes(cache)} "
+            f"= {gibibytes(weights + cache)}, but only {gibibytes(free)} are free: "
+            "use a smaller KV cache or a smaller model"
+        )
+
+
+def _warm_up(runner: ModelRunner, block_size: int, max_context: int) -> None:
+    """Run each kind of work once, so that no request waits for a kernel to be compiled.
+
+    The blocks written are nobody's yet, and what they hold then is as good as zeros.
+    """
+    length = min(max_context - 1, 2 * block_size + 1)
+    if length < 1:
+        return
+    table = range(-(-(length + 1) // block_size))
+    draw = Draw(SamplingParams(temperature=0.0), history=[0] * (length + 1), num_prompt_tokens=length)
+    prompt = SequenceStep([0] * length, start=0, block_ids=table, draw=draw)
+    following = SequenceStep([0], start=length, block_ids=table, draw=draw)
+    for step in (prompt, following):
+        runner.run([step])

@@ -1,0 +1,108 @@
+"""From a batch of SequenceSteps to drawn tokens: tensors in, decoder, sampler, results in the caller's order."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from model.backend import BatchLayout
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.step import Draw, SequenceStep
+from protocol.requests import SampledToken
+
+
+class TokenSampler(Protocol):
+    """What the runner needs of `model/sampler.py`."""
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+        """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
+
+
+class ModelRunner:
+    """Runs one step at a time, on whatever thread calls it."""
+
+    def __init__(self, decoder: Decoder, sampler: TokenSampler, kv_cache: KVCache, max_context: int):
+        self._decoder = decoder
+        self._sampler = sampler
+        self._kv_cache = kv_cache
+        self._max_context = max_context
+        self._device = kv_cache.tensors[0].device
+
+    @torch.inference_mode()
+    def run(
+        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
+    ) -> list[SampledToken | None]:
+        """As `Engine.step`. Raises ValueError as `check_batch` does."""
+        check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context)
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
+        steps = [batch[i] for i in order]
+        layout = make_layout(steps, self._kv_cache.block_size, self._device)
+        token_ids = np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64)
+        drawing = [i for i, step in enumerate(steps) if step.draw is not None]
+        last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
+        logits = self._decoder.forward(
+            torch.from_numpy(token_ids).to(self._device),
+            layout,
+            self._kv_cache.tensors,
+            torch.from_numpy(last_rows[drawing]).to(self._device),
+            on_layer,
+        )
+        results: list[SampledToken | None] = [None] * len(batch)
+        if logits is not None:
+            draws = [draw for step in steps if (draw := step.draw) is not None]
+            positions = [steps[i].start + len(steps[i].token_ids) for i in drawing]
+            for i, token in zip(drawing, self._sampler.sample(logits, draws, positions), strict=True):
+                results[order[i]] = token
+        return results
+
+
+def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
+    """Raises ValueError where following the batch would read or write where it must not."""
+    if not batch:
+        raise ValueError("an engine step needs at least one sequence")
+    for step in batch:
+        end = step.start + len(step.token_ids)
+        if not len(step.token_ids) or step.start < 0:
+            raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
+        if end > max_context:
+            raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
+        if len(step.block_ids) * block_size < end:
+            raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
+        if min(step.block_ids) < 0 or max(step.block_ids) >= num_blocks:
+            raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
+
+
+def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
+    """The layout of a batch whose single-token sequences come first."""
+    lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
+    starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
+    context_lens = starts + lengths
+    num_blocks = -(-context_lens // block_size)  # a table may hold more, for tokens to come
+    tables = np.zeros((len(steps), int(num_blocks.max())), np.int32)
+    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, num_blocks.tolist(), strict=True))
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(used, np.int32, int(num_blocks.sum()))
+
+    query_starts = np.zeros(len(steps) + 1, np.int64)
+    np.cumsum(lengths, out=query_starts[1:])
+    sequence_of = np.repeat(np.arange(len(steps)), lengths)
+    positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
+    slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return BatchLayout(
+        positions=tensor(positions),
+        slots=tensor(slots),
+        query_starts=tensor(query_starts.astype(np.int32)),
+        context_lens=tensor(context_lens.astype(np.int32)),
+        block_tables=tensor(tables),
+        num_decodes=int((lengths == 1).sum()),
+        max_query_len=int(lengths.max()),
+        max_context_len=int(context_lens.max()),
+    )

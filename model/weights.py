@@ -1,0 +1,185 @@
+"""The tensors of a Hugging Face Llama folder: found, checked against the config, and memory-mapped, not read.
+
+Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, whose pages the kernel may drop again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.config import ModelConfig
+from protocol.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAMPLE_BYTES = 64
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
+class _TensorFile(Protocol):
+    """What we use of safetensors' `safe_open`, which comes without types."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+
+class Checkpoint:
+    """The checked tensors of one folder.
+
+    Raises ConfigError naming file and tensor for: pickle files only, a missing shard, a missing, unknown or misshapen
+    tensor, a tensor of another type than bf16, fp16 or fp32, a damaged file.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig):
+        self._files = _tensor_files(folder)
+        self._open = {path: _open(path) for path in sorted(set(self._files.values()))}
+        self._check_names(folder)
+        self._dtypes: dict[str, torch.dtype] = {}
+        expected = dict(expected_shapes(config))
+        self._check(folder, expected, tied=config.tie_word_embeddings)
+        self.shapes = expected
+        self._config = config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the checkpoint: that of its embedding."""
+        return self._dtypes["model.embed_tokens.weight"]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped file, in the checkpoint's dtype."""
+        path = self._files[name]
+        try:
+            return self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: tensor {name} can't be read: {error}") from error
+
+    def digest(self) -> str:
+        """16 hex digits of the config, all tensors' names, types and shapes, and a few bytes of each.
+
+        Two workers with equal digests serve the same model; it is no proof against a forger.
+        """
+        sha = hashlib.sha256(repr(self._config).encode())
+        for name, shape in sorted(self.shapes.items()):
+            tensor = self.tensor(name).reshape(-1)
+            sha.update(f"{name} {self._dtypes[name]} {shape}".encode())
+            count = min(_SAMPLE_BYTES // tensor.element_size(), tensor.numel())
+            middle = (tensor.numel() - count) // 2
+            for start in (0, middle, tensor.numel() - count):
+                sha.update(tensor[start : start + count].contiguous().view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()[:16]
+
+    def _check_names(self, folder: Path) -> None:
+        """An index may promise what a shard does not hold."""
+        held = {path: set(opened.keys()) for path, opened in self._open.items()}
+        for name, path in self._files.items():
+            if name not in held[path]:
+                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
+
+    def _check(self, folder: Path, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        for name, shape in expected.items():
+            if name not in self._files:
+                raise ConfigError(f"{folder}: tensor {name} is missing")
+            path = self._files[name]
+            part = self._open[path].get_slice(name)
+            found = tuple(part.get_shape())
+            if found != shape:
+                raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            if part.get_dtype() not in _DTYPES:
+                raise ConfigError(
+                    f"{path}: tensor {name} is {part.get_dtype()}, only {', '.join(_DTYPES)} are supported"
+                )
+            self._dtypes[name] = _DTYPES[part.get_dtype()]
+        for name, path in self._files.items():
+            harmless = name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+            if name not in expected and not harmless:
+                raise ConfigError(f"{path}: tensor {name} is none of a Llama decoder as config.json describes it")
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a checkpoint of this config holds."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    projections = (
+        ("self_attn.q_proj", config.q_size, hidden, config.attention_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.attention_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.attention_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns, has_bias in projections:
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{prefix}{name}.bias", (rows,)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    index = folder / INDEX_FILE
+    if index.exists():
+        return _indexed_files(index)
+    single = folder / SINGLE_FILE
+    if single.exists():
+        return dict.fromkeys(_open(single).keys(), single)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ConfigError(
+            f"{folder / pickles[0]} is a pickle file, which can run code when it is read: convert it to safetensors"
+        )
+    raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{index} can't be read as JSON: {error}") from error
+    except (KeyError, TypeError):
+        raise ConfigError(f"{index}: weight_map is missing") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: weight_map: expected a JSON object of tensor and file names")
+    files: dict[str, Path] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{index}: weight_map: {name}: {file!r} is no safetensors file of this folder")
+        files[name] = index.parent / file
+    for path in sorted(set(files.values())):
+        if not path.exists():
+            raise ConfigError(f"{path} is missing: a shard that {index} names")
+    return files
+
+
+def _open(path: Path) -> _TensorFile:
+    try:
+        return cast(_TensorFile, safe_open(path, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} can't be read as safetensors: {error}") from error
