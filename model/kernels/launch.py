@@ -1,0 +1,56 @@
+"""What a launch depends on besides the shapes: the GPU's class, and sizes derived from head dimension and dtype."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Architecture(Enum):
+    """GPUs grouped by what the launch tables care about: matrix instruction and shared memory a program may use."""
+
+    HOPPER = "hopper"  # 227 KiB, asynchronous warpgroup matrix instructions; data-centre Blackwell runs the same tables
+    AMPERE = "ampere"  # 163 KiB (A100)
+    SMALL = "small"  # 99 KiB: Turing's successors for desktops and inference (sm_86, sm_89, sm_120)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The GPU that kernels are launched on."""
+
+    architecture: Architecture
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, capability: tuple[int, int], multiprocessors: int) -> "Target":
+        """The target of a compute capability such as (9, 0).
+
+        Raises ValueError below 8.0: bf16 matrix instructions and asynchronous copies start there.
+        """
+        if capability < (8, 0):
+            raise ValueError(f"compute capability {capability[0]}.{capability[1]} is below 8.0, the least supported")
+        if capability in ((8, 0), (8, 7)):
+            return cls(Architecture.AMPERE, multiprocessors)
+        if capability[0] in (9, 10):
+            return cls(Architecture.HOPPER, multiprocessors)
+        return cls(Architecture.SMALL, multiprocessors)
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> "Target":
+        """The target of a CUDA device at hand."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls.of((properties.major, properties.minor), properties.multi_processor_count)
+
+
+H100 = Target(Architecture.HOPPER, multiprocessors=132)
+A100 = Target(Architecture.AMPERE, multiprocessors=108)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n; the extents of Triton's tiles are powers of two."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
+    return "ieee" if dtype == torch.float32 else "tf32"
