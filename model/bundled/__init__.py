@@ -1,0 +1,9 @@
+"""The small model that ships with the repository: a Llama of about 6 M parameters trained on CPython's own library.
+
+The folder is an ordinary Hugging Face model folder (config, safetensors, tokenizer, chat template), so it is loaded
+by the same code path as any other model. The other modules here are what made it; serving never imports them.
+"""
+
+from pathlib import Path
+
+BUNDLED_MODEL_DIR: Path = Path(__file__).resolve().parent
