@@ -1,0 +1,28 @@
+"""What a user may set about decode workers."""
+
+from dataclasses import dataclass, field
+
+from protocol.errors import ConfigError
+from protocol.token_server import TokenServerConfig
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Bounds of one step, and the worker's housekeeping. Raises ConfigError for values that can't work."""
+
+    max_step_tokens: int = 512  # tokens of one step: one for each running request, the rest for prompts computed here
+    max_batch: int = 256  # requests in one step
+    watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
+    integrity_interval_s: float = 10.0  # an idle worker checks its block accounting at most this often
+    token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"decode.max_batch is {self.max_batch}: it must be at least 1")
+        if self.max_step_tokens < self.max_batch:
+            raise ConfigError(
+                f"decode.max_step_tokens is {self.max_step_tokens}, less than decode.max_batch {self.max_batch}: "
+                "a step could not give every running request its token"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"decode.watermark is {self.watermark}: it must be at least 0 and less than 1")

@@ -1,0 +1,299 @@
+"""Which requests share the next step, who waits, and who must give way. Pure: no I/O, no clock, no asyncio.
+
+A request waits until its blocks are reserved; then its KV comes by a transfer, or is computed here in chunks; then it
+decodes, one token a step. Where blocks run out, the youngest gives all of its back and is computed again later, which
+its own cached prefix makes cheap. The oldest request therefore always gets on, and so does everyone in turn.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from model.block_pool import BlockPool
+from model.sequence import SequenceState
+from model.step import SequenceStep
+from protocol.errors import RequestError
+from protocol.requests import FinishReason, GenerateRequest, SampledToken, finish_reason
+
+
+class Phase(Enum):
+    """Where a request stands on a decode worker."""
+
+    WAITING = auto()  # holds no blocks
+    TRANSFERRING = auto()  # holds the prompt's blocks; their KV is on its way
+    RUNNING = auto()  # in every step that has room for it, with a chunk of tokens not computed yet or its last token
+    ENDED = auto()  # finished, failed or aborted
+
+
+@dataclass(eq=False, slots=True)
+class DecodeJob:
+    """One request between its arrival and the release of its blocks. Only the scheduler changes it."""
+
+    sequence: SequenceState
+    arrival: int  # 0, 1, 2, ...: the order in which requests came
+    wants_transfer: bool  # its KV comes from a prefill worker
+    phase: Phase = Phase.WAITING
+    in_step: bool = False  # the engine may be writing into its blocks
+    is_receiving: bool = False  # a transfer may be writing into its blocks
+    num_cached_tokens: int = 0  # found in the prefix cache on first admission
+    num_preemptions: int = 0
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self.sequence.request
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase is Phase.ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A job's part of a step."""
+
+    job: DecodeJob
+    step: SequenceStep
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What to run next, and which jobs now hold the blocks that their transfer may fill.
+
+    `reserved` jobs: the first `sequence.num_computed` tokens are cached here already, and need not be sent.
+    """
+
+    entries: tuple[Entry, ...]
+    reserved: tuple[DecodeJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A token that was drawn or received, and whether it ended its request."""
+
+    job: DecodeJob
+    index: int  # of the token among the request's output tokens
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+
+class DecodeScheduler:
+    """Continuous batching over one block pool: at most `max_step_tokens` tokens of `max_batch` requests in a step.
+
+    Admission leaves `watermark_blocks` free, so that running requests have some to grow into.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, max_step_tokens: int, max_batch: int, watermark_blocks: int, max_context: int
+    ):
+        self._pool = pool
+        self._max_step_tokens = max_step_tokens
+        self._max_batch = max_batch
+        self._watermark_blocks = watermark_blocks
+        self._max_context = max_context
+        # Both in the order of arrival, whatever happened to a job in between.
+        self._waiting: list[DecodeJob] = []
+        self._running: list[DecodeJob] = []
+        self._transferring: set[DecodeJob] = set()
+        self._num_arrived = 0
+        self.prefix_queries = 0  # counter: prompt tokens looked up
+        self.prefix_hits = 0  # counter: prompt tokens found
+        self.preemptions = 0  # counter
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in no step yet: without blocks, or with KV under way."""
+        return len(self._waiting) + len(self._transferring)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode, or whose prompt is being computed here."""
+        return len(self._running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens still to be computed here before their requests decode."""
+        local = sum(job.sequence.num_uncomputed for job in self._waiting if not job.wants_transfer)
+        return local + sum(job.sequence.num_uncomputed for job in self._running if job.sequence.num_uncomputed > 1)
+
+    def add(self, request: GenerateRequest, *, wants_transfer: bool) -> DecodeJob:
+        """Queue a request. Raises RequestError for one that could never run here to its end."""
+        if not request.token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        longest = request.num_prompt_tokens + request.max_tokens
+        if longest > self._max_context:
+            raise RequestError(
+                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed the model's "
+                f"context of {self._max_context}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        capacity = self._pool.num_blocks * self._pool.block_size
+        if longest - 1 > capacity:  # the last token's KV is never needed
+            raise RequestError(
+                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed this worker's "
+                f"whole KV cache, which holds {capacity}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        job = DecodeJob(SequenceState(request, self._pool.block_size), self._num_arrived, wants_transfer)
+        self._num_arrived += 1
+        self._waiting.append(job)
+        return job
+
+    def schedule(self) -> DecodeStep:
+        """Decide the next step: decodes, then chunks of prompts begun, then whoever can be admitted.
+
+        Marks the jobs as in a step, or receiving; `complete` or `abandon` must follow before the next call.
+        """
+        preemptions_before = self.preemptions
+        entries: list[Entry] = []
+        for job in self._running[: self._max_batch]:
+            if job.phase is Phase.RUNNING and job.sequence.num_uncomputed == 1 and self._make_room(job):
+                self._add_entry(entries, job, 1)
+        budget = self._max_step_tokens - len(entries)
+        for job in self._running[: self._max_batch]:
+            if budget > 0 and not job.in_step:
+                budget -= self._add_entry(entries, job, budget)
+        reserved: list[DecodeJob] = []
+        # One who just gave way must not come back in the same breath, nor anybody take its room.
+        while self._waiting and self.preemptions == preemptions_before:
+            job = self._waiting[0]
+            if not job.wants_transfer and (budget == 0 or len(self._running) >= self._max_batch):
+                break
+            if not self._admit(job):
+                break  # nobody overtakes: a large request would starve behind small ones
+            if job.wants_transfer:
+                reserved.append(job)
+            else:
+                budget -= self._add_entry(entries, job, budget)
+        return DecodeStep(tuple(entries), tuple(reserved))
+
+    def complete(self, step: DecodeStep, sampled: "list[SampledToken | None]") -> list[Progress]:
+        """Account for a step that has run; returns the drawn tokens of jobs that nobody has ended meanwhile.
+
+        Jobs whose token finishes them are ended.
+        """
+        progress: list[Progress] = []
+        for entry, token in zip(step.entries, sampled, strict=True):
+            job, sequence = entry.job, entry.job.sequence
+            job.in_step = False
+            sequence.num_computed = entry.step.start + len(entry.step.token_ids)
+            sequence.publish_full_blocks(self._pool)
+            if job.has_ended:
+                self._release_if_unused(job)
+            elif token is not None:
+                progress.append(self._append(job, token))
+        return progress
+
+    def abandon(self, step: DecodeStep) -> None:
+        """Account for a step that failed: the engine is dead and touches nothing any more."""
+        for entry in step.entries:
+            entry.job.in_step = False
+            self._release_if_unused(entry.job)
+
+    def verified(self, job: DecodeJob, first_token: SampledToken) -> Progress | None:
+        """All KV of the job's prompt has come, with its first token. None where the job was ended meanwhile."""
+        job.is_receiving = False
+        if job.has_ended:
+            self._release_if_unused(job)
+            return None
+        self._transferring.remove(job)
+        sequence = job.sequence
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.publish_full_blocks(self._pool)
+        self._run(job)
+        return self._append(job, first_token)
+
+    def transfer_failed(self, job: DecodeJob) -> None:
+        """No KV comes, and nothing writes into the job's blocks any more: it is to be computed here."""
+        job.is_receiving = False
+        if job.has_ended:
+            self._release_if_unused(job)
+            return
+        self._transferring.remove(job)
+        self._send_back(job)
+
+    def compute_here(self, job: DecodeJob) -> None:
+        """Don't wait for a transfer that has not begun. Does nothing for a job that has begun, or ended."""
+        if job.phase is Phase.WAITING:
+            job.wants_transfer = False
+
+    def end(self, job: DecodeJob) -> None:
+        """Schedule the job no more; its blocks go back as soon as nothing uses them. Harmless when repeated."""
+        match job.phase:
+            case Phase.WAITING:
+                self._waiting.remove(job)
+            case Phase.TRANSFERRING:
+                self._transferring.remove(job)
+            case Phase.RUNNING:
+                self._running.remove(job)
+            case Phase.ENDED:
+                return
+        job.phase = Phase.ENDED
+        self._release_if_unused(job)
+
+    def _make_room(self, job: DecodeJob) -> bool:
+        """Reserve the block that a job's next token needs; False where the job itself had to give way."""
+        while job.sequence.blocks_needed(1) > self._pool.free_blocks:
+            youngest = self._running[-1]
+            self._running.remove(youngest)
+            youngest.num_preemptions += 1
+            self.preemptions += 1
+            self._send_back(youngest)
+            if youngest is job:
+                return False
+        job.sequence.reserve(self._pool, 1)
+        return True
+
+    def _admit(self, job: DecodeJob) -> bool:
+        """Reserve blocks for all tokens known so far."""
+        sequence = job.sequence
+        matched = sequence.match_prefix(self._pool)
+        wanted = sequence.blocks_needed(sequence.num_uncomputed)
+        others_grow = bool(self._running or self._transferring)
+        if wanted + (self._watermark_blocks if others_grow else 0) > self._pool.free_blocks:
+            sequence.reset(self._pool)
+            return False
+        sequence.reserve(self._pool, sequence.num_uncomputed)
+        if job.num_preemptions == 0:
+            job.num_cached_tokens = matched
+        self.prefix_queries += len(sequence.token_ids)
+        self.prefix_hits += matched
+        self._waiting.remove(job)
+        if job.wants_transfer:
+            job.phase = Phase.TRANSFERRING
+            job.is_receiving = True
+            self._transferring.add(job)
+        else:
+            self._run(job)
+        return True
+
+    def _run(self, job: DecodeJob) -> None:
+        job.phase = Phase.RUNNING
+        insort(self._running, job, key=lambda other: other.arrival)
+
+    def _send_back(self, job: DecodeJob) -> None:
+        """Back to the queue, at its old place in the order of arrival; what is lost will be computed here."""
+        job.sequence.reset(self._pool)
+        job.phase = Phase.WAITING
+        job.wants_transfer = False
+        insort(self._waiting, job, key=lambda other: other.arrival)
+
+    def _add_entry(self, entries: list[Entry], job: DecodeJob, budget: int) -> int:
+        num_tokens = min(job.sequence.num_uncomputed, budget)
+        entries.append(Entry(job, job.sequence.step(num_tokens)))
+        job.in_step = True
+        return num_tokens
+
+    def _append(self, job: DecodeJob, token: SampledToken) -> Progress:
+        sequence = job.sequence
+        index = sequence.num_output_tokens
+        sequence.append(token.token_id)
+        reason = finish_reason(sequence.request, index + 1, token.token_id)
+        if reason is not None:
+            self.end(job)
+        return Progress(job, index, token, reason)
+
+    def _release_if_unused(self, job: DecodeJob) -> None:
+        if job.has_ended and not job.in_step and not job.is_receiving:
+            job.sequence.reset(self._pool)

@@ -1,0 +1,339 @@
+"""A prefill worker: reads prompts, draws the first token, and sends the KV on while it is still being computed.
+
+Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on virtual time.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtransfer.sender import KVSender, OutgoingTransfer
+from kvtransfer.store import KVStore
+from model.block_pool import BlockPool
+from model.step import Engine
+from model.step_loop import StepLoop
+from prefill_worker.config import PrefillConfig
+from prefill_worker.scheduler import PrefillJob, PrefillScheduler, PrefillStep
+from protocol.clock import Clock
+from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLost
+from protocol.network import Network
+from protocol.requests import GenerateRequest, PrefillReply, SampledToken, TokenEvent, finish_reason
+from protocol.stats import WorkerInfo, WorkerStats
+from protocol.tickets import Peer, Ticket
+from protocol.token_server import TokenServer, TokenServerCallbacks
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A `prefill` call that has not returned, or whose transfer has not ended."""
+
+    job: PrefillJob
+    ticket: Ticket | None
+    arrived_at: float
+    reply: "asyncio.Future[PrefillReply]"
+    started_at: float = 0.0
+    transfer: OutgoingTransfer | None = None
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Numbers of WorkerStats that only grow."""
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is under way: `quiet` is set while it is nothing."""
+
+    calls: dict[str, _Call] = field(default_factory=dict)  # by request id, until the call returns
+    transfers: "set[asyncio.Task[None]]" = field(default_factory=set)  # each ends by releasing its job's blocks
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self) -> None:
+        if self.calls or self.transfers:
+            self.quiet.clear()
+        else:
+            self.quiet.set()
+
+
+class PrefillWorker:
+    """Runs one engine's prefill steps. `sender` is None where KV stays here (a worker that only draws first tokens).
+
+    `max_context` is the model's, in tokens. Pool, store and engine belong to this worker alone while it runs; `stop`
+    closes the sender and leaves the others to their maker.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: Peer,
+        config: PrefillConfig,
+        engine: Engine,
+        store: KVStore,
+        pool: BlockPool,
+        network: Network,
+        sender: KVSender | None,
+        clock: Clock,
+        max_context: int,
+    ):
+        self._peer = peer
+        self._config = config
+        self._engine = engine
+        self._store = store
+        self._pool = pool
+        self._sender = sender
+        self._clock = clock
+        self._max_context = max_context
+        self._scheduler = PrefillScheduler(
+            pool, max_step_tokens=config.max_step_tokens, max_batch=config.max_batch, max_context=max_context
+        )
+        self._token_server = TokenServer(
+            peer=peer,
+            network=network,
+            config=config.token_channel,
+            callbacks=TokenServerCallbacks(
+                cancel=self._cancel, prefill_failed=_ignore, router_lost=self._router_lost, stats=self.stats
+            ),
+        )
+        self._loop = StepLoop(step=self._step, idle=self._idle, died=self._died)
+        self._work = _Work()
+        self._counters = _Counters()
+        self._calls_by_job: dict[PrefillJob, _Call] = {}
+        self._is_draining = False
+        self._checked_at = float("-inf")
+
+    async def start(self, host: str) -> WorkerInfo:
+        """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
+        self._work.note()
+        address = await self._token_server.start(host)
+        self._loop.start()
+        return WorkerInfo(
+            role="prefill",
+            peer=self._peer,
+            token_address=address,
+            transfer_address=None,
+            fingerprint=self._store.fingerprint,
+            block_size=self._store.block_size,
+            num_blocks=self._pool.num_blocks,
+            max_context=self._max_context,
+        )
+
+    async def prefill(self, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        """Compute the prompt and return its first token; with a ticket, send its KV on. Cancelling it aborts both.
+
+        Returns before the KV has arrived: a transfer that fails is the decode worker's to mend. Raises RequestError
+        (can't be served as asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker
+        is ending, its engine died, or the request's router is gone).
+        """
+        self.check_health()
+        if self._is_draining:
+            raise WorkerLost(f"worker {self._peer.worker_id} is draining")
+        self._check_ticket(request, ticket)
+        if request.request_id in self._work.calls:
+            raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
+        job = self._scheduler.add(request)
+        call = _Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
+        self._work.calls[request.request_id] = call
+        self._calls_by_job[job] = call
+        self._work.note()
+        self._loop.wake()
+        try:
+            return await call.reply
+        except asyncio.CancelledError:
+            self._abort(call, "the request was cancelled")
+            raise
+
+    def stats(self) -> WorkerStats:
+        """The worker's numbers now."""
+        counters, pool, scheduler = self._counters, self._pool, self._scheduler
+        sent = None if self._sender is None else self._sender.stats
+        return WorkerStats(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            free_blocks=pool.free_blocks,
+            total_blocks=pool.num_blocks,
+            owned_blocks=pool.owned_blocks,
+            num_transfers=0 if sent is None else sent.in_flight,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            steps=counters.steps,
+            step_seconds=counters.step_seconds,
+            finished_requests=counters.finished_requests,
+            aborted_requests=counters.aborted_requests,
+            transfers_done=0 if sent is None else sent.done,
+            transfers_failed=0 if sent is None else sent.failed,
+            transfer_bytes=0 if sent is None else sent.bytes,
+            transfer_seconds=0.0 if sent is None else sent.seconds,
+        )
+
+    def check_health(self) -> None:
+        """Raises WorkerLost where the step loop has died, or does not run."""
+        self._loop.check_health()
+
+    async def drain(self) -> None:
+        """Take no new requests, and return once every call and transfer under way has ended."""
+        self._is_draining = True
+        await self._work.quiet.wait()
+
+    async def stop(self) -> None:
+        """End everything, wherever it stands; a step under way finishes first. May be called more than once."""
+        self._is_draining = True
+        for call in list(self._calls_by_job.values()):
+            self._abort(call, "the prefill worker is ending", WorkerLost(f"worker {self._peer.worker_id} is ending"))
+        await self._loop.stop()
+        if self._sender is not None:
+            await self._sender.close()
+        await asyncio.gather(*self._work.transfers)
+        await self._token_server.close()
+
+    async def _step(self) -> bool:
+        step = self._schedule()
+        if not step.chunks:
+            return False
+        self._post_process(step, await self._run(step))
+        return True
+
+    def _schedule(self) -> PrefillStep:
+        step = self._scheduler.schedule()
+        for job in step.admitted:
+            call = self._calls_by_job[job]
+            call.started_at = self._clock()
+            if call.ticket is not None and self._sender is not None:
+                sequence = job.sequence
+                call.transfer = self._sender.open(
+                    call.ticket, job.num_tokens, sequence.block_ids, sequence.num_computed
+                )
+                self._scheduler.begin_sending(job)
+                task = asyncio.create_task(self._see_off(call, call.transfer), name=f"send {job.request.request_id}")
+                self._work.transfers.add(task)
+        return step
+
+    async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
+        def on_layer(layer: int) -> None:
+            for chunk in step.chunks:
+                call = self._calls_by_job.get(chunk.job)
+                if call is not None and call.transfer is not None:
+                    call.transfer.layer_ready(layer, chunk.num_tokens_after)
+
+        started_at = self._clock()
+        try:
+            sampled = await self._engine.step([chunk.step for chunk in step.chunks], on_layer)
+        except Exception:
+            self._scheduler.abandon(step)
+            raise
+        self._counters.steps += 1
+        self._counters.step_seconds += self._clock() - started_at
+        self._counters.computed_tokens += sum(len(chunk.step.token_ids) for chunk in step.chunks)
+        return sampled
+
+    def _post_process(self, step: PrefillStep, sampled: Sequence[SampledToken | None]) -> None:
+        first_tokens = {
+            chunk.job: token for chunk, token in zip(step.chunks, sampled, strict=True) if token is not None
+        }
+        for job in self._scheduler.complete(step):
+            call = self._calls_by_job[job]
+            first_token = first_tokens[job]
+            if call.transfer is not None:
+                call.transfer.commit(first_token)
+            self._counters.generated_tokens += 1
+            self._counters.finished_requests += 1
+            self._end(call)
+            if not call.reply.done():
+                call.reply.set_result(self._reply(call, first_token))
+
+    def _reply(self, call: _Call, first_token: SampledToken) -> PrefillReply:
+        request = call.job.request
+        given = request.num_output_tokens_given
+        event = TokenEvent(
+            request_id=request.request_id,
+            index=given,
+            tokens=(first_token,),
+            finish_reason=finish_reason(request, given + 1, first_token.token_id),
+        )
+        return PrefillReply(
+            event=event,
+            num_cached_tokens=call.job.num_cached_tokens,
+            queue_s=call.started_at - call.arrived_at,
+            prefill_s=self._clock() - call.started_at,
+        )
+
+    async def _see_off(self, call: _Call, transfer: OutgoingTransfer) -> None:
+        """Keep the job's blocks until nothing reads them any more."""
+        try:
+            await transfer.done()
+        except TransferFailed as error:
+            _log.warning("the KV of request %s was not sent: %s", call.job.request.request_id, error)
+        finally:
+            self._scheduler.end_sending(call.job)
+            task = asyncio.current_task()
+            if task is not None:
+                self._work.transfers.discard(task)
+            self._work.note()
+            self._loop.wake()  # its blocks may be what another prompt waits for
+
+    def _check_ticket(self, request: GenerateRequest, ticket: Ticket | None) -> None:
+        """A forged ticket is the decode worker's to refuse: only there blocks are at stake."""
+        if ticket is None:
+            return
+        if self._sender is None:
+            raise TicketRefused(f"worker {self._peer.worker_id} sends no KV")
+        if ticket.prefill.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
+            raise TicketRefused(f"the ticket is for {ticket.request_id} on {ticket.prefill.worker_id}")
+        if ticket.prefill.epoch != self._peer.epoch:
+            raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
+
+    def _cancel(self, request_id: str) -> None:
+        call = self._work.calls.get(request_id)
+        if call is not None:
+            self._abort(call, "the router cancelled the request", WorkerLost("the router cancelled the request"))
+
+    def _router_lost(self, router_id: str) -> None:
+        for call in list(self._work.calls.values()):
+            if call.job.request.router_id == router_id:
+                self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
+
+    def _abort(self, call: _Call, reason: str, error: WorkerLost | None = None) -> None:
+        """End a call wherever it stands. `error` tells its awaiter, who needs none where it was cancelled itself."""
+        if call.job.has_ended:
+            return
+        self._counters.aborted_requests += 1
+        if call.transfer is not None:
+            call.transfer.abort(reason)
+        self._end(call)
+        if error is not None and not call.reply.done():
+            call.reply.set_exception(error)
+
+    def _end(self, call: _Call) -> None:
+        self._scheduler.end(call.job)
+        del self._calls_by_job[call.job]
+        del self._work.calls[call.job.request.request_id]
+        self._work.note()
+        self._loop.wake()
+
+    def _idle(self) -> None:
+        now = self._clock()
+        if self._work.quiet.is_set() and now - self._checked_at >= self._config.integrity_interval_s:
+            self._checked_at = now
+            self._pool.check_integrity()
+            if self._pool.owned_blocks:
+                _log.error("%d blocks are owned although the worker is idle", self._pool.owned_blocks)
+
+    def _died(self, error: Exception) -> None:
+        for call in list(self._calls_by_job.values()):
+            self._abort(call, "the engine died", WorkerLost(f"the engine died: {error!r}"))
+
+
+def _ignore(_: str) -> None:
+    """Routers send PrefillFailed to decode workers; here it means nothing."""

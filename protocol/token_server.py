@@ -1,0 +1,182 @@
+"""The worker's end of the token channel: one connection per router, one frame per router and engine step.
+
+Lost routers are told to the worker, once, and never twice for one connection. The worker's StatsFrames are its proof
+of life; the router's are its Pings.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError, ConnectionLost
+from protocol.messages import Cancel, Hello, Ping, PrefillFailed, Refuse, StatsFrame, TokenFrame, Welcome
+from protocol.network import Connection, Listener, Network
+from protocol.requests import TokenEvent
+from protocol.stats import WorkerStats
+from protocol.tickets import Address, Peer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenServerConfig:
+    """Times and bounds of a worker's token channel. Raises ConfigError for values that can't work."""
+
+    stats_interval_s: float = 0.5  # between StatsFrames
+    lease_s: float = 10.0  # a router silent for longer is lost
+    max_unsent_bytes: int = 4 * 1024 * 1024  # a router that leaves more than this unread is dropped
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stats_interval_s <= self.lease_s / 3:
+            raise ConfigError(
+                f"token_channel.stats_interval_s is {self.stats_interval_s}: it must be above 0, and at most a third "
+                f"of token_channel.lease_s ({self.lease_s}), since StatsFrames are the worker's proof of life"
+            )
+        if self.max_unsent_bytes < 1:
+            raise ConfigError(f"token_channel.max_unsent_bytes is {self.max_unsent_bytes}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class TokenServerCallbacks:
+    """What the worker wants to hear. All are called on the event loop and must not wait."""
+
+    cancel: Callable[[str], None]  # a request id
+    prefill_failed: Callable[[str], None]  # a request id
+    router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
+    stats: Callable[[], WorkerStats]  # asked for the worker's numbers
+
+
+class TokenServer:
+    """Accepts routers, sends them token frames and statistics, and hears what they want."""
+
+    def __init__(self, *, peer: Peer, network: Network, config: TokenServerConfig, callbacks: TokenServerCallbacks):
+        self._peer = peer
+        self._network = network
+        self._config = config
+        self._callbacks = callbacks
+        self._listener: Listener | None = None
+        self._stats_task: asyncio.Task[None] | None = None
+        self._routers: dict[str, Connection] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str) -> Address:
+        """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
+        self._listener = await self._network.listen(host, self._serve)
+        self._stats_task = asyncio.create_task(self._send_stats_forever(), name="token-server-stats")
+        return self._listener.address
+
+    async def close(self) -> None:
+        """Drop every router and stop listening. No callback is made any more once this returns."""
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+            await asyncio.gather(self._stats_task, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def is_connected(self, router_id: str) -> bool:
+        """Whether events for this router have a way to go."""
+        return router_id in self._routers
+
+    def emit(self, router_id: str, events: Sequence[TokenEvent]) -> None:
+        """Send one frame. Events for a router that is not connected are dropped: it has been told lost already."""
+        connection = self._routers.get(router_id)
+        if connection is not None:
+            self._send(router_id, connection, TokenFrame(tuple(events)))
+
+    async def _serve(self, connection: Connection) -> None:
+        """One router's connection, from its Hello to its end."""
+        router_id = await self._accept(connection)
+        if router_id is None:
+            return
+        try:
+            await self._listen_to(connection)
+        except ConnectionLost as error:
+            _log.info("token channel of router %s ended: %s", router_id, error)
+        except TimeoutError:
+            _log.warning("router %s was silent for %.1f s: dropped", router_id, self._config.lease_s)
+        finally:
+            self._drop(router_id, connection)
+
+    async def _accept(self, connection: Connection) -> str | None:
+        """The id of the router that says hello; None where it is refused or gone."""
+        try:
+            async with asyncio.timeout(self._config.lease_s):
+                hello = await connection.receive()
+            reason = self._refusal(hello)
+            if reason is not None:
+                _log.warning("token channel refused: %s", reason)
+                connection.send(Refuse(reason))
+                await connection.drain()
+                return None
+        except (ConnectionLost, TimeoutError) as error:
+            _log.info("a connection ended before its hello: %s", error)
+            return None
+        if not isinstance(hello, Hello):  # `_refusal` has refused it; this tells the type checker
+            return None
+        router_id = hello.sender.worker_id
+        older = self._routers.get(router_id)
+        if older is not None:
+            # What the older connection still carried may be lost, so the requests that relied on it are too.
+            self._drop(router_id, older)
+        try:
+            connection.send(Welcome(self._peer))
+            connection.send(StatsFrame(self._callbacks.stats()))
+        except ConnectionLost:
+            return None
+        self._routers[router_id] = connection
+        return router_id
+
+    def _refusal(self, hello: object) -> str | None:
+        if not isinstance(hello, Hello):
+            return f"expected a Hello, got {type(hello).__name__}"
+        if hello.receiver.worker_id != self._peer.worker_id:
+            return f"this is worker {self._peer.worker_id}, not {hello.receiver.worker_id}"
+        if hello.receiver.epoch != self._peer.epoch:
+            return f"worker {self._peer.worker_id} has restarted: epoch {hello.receiver.epoch:x} is over"
+        return None
+
+    async def _listen_to(self, connection: Connection) -> None:
+        """Raises ConnectionLost at the connection's end, TimeoutError after a lease of silence."""
+        while True:
+            async with asyncio.timeout(self._config.lease_s):
+                message = await connection.receive()
+            match message:
+                case Cancel(request_id):
+                    self._callbacks.cancel(request_id)
+                case PrefillFailed(request_id):
+                    self._callbacks.prefill_failed(request_id)
+                case Ping():
+                    pass
+                case _:
+                    raise ConnectionLost(f"a router must not send {type(message).__name__}")
+
+    async def _send_stats_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.stats_interval_s)
+            if self._routers:
+                frame = StatsFrame(self._callbacks.stats())
+                for router_id, connection in list(self._routers.items()):
+                    self._send(router_id, connection, frame)
+
+    def _send(self, router_id: str, connection: Connection, message: TokenFrame | StatsFrame) -> None:
+        try:
+            connection.send(message)
+        except ConnectionLost as error:
+            _log.info("router %s is gone: %s", router_id, error)
+            self._drop(router_id, connection)
+            return
+        if connection.unsent_bytes > self._config.max_unsent_bytes:
+            _log.warning("router %s leaves %d bytes unread: dropped", router_id, connection.unsent_bytes)
+            self._drop(router_id, connection)
+
+    def _drop(self, router_id: str, connection: Connection) -> None:
+        """Forget a connection, close it, and tell the worker. Harmless for one that is dropped already."""
+        if self._routers.get(router_id) is not connection:
+            return
+        del self._routers[router_id]
+        closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._callbacks.router_lost(router_id)
