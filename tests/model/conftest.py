@@ -1,0 +1,114 @@
+"""Random-weight Llama folders, and a naive scheduler that runs prompts through a runner."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model.config import parse_model_config
+from model.runner import ModelRunner
+from model.step import Draw, SequenceStep
+from model.weights import INDEX_FILE, SINGLE_FILE, expected_shapes
+from protocol.requests import SamplingParams
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+WriteCheckpoint = Callable[..., Path]
+Generate = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> WriteCheckpoint:
+    """Makes a folder: `fields` over TINY in config.json, weights N(0, scale / sqrt(fan in)) from `seed`."""
+
+    def write(
+        *, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.5, shards: int = 1, **fields: Any
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        raw = TINY | fields
+        (folder / "config.json").write_text(json.dumps(raw))
+        generator = torch.Generator().manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, shape in expected_shapes(parse_model_config(raw, "test")):
+            value = torch.randn(shape, generator=generator) * scale / shape[-1] ** 0.5
+            tensors[name] = (value + 1 if name.endswith("norm.weight") else value).to(dtype)
+        if shards == 1:
+            save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+            return folder
+        weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
+        for file in sorted(set(weight_map.values())):
+            part = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+            save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def generate() -> Generate:
+    """Greedy continuations by a runner: chunked prefill of one prompt a step, beside the decodes of those before it."""
+
+    def run(
+        runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        *,
+        chunk: int,
+        block_size: int,
+        cached: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        histories = [list(prompt) for prompt in prompts]
+        computed = list(cached) if cached is not None else [0] * len(prompts)  # tokens whose KV an earlier run left
+        ends = [len(prompt) + new_tokens for prompt in prompts]
+        # Tables that interleave and run backwards: neither order nor neighbourhood of blocks may matter.
+        width = max(-(-end // block_size) for end in ends)
+        tables = [[(width - 1 - i) * len(prompts) + row for i in range(width)] for row in range(len(prompts))]
+        while any(len(history) < end for history, end in zip(histories, ends, strict=True)):
+            rows: list[int] = []
+            batch: list[SequenceStep] = []
+            prefilling = False
+            for row, history in enumerate(histories):
+                if len(history) == ends[row]:
+                    continue
+                if len(history) == len(prompts[row]):
+                    if prefilling:
+                        continue
+                    prefilling = True
+                tokens = history[computed[row] : computed[row] + chunk]
+                last = computed[row] + len(tokens) == len(history)
+                draw = Draw(SamplingParams(temperature=0.0), history, len(prompts[row])) if last else None
+                batch.append(SequenceStep(tokens, computed[row], tables[row], draw))
+                rows.append(row)
+            for row, step, token in zip(rows, batch, runner.run(batch), strict=True):
+                computed[row] += len(step.token_ids)
+                assert (token is None) == (step.draw is None)
+                if token is not None:
+                    histories[row].append(token.token_id)
+        return [history[len(prompt) :] for history, prompt in zip(histories, prompts, strict=True)]
+
+    return run

@@ -1,0 +1,112 @@
+"""Greedy output equals transformers' `generate` in fp32, token by token.
+
+Random models have near-ties. The weights are scaled so that logits spread over several units, and each case asserts
+that transformers' own best two logits are never closer than MIN_MARGIN, far over fp32's rounding here (1e-5).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from model.config import load_model_config
+from model.cpu_backend import CpuBackend
+from model.decoder import Decoder, load_decoder_weights
+from model.kv_cache import KVCache
+from model.runner import ModelRunner
+from model.sampler import Sampler
+from model.weights import Checkpoint
+
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)
+MIN_MARGIN = 2e-4
+CPU = torch.device("cpu")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "llama3_rope": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "linear_rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "yarn_rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        }
+    },
+    "head_dim_40": {"hidden_size": 160},
+    "head_dim_72_given": {"head_dim": 72, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "head_dim_80": {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+SEEDS = {"gqa": 3, "mqa": 3, "tied": 3, "linear_rope": 3, "yarn_rope": 3, "head_dim_40": 2, "head_dim_72_given": 2}
+"""Chosen for their margins; 0 for the others."""
+
+# (chunk, block size): the whole prompt at once, chunks that straddle blocks, blocks larger than chunks, odd blocks.
+WAYS = ((700, 16), (37, 8), (48, 64), (129, 5))
+
+
+def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
+    config = load_model_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    weights = load_decoder_weights(checkpoint, config, torch.float32, CPU, config.max_position)
+    kv_cache = KVCache(
+        config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
+    )
+    sampler = Sampler(config.vocab_size, CPU)
+    return ModelRunner(Decoder(config, weights, CpuBackend()), sampler, kv_cache, config.max_position)
+
+
+def random_prompts(vocab_size: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def reference(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """What transformers generates, and its smallest margin between the best two logits."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits).topk(2).values
+    return out.sequences[:, longest:].tolist(), float((best[..., 0] - best[..., 1]).min())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_output_equals_transformers(shape: str, write_checkpoint: Any, generate: Any) -> None:
+    folder = write_checkpoint(seed=SEEDS.get(shape, 0), **SHAPES[shape])
+    prompts = random_prompts(load_model_config(folder).vocab_size, seed=1)
+    expected, margin = reference(folder, prompts)
+    assert margin > MIN_MARGIN, "choose another seed: this model has a near-tie"
+    for chunk, block_size in WAYS:
+        num_blocks = len(prompts) * -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // block_size)
+        runner = make_runner(folder, block_size, num_blocks)
+        assert generate(runner, prompts, NEW_TOKENS, chunk=chunk, block_size=block_size) == expected
+    warm = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]  # what a prefix cache would give
+    again = generate(runner, prompts, NEW_TOKENS, chunk=chunk, block_size=block_size, cached=warm)
+    assert again == expected
