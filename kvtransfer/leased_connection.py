@@ -1,0 +1,81 @@
+"""A control connection under a lease: silence is broken by pings, and too long a silence ends it."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import TypeVar
+
+from protocol.clock import Clock
+from protocol.errors import ConnectionLost
+from protocol.messages import Message, Ping
+from protocol.network import Connection
+
+T = TypeVar("T")
+
+
+class LeasedConnection:
+    """One side's view of a transfer control connection."""
+
+    def __init__(self, connection: Connection, clock: Clock, lease_s: float):
+        self._connection = connection
+        self._clock = clock
+        self._lease_s = lease_s
+        self._heard = self._said = clock()
+
+    def post(self, message: Message) -> None:
+        """Send `message`, if the connection still stands; never waits.
+
+        A lost connection is no error here: its reader notices, and ends every transfer on it.
+        """
+        try:
+            self._connection.send(message)
+        except ConnectionLost:
+            return
+        self._said = self._clock()
+
+    async def drain(self) -> None:
+        """Wait until the peer keeps up with what was posted. Raises ConnectionLost."""
+        await self._connection.drain()
+
+    async def receive(self) -> Message:
+        """The next message. Raises ConnectionLost."""
+        message = await self._connection.receive()
+        self._heard = self._clock()
+        return message
+
+    async def watch(self) -> None:
+        """Ping where we have been silent for a third of a lease. Raises ConnectionLost after a lease of the peer's."""
+        while True:
+            now = self._clock()
+            if now - self._heard >= self._lease_s:
+                raise ConnectionLost(f"the peer has been silent for {now - self._heard:.1f} s: its lease has ended")
+            if now - self._said >= self._lease_s / 3:
+                self.post(Ping())
+                self._said = now
+            pause_s = max(min(self._said + self._lease_s / 3, self._heard + self._lease_s) - now, 0.001)
+            await asyncio.sleep(pause_s)
+            # What this process slept through (stopped, or its loop held up) was not the peer's silence: its messages
+            # may lie unread in the socket. A peer that gave us up meanwhile has closed the connection anyway.
+            overslept_s = self._clock() - now - pause_s
+            if overslept_s > self._lease_s / 3:
+                self._heard = min(self._heard + overslept_s, self._clock())
+
+
+async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
+    """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await awaitable
+    except TimeoutError as error:
+        raise ConnectionLost(f"{what} took longer than {seconds:g} s") from error
+
+
+async def run_until_lost(*parts: Coroutine[None, None, None]) -> str:
+    """Run the parts of a connection together until one raises ConnectionLost; returns why. All have ended then."""
+    reason = "the connection was closed"
+    try:
+        async with asyncio.TaskGroup() as group:
+            for part in parts:
+                group.create_task(part)
+    except* ConnectionLost as lost:
+        reason = str(lost.exceptions[0])
+    return reason

@@ -1,0 +1,15 @@
+"""What a side of KV transfer counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counters of one worker's side; they only grow, but for `in_flight`."""
+
+    in_flight: int = 0  # transfers that have not ended
+    done: int = 0  # verified
+    failed: int = 0  # ended otherwise, our own aborts included
+    digest_failures: int = 0  # chunks whose bytes did not match their digest (receiver only)
+    bytes: int = 0  # of KV, sent or received
+    seconds: float = 0.0  # summed over the verified ones, from open or expect to verified
