@@ -29,7 +29,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.num_broken_rows = 0
         """Rows so far that held NaN (never drawn) or +inf (clamped): 0 with a sound model and cache."""
-        self._kernels: SamplingKernels = TorchSampling()
+        self._kernels = _kernels_for(vocab_size, device)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """One token per row of `logits` (fp32 [N, V], modified in place), drawn for its absolute position.
@@ -95,6 +95,15 @@ class Sampler:
             top = tuple(zip(row_ids[1 : count + 1], row_logprobs[1 : count + 1], strict=True))
             results[i] = SampledToken(row_ids[0], row_logprobs[0], top)
         return results
+
+
+def _kernels_for(vocab_size: int, device: torch.device) -> SamplingKernels:
+    if device.type != "cpu":
+        return TorchSampling()
+    # Imported here, so that a GPU host need not load numba.
+    from model.kernels.cpu_sampling import CpuSampling
+
+    return CpuSampling(vocab_size)
 
 
 def _is_random(draw: Draw) -> bool:
