@@ -1,0 +1,3 @@
+from tests.model.conftest import write_checkpoint
+
+__all__ = ["write_checkpoint"]

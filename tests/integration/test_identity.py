@@ -1,0 +1,71 @@
+"""Greedy output of the whole path equals transformers' `generate` in fp32: aggregated, over tcp, over gloo.
+
+20 prompts of 1 to 700 tokens at once, 64 new tokens each; a second round finds them in the prefix cache.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.bundled import BUNDLED_MODEL_DIR
+from model.config import load_model_config
+from protocol.requests import SamplingParams
+from tests.integration.local_fleet import Served, Shape, serve
+from tests.model.test_conformance import MIN_MARGIN, NEW_TOKENS, SEEDS, SHAPES, random_prompts, reference
+
+GREEDY = SamplingParams(temperature=0.0)
+
+WAYS = {
+    "aggregated": Shape(None, decode_step_tokens=256),
+    "aggregated, small chunks and blocks": Shape(None, block_size=5, decode_step_tokens=37),
+    "tcp": Shape("tcp"),
+    "tcp, small chunks and blocks": Shape("tcp", block_size=8, prefill_step_tokens=129),
+    "gloo": Shape("torch_distributed"),
+    "gloo, small chunks, large blocks": Shape("torch_distributed", block_size=64, prefill_step_tokens=48),
+}
+
+
+@pytest.fixture(scope="module", params=["bundled", "mha", "gqa", "mqa", "tied", "llama3_rope", "head_dim_40"])
+def case(request: pytest.FixtureRequest, write_checkpoint: Any) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """(model folder, prompts, what transformers answers)."""
+    if request.param == "bundled":
+        folder = BUNDLED_MODEL_DIR
+    else:
+        folder = write_checkpoint(seed=SEEDS.get(request.param, 0), **SHAPES[request.param])
+    prompts = random_prompts(load_model_config(folder).vocab_size, seed=1)
+    expected, margin = reference(folder, prompts)
+    assert margin > MIN_MARGIN, "choose other prompts: this model has a near-tie"
+    return folder, prompts, expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_greedy_output_of_the_whole_path_equals_transformers(way: str, case: Any) -> None:
+    folder, prompts, expected = case
+    async with serve(folder, WAYS[way]) as served:
+
+        async def answers() -> list[list[int]]:
+            return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in prompts))
+
+        assert await answers() == expected
+        await served.idle()
+        assert_all_arrived(served, way)
+        before = {role: served.fleet.stats(role).prefix_hits for role in roles(way)}
+        assert await answers() == expected, "with a warm prefix cache"
+        assert all(served.fleet.stats(role).prefix_hits > before[role] for role in roles(way))
+        await served.idle()
+        assert_all_arrived(served, way)
+
+
+def roles(way: str) -> list[str]:
+    return ["decode"] if WAYS[way].transport is None else ["prefill", "decode"]
+
+
+def assert_all_arrived(served: Served, way: str) -> None:
+    """No transfer failed, so the answers weren't merely computed again by the decode worker."""
+    if WAYS[way].transport is None:
+        return
+    stats = served.fleet.stats("decode")
+    assert stats.transfers_failed == 0
+    assert stats.transfers_done >= 20
