@@ -1,6 +1,7 @@
 """What a transfer needs to know of a KV cache."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 
 class KVStore(Protocol):
@@ -29,3 +30,18 @@ class KVStore(Protocol):
 
     def layer_bytes(self, layer: int) -> memoryview:
         """A writable view of uint8 [num_blocks * block_bytes]; block b begins at b * block_bytes."""
+
+
+@runtime_checkable
+class DeviceStore(KVStore, Protocol):
+    """A cache in a GPU's memory: its bytes can't be viewed from the host (`layer_bytes` raises TypeError)."""
+
+    @property
+    def device(self) -> str:
+        """As torch names it, `cuda:0`."""
+
+    def layer_tensor(self, layer: int) -> Any:
+        """The layer's torch tensor, [num_blocks, ...], contiguous."""
+
+    def read_blocks(self, layer: int, block_ids: Sequence[int]) -> memoryview:
+        """A host copy of these blocks, uint8 [len(block_ids) * block_bytes]: what digests are computed from."""
