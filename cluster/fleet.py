@@ -1,0 +1,99 @@
+"""The workers as the router's pipeline sees them, over Serve's handles."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.worker_directory import WorkerDirectory, directory_of
+from protocol.errors import TwostrokeError, WorkerLost
+from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from protocol.stats import WorkerInfo
+from protocol.tickets import Peer, Ticket
+
+
+class ServeFleet:
+    """A `router.fleet.Fleet`. Made and used on one event loop, the router replica's."""
+
+    def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle):
+        """`prefill` is None in aggregated mode."""
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[Peer, set[asyncio.Future[None]]] = {}
+        # Touching a method initialises the handle: from now on Serve tells it of the replicas.
+        self._prefill = prefill.prefill if prefill is not None else None
+        self._decode = decode.decode
+        handles = [decode] if prefill is None else [prefill, decode]
+        self._directories = [directory_of(handle.deployment_name) for handle in handles]
+        for directory in self._directories:
+            directory.watch(self._on_departed)
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return [info for directory in self._directories for info in directory.workers()]
+
+    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        if self._prefill is None:
+            raise WorkerLost("there are no prefill workers in this application")
+        reply: PrefillReply = await self._call(self._prefill, self._directories[0], worker, request, ticket)
+        return reply
+
+    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+        reply: DecodeReply = await self._call(self._decode, self._directories[-1], worker, request, ticket)
+        return reply
+
+    async def _call(
+        self,
+        method: DeploymentHandle,
+        directory: WorkerDirectory,
+        worker: Peer,
+        request: GenerateRequest,
+        ticket: Ticket | None,
+    ) -> Any:
+        """Call `method` on exactly `worker`. Raises WorkerLost as soon as Serve tells that it is gone."""
+        departed: asyncio.Future[None] = self._loop.create_future()
+        calls = self._calls.setdefault(worker, set())
+        calls.add(departed)
+        response = None
+        try:
+            # After the future is in place: a departure from here on is seen.
+            if worker not in directory:
+                raise WorkerLost(f"worker {worker.worker_id} is gone")
+            response = method.remote(worker, request, ticket)
+            answer = asyncio.ensure_future(_result(response))
+            try:
+                await asyncio.wait((answer, departed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not answer.done():
+                    # Cancelling our wait alone would leave the method running in the replica.
+                    response.cancel()
+                    answer.cancel()
+            if not answer.done():
+                raise WorkerLost(f"worker {worker.worker_id} is gone")
+            return answer.result()
+        finally:
+            calls.discard(departed)
+            if not calls and self._calls.get(worker) is calls:
+                del self._calls[worker]
+
+    def _on_departed(self, workers: frozenset[Peer]) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self._fail_calls, workers)
+
+    def _fail_calls(self, workers: frozenset[Peer]) -> None:
+        for worker in workers:
+            for departed in self._calls.get(worker, ()):
+                if not departed.done():
+                    departed.set_result(None)
+
+
+async def _result(response: Any) -> Any:
+    """The call's result. Raises what the worker raised if that is ours, WorkerLost for all else."""
+    try:
+        return await response
+    except Exception as error:
+        # Serve's two ways to carry a call differ: actor calls wrap the worker's exception, gRPC brings it bare.
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, TwostrokeError):
+            raise cause from None
+        raise WorkerLost(f"the worker's call failed: {cause!r}") from error

@@ -1,0 +1,46 @@
+"""How Serve reaches exactly the replica that the pipeline picked, and how the router learns who is there.
+
+Serve makes one RequestRouter per handle, inside the process that holds the handle, and gives it the live replicas with
+the metadata they published. Ours doesn't choose: it reads the chosen worker from the call's first argument, and it
+writes the live workers down in this process's directory.
+"""
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cluster.worker_directory import directory_of, read_worker_metadata
+from protocol.errors import WorkerLost
+from protocol.tickets import Peer
+
+
+class ReplicaByPeer(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is untyped here
+    """Sends a call to the replica whose Peer is the call's first argument, or fails it with WorkerLost."""
+
+    def initialize_state(self) -> None:
+        self._peers: dict[ReplicaID, Peer] = {}
+        self._directory = directory_of(self._deployment_id.name)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        infos = {replica.replica_id: read_worker_metadata(replica.replica_metadata) for replica in replicas}
+        self._peers = {replica_id: info.peer for replica_id, info in infos.items()}
+        self._directory.replace(infos.values())
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        peer = self._peers.pop(replica_id, None)
+        if peer is not None:
+            self._directory.remove(peer)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        target: Peer = pending_request.args[0]
+        chosen = [replica for replica in candidate_replicas if self._peers.get(replica.replica_id) == target]
+        if chosen:
+            return [chosen]
+        if not pending_request.future.done():
+            pending_request.future.set_exception(WorkerLost(f"worker {target.worker_id} is gone"))
+        # Serve goes on asking until a candidate is named; it then sees that the request is settled already.
+        return [candidate_replicas]
