@@ -1,7 +1,7 @@
-"""Triton kernels of the CUDA backend.
+"""Kernels of the backends: Triton's for CUDA, described here, and `cpu_*.py` for CPUs.
 
-Each file holds one operation: the kernel, its table of launch configurations, the function that launches it, and the
-torch reference that says what it must compute. The references are plain and slow; tests compare the two.
+Each file of the former holds one operation: the kernel, its table of launch configurations, the function that launches
+it, and the torch reference that says what it must compute. The references are plain and slow; tests compare the two.
 
 House rules, which keep the kernels testable without a GPU and safe on one:
 

@@ -27,13 +27,16 @@ class DecodeConfig:
     num_segments: int  # a power of two; 1 writes the result without the merging kernel
 
 
-# By architecture and bytes of a padded head (head_dim * element size), the least sufficient row wins: keys a step,
-# warps, stages. Enough bytes in flight to hide the memory's latency, within the shared memory.
+# For 16-bit types, by architecture and padded head dimension; the least sufficient row wins: keys a step, warps,
+# stages. Each two stages past the third keep one more step of keys and values in flight (the table's entries take
+# a level of the pipeline): enough bytes to hide the memory's latency, within the shared memory of two programs.
 _CONFIGS: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
-    Architecture.HOPPER: ((128, (128, 4, 3)), (256, (64, 4, 4)), (512, (64, 4, 3)), (1024, (32, 4, 3))),
-    Architecture.AMPERE: ((128, (128, 4, 3)), (256, (64, 4, 3)), (512, (32, 4, 3)), (1024, (16, 4, 3))),
-    Architecture.SMALL: ((128, (64, 4, 3)), (256, (32, 4, 3)), (512, (32, 4, 2)), (1024, (16, 4, 2))),
+    Architecture.HOPPER: ((64, (128, 4, 7)), (128, (64, 4, 7)), (256, (32, 4, 7))),
+    Architecture.AMPERE: ((64, (64, 4, 7)), (128, (32, 4, 7)), (256, (32, 4, 5))),
+    Architecture.SMALL: ((64, (64, 4, 5)), (128, (32, 4, 5)), (256, (16, 4, 5))),
 }
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
+_FP32_CONFIGS = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_SEGMENTS = 128
 _LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
@@ -44,9 +47,9 @@ def decode_config(
     target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
 ) -> DecodeConfig:
     """The table's row for a batch, and as many segments as fill the GPU. Raises ValueError for too wide heads."""
-    head_bytes = power_of_two(head_dim) * dtype.itemsize
-    for most_bytes, (block_n, warps, stages) in _CONFIGS[target.architecture]:
-        if head_bytes <= most_bytes:
+    table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture]
+    for widest, (block_n, warps, stages) in table:
+        if head_dim <= widest:
             wanted = triton.cdiv(target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR, num_sequences * groups)
             useful = max(1, max_context_len // (block_n * _LEAST_SEGMENT_STEPS))
             return DecodeConfig(block_n, warps, stages, power_of_two(min(wanted, useful, _MOST_SEGMENTS)))

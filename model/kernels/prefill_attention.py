@@ -1,7 +1,7 @@
 """Causal attention of prompt chunks over the paged cache: variable lengths, cached prefixes, grouped query heads."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,49 +18,48 @@ class PrefillConfig:
     block_m: int  # rows of a tile: (token, head of the group) pairs
     block_n: int  # keys a loop step
     num_warps: int
-    num_stages: int  # loop steps whose keys and values are in flight or in use
+    num_stages: int  # depth of the loop's software pipeline
 
 
-# By architecture and bytes of a padded head (head_dim * element size), the least sufficient row wins. Chosen from what
-# compiles without spills within the shared memory: q once, then keys and values once a stage.
+# For 16-bit types, by architecture and padded head dimension; the least sufficient row wins. Chosen from what
+# compiles without spills within the shared memory. A load through the block table takes two levels of the pipeline,
+# table entry and then keys, so 3 stages hold one step in use and one in flight on Hopper (5 elsewhere).
 _CONFIGS: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
     Architecture.HOPPER: (
-        (128, PrefillConfig(128, 128, 4, 3)),
-        (256, PrefillConfig(128, 128, 8, 2)),
-        (512, PrefillConfig(128, 64, 8, 2)),
-        (1024, PrefillConfig(64, 32, 8, 2)),
+        (128, PrefillConfig(128, 128, 8, 3)),
+        (256, PrefillConfig(128, 64, 8, 3)),
     ),
     Architecture.AMPERE: (
-        (128, PrefillConfig(128, 64, 4, 3)),
-        (256, PrefillConfig(128, 64, 8, 2)),
-        (512, PrefillConfig(64, 64, 8, 1)),
-        (1024, PrefillConfig(32, 32, 8, 1)),
+        (64, PrefillConfig(128, 64, 4, 5)),
+        (128, PrefillConfig(128, 64, 8, 5)),
+        (256, PrefillConfig(64, 32, 8, 5)),
     ),
     Architecture.SMALL: (
-        (128, PrefillConfig(128, 64, 4, 2)),
-        (256, PrefillConfig(64, 32, 4, 2)),
-        (512, PrefillConfig(64, 32, 8, 1)),
-        (1024, PrefillConfig(16, 16, 4, 1)),
+        (64, PrefillConfig(128, 64, 4, 3)),
+        (128, PrefillConfig(64, 32, 4, 3)),
+        (256, PrefillConfig(32, 32, 4, 3)),
     ),
 }
-# Chunks this short (in rows) take tiles of this many: half of a larger one would be padding.
-_SHORT_ROWS = 64
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: small tiles, on any GPU.
+_FP32_CONFIGS = (
+    (64, PrefillConfig(32, 32, 4, 3)),
+    (128, PrefillConfig(16, 16, 4, 3)),
+    (256, PrefillConfig(16, 16, 4, 3)),
+)
+# Chunks of at most this many rows take tiles of as many: half of a larger one would be padding.
+_SHORT_ROWS, _SHORT_WARPS = 64, 4
 
 
 def prefill_config(
     architecture: Architecture, head_dim: int, dtype: torch.dtype, heads_per_group: int, max_query_len: int
 ) -> PrefillConfig:
     """The table's row for a batch. Raises ValueError for heads wider than the table goes."""
-    head_bytes = power_of_two(head_dim) * dtype.itemsize
-    for most_bytes, config in _CONFIGS[architecture]:
-        if head_bytes <= most_bytes:
-            block_m = config.block_m
-            if max_query_len * heads_per_group <= _SHORT_ROWS < block_m:
-                block_m = _SHORT_ROWS
+    for widest, config in _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[architecture]:
+        if head_dim <= widest:
+            if max_query_len * heads_per_group <= _SHORT_ROWS < config.block_m:
+                config = replace(config, block_m=_SHORT_ROWS, num_warps=_SHORT_WARPS)
             # A tile holds at least all heads of one token.
-            block_m = max(block_m, power_of_two(heads_per_group))
-            warps = min(config.num_warps, 4) if block_m <= _SHORT_ROWS else config.num_warps
-            return PrefillConfig(block_m, config.block_n, warps, config.num_stages)
+            return replace(config, block_m=max(config.block_m, power_of_two(heads_per_group)))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 

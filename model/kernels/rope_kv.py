@@ -99,7 +99,7 @@ def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions:
     """Rotate Q and K, write K and V at `slots`; return Q, [T, H, D].
 
     qkv [T, (H + 2 G) D] with contiguous rows; cos_sin fp32 [max_position, D]; kv_layer contiguous,
-    [num_blocks, 2, G, block_size, D]; positions and slots int64 [T]. A negative slot (a padding row of a captured graph)
+    [num_blocks, 2, G, block_size, D]; positions and slots int64 [T]. A negative slot (a captured graph's padding row)
     writes nothing; its position must still be within cos_sin.
     """
     tokens, width = qkv.shape
