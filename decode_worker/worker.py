@@ -106,8 +106,7 @@ class DecodeWorker:
         self._calls: dict[str, _Call] = {}  # by request id, until the call returns
         self._calls_by_job: dict[DecodeJob, _Call] = {}
         self._receiving: set[asyncio.Task[None]] = set()
-        self._quiet = asyncio.Event()  # set while there are neither calls nor transfers
-        self._quiet.set()
+        self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
         self._counters = _Counters()
         self._is_draining = False
         self._checked_at = float("-inf")
@@ -151,7 +150,8 @@ class DecodeWorker:
         call = _Call(job, ticket, asyncio.get_running_loop().create_future(), self._clock())
         self._calls[request.request_id] = call
         self._calls_by_job[job] = call
-        self._note_change()
+        self._quiet.clear()
+        self._loop.wake()
         try:
             return await call.reply
         except asyncio.CancelledError:
@@ -203,6 +203,7 @@ class DecodeWorker:
             await self._receiver.close()
         await asyncio.gather(*self._receiving)
         await self._token_server.close()
+        self._quiet.set()
 
     async def _step(self) -> bool:
         step = self._schedule()
@@ -287,7 +288,7 @@ class DecodeWorker:
             task = asyncio.current_task()
             if task is not None:
                 self._receiving.discard(task)
-            self._note_change()
+            self._loop.wake()
 
     def _prefill_failed(self, request_id: str) -> None:
         call = self._calls.get(request_id)
@@ -344,13 +345,6 @@ class DecodeWorker:
     def _forget(self, call: _Call) -> None:
         del self._calls[call.request.request_id]
         del self._calls_by_job[call.job]
-        self._note_change()
-
-    def _note_change(self) -> None:
-        if self._calls or self._receiving:
-            self._quiet.clear()
-        else:
-            self._quiet.set()
         self._loop.wake()
 
     def _fail_all(self, reason: str) -> None:
@@ -363,7 +357,10 @@ class DecodeWorker:
 
     def _idle(self) -> None:
         now = self._clock()
-        if self._quiet.is_set() and now - self._checked_at >= self._config.integrity_interval_s:
+        if self._calls or self._receiving:
+            return
+        self._quiet.set()
+        if now - self._checked_at >= self._config.integrity_interval_s:
             self._checked_at = now
             self._pool.check_integrity()
             if self._pool.owned_blocks:
@@ -371,3 +368,4 @@ class DecodeWorker:
 
     def _died(self, error: Exception) -> None:
         self._fail_all(f"the engine of worker {self._peer.worker_id} died: {error!r}")
+        self._quiet.set()

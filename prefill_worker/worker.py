@@ -52,17 +52,11 @@ class _Counters:
 
 @dataclass(slots=True)
 class _Work:
-    """What is under way: `quiet` is set while it is nothing."""
+    """What is under way. `quiet` is set once the step loop has found that it is nothing."""
 
     calls: dict[str, _Call] = field(default_factory=dict)  # by request id, until the call returns
     transfers: "set[asyncio.Task[None]]" = field(default_factory=set)  # each ends by releasing its job's blocks
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def note(self) -> None:
-        if self.calls or self.transfers:
-            self.quiet.clear()
-        else:
-            self.quiet.set()
 
 
 class PrefillWorker:
@@ -113,7 +107,6 @@ class PrefillWorker:
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
-        self._work.note()
         address = await self._token_server.start(host)
         self._loop.start()
         return WorkerInfo(
@@ -144,7 +137,7 @@ class PrefillWorker:
         call = _Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
         self._work.calls[request.request_id] = call
         self._calls_by_job[job] = call
-        self._work.note()
+        self._work.quiet.clear()
         self._loop.wake()
         try:
             return await call.reply
@@ -197,6 +190,7 @@ class PrefillWorker:
             await self._sender.close()
         await asyncio.gather(*self._work.transfers)
         await self._token_server.close()
+        self._work.quiet.set()
 
     async def _step(self) -> bool:
         step = self._schedule()
@@ -280,7 +274,6 @@ class PrefillWorker:
             task = asyncio.current_task()
             if task is not None:
                 self._work.transfers.discard(task)
-            self._work.note()
             self._loop.wake()  # its blocks may be what another prompt waits for
 
     def _check_ticket(self, request: GenerateRequest, ticket: Ticket | None) -> None:
@@ -319,12 +312,14 @@ class PrefillWorker:
         self._scheduler.end(call.job)
         del self._calls_by_job[call.job]
         del self._work.calls[call.job.request.request_id]
-        self._work.note()
         self._loop.wake()
 
     def _idle(self) -> None:
         now = self._clock()
-        if self._work.quiet.is_set() and now - self._checked_at >= self._config.integrity_interval_s:
+        if self._work.calls or self._work.transfers:
+            return
+        self._work.quiet.set()
+        if now - self._checked_at >= self._config.integrity_interval_s:
             self._checked_at = now
             self._pool.check_integrity()
             if self._pool.owned_blocks:
@@ -333,6 +328,7 @@ class PrefillWorker:
     def _died(self, error: Exception) -> None:
         for call in list(self._calls_by_job.values()):
             self._abort(call, "the engine died", WorkerLost(f"the engine died: {error!r}"))
+        self._work.quiet.set()
 
 
 def _ignore(_: str) -> None:

@@ -1,0 +1,156 @@
+"""A model that is a hash function, with KV that can be wrong.
+
+The "KV" of a position is 8 bytes for each layer: a hash of the position before (read from the store), the token and the
+layer. The next token is a hash of all KV bytes up to the last position, read from the store through the block table.
+So one wrong, missing, stale or overwritten block anywhere gives a wrong token, and an oracle that never saw a block
+knows which tokens are right.
+"""
+
+import asyncio
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+from model.block_pool import BlockPool
+from model.step import Engine, OnLayer, SequenceStep
+from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
+
+VOCAB = 61
+POSITION_BYTES = 8
+_GARBAGE = b"\xee" * POSITION_BYTES
+_TOKEN = struct.Struct("<II")
+
+
+def position_kv(before: bytes, token_id: int, layer: int) -> bytes:
+    """KV of a position in a layer, from the KV of the position before (empty for the first)."""
+    return xxhash.xxh64_digest(before + _TOKEN.pack(token_id, layer))
+
+
+def draw(kv: Sequence[bytes], sampling: SamplingParams, forbidden: Sequence[int]) -> int:
+    """The token that follows; `kv` is all positions' bytes of each layer."""
+    state = xxhash.xxh64(seed=sampling.seed)
+    for layer in kv:
+        state.update(layer)
+    token = state.intdigest() % VOCAB
+    while token in forbidden:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_tokens(request: GenerateRequest, num_layers: int) -> list[int]:
+    """All output tokens of a fresh request, without any worker."""
+    kv = [bytearray() for _ in range(num_layers)]
+    last = [b""] * num_layers
+
+    def extend(token_id: int) -> None:
+        for layer in range(num_layers):
+            last[layer] = position_kv(last[layer], token_id, layer)
+            kv[layer] += last[layer]
+
+    for token_id in request.token_ids:
+        extend(token_id)
+    outputs: list[int] = []
+    while True:
+        token = draw([bytes(layer) for layer in kv], request.sampling, forbidden_tokens(request, len(outputs)))
+        outputs.append(token)
+        if finish_reason(request, len(outputs), token) is not None:
+            return outputs
+        extend(token)
+
+
+class FakeStore:
+    """A KVStore of plain bytes."""
+
+    def __init__(self, *, num_layers: int, num_blocks: int, block_size: int):
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = block_size * POSITION_BYTES
+        self.fingerprint = f"fake/{num_layers}/{block_size}"
+        self.layers = [bytearray(_GARBAGE * (num_blocks * block_size)) for _ in range(num_layers)]
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        return memoryview(self.layers[layer])
+
+    def read(self, layer: int, block_ids: Sequence[int], num_positions: int) -> bytes:
+        """KV bytes of a sequence's first positions."""
+        memory, size = self.layers[layer], self.block_bytes
+        num_blocks = -(-num_positions // self.block_size)
+        joined = b"".join([memory[block * size : (block + 1) * size] for block in block_ids[:num_blocks]])
+        return joined[: num_positions * POSITION_BYTES]
+
+    def write(self, layer: int, block_ids: Sequence[int], position: int, kv: bytes) -> None:
+        """Store one position's KV."""
+        start = block_ids[position // self.block_size] * self.block_bytes
+        start += position % self.block_size * POSITION_BYTES
+        self.layers[layer][start : start + POSITION_BYTES] = kv
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks with garbage."""
+        garbage = _GARBAGE * self.block_size
+        for memory in self.layers:
+            for block in block_ids:
+                memory[block * self.block_bytes : (block + 1) * self.block_bytes] = garbage
+
+
+class SpoilingPool(BlockPool):
+    """A pool whose freshly allocated blocks hold garbage: nobody may rely on what happened to be there."""
+
+    def __init__(self, store: FakeStore):
+        super().__init__(store.num_blocks, store.block_size)
+        self._store = store
+
+    def allocate(self, count: int) -> list[int]:
+        block_ids = super().allocate(count)
+        self._store.spoil(block_ids)
+        return block_ids
+
+
+class FakeEngine(Engine):
+    """Takes virtual time by tokens and layers, and writes each layer's KV at the end of that layer's time."""
+
+    def __init__(self, store: FakeStore, *, step_s: float = 0.001, token_s: float = 0.0001):
+        self._store = store
+        self._step_s = step_s
+        self._token_s = token_s
+        self._is_stepping = False
+        self.fail_at_step: int | None = None
+        self.num_steps = 0
+
+    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+        if self._is_stepping:
+            raise RuntimeError("two steps at once")
+        if not batch:
+            raise RuntimeError("an empty step")
+        self._is_stepping = True
+        self.num_steps += 1
+        layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._store.num_layers
+        for layer in range(self._store.num_layers):
+            await asyncio.sleep(layer_s)
+            if self.num_steps == self.fail_at_step:
+                raise RuntimeError("the fake engine was told to fail")
+            for one in batch:
+                self._compute(one, layer)
+            if on_layer is not None:
+                on_layer(layer)
+        self._is_stepping = False
+        return [self._draw(one) for one in batch]
+
+    def _compute(self, one: SequenceStep, layer: int) -> None:
+        store = self._store
+        before = b""
+        if one.start > 0:
+            before = store.read(layer, one.block_ids, one.start)[-POSITION_BYTES:]
+        for position, token_id in enumerate(one.token_ids, one.start):
+            before = position_kv(before, token_id, layer)
+            store.write(layer, one.block_ids, position, before)
+
+    def _draw(self, one: SequenceStep) -> SampledToken | None:
+        if one.draw is None:
+            return None
+        num_positions = one.start + len(one.token_ids)
+        if num_positions != len(one.draw.history):
+            raise RuntimeError("a draw whose history is not what was computed")
+        kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._store.num_layers)]
+        return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden))

@@ -1,0 +1,117 @@
+"""An asyncio event loop whose time is a number: when nothing is ready, it jumps to the next timer.
+
+What runs is deterministic: the ready queue is first in, first out; timers fire in the order of their time; tasks and
+futures hash by the order of their creation, so that a set of them iterates the same in every run. A simulation that
+waits for nothing that could ever happen raises, with the tasks that wait, in place of hanging.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from contextvars import Context
+from itertools import count
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SimulationStuck(Exception):
+    """Nothing can happen any more, too much virtual time has passed, or none passes although tasks run."""
+
+
+class _OrderedTask(asyncio.Task):
+    """A task that hashes by its number, not by its address."""
+
+    _number = 0
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _OrderedFuture(asyncio.Future):
+    """A future that hashes by its number, not by its address."""
+
+    _number = 0
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _TimeSelector(selectors.SelectSelector):
+    """Passes virtual time where a selector would wait for sockets."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._limit_s = limit_s
+        self._rounds = 0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise SimulationStuck("deadlock: every task waits, and no timer is set")
+        if timeout > 0:
+            self.now += timeout
+            self._rounds = 0
+            if self.now > self._limit_s:
+                raise SimulationStuck(f"still running after {self._limit_s} virtual seconds")
+        else:
+            self._rounds += 1
+            if self._rounds > 100_000:
+                raise SimulationStuck(f"tasks run on and on at {self.now} s, and no time passes")
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module's docstring. `limit_s` is how much virtual time may pass."""
+
+    def __init__(self, limit_s: float = 3600.0) -> None:
+        self._times = _TimeSelector(limit_s)
+        super().__init__(self._times)
+        self._clock_resolution = 1e-9
+        self._numbers = count(1)
+        self.set_task_factory(self._make_task)
+
+    def time(self) -> float:
+        return self._times.now
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        future = _OrderedFuture(loop=self)
+        future._number = next(self._numbers)
+        return future
+
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coro: Coroutine[Any, Any, Any],
+        context: Context | None = None,
+        name: str | None = None,
+    ) -> "asyncio.Task[Any]":
+        # The constructor already puts the task into a set, so it must know its number before.
+        task = _OrderedTask.__new__(_OrderedTask)
+        task._number = next(self._numbers)
+        task.__init__(coro, loop=loop, context=context, name=name)  # type: ignore[misc]
+        return task
+
+
+def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float = 3600.0) -> T:
+    """Run `main` on a fresh VirtualLoop to its end. Raises SimulationStuck, with the waiting tasks' places."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:
+        loop = runner.get_loop()
+        try:
+            return runner.run(main)
+        except SimulationStuck as error:
+            for task in sorted(asyncio.all_tasks(loop), key=hash):
+                error.add_note(f"waiting: {describe(task)}")
+            raise
+
+
+def describe(task: "asyncio.Task[Any]") -> str:
+    """A task's name, and the innermost place where it waits."""
+    places: list[str] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)
+        if frame is not None:
+            places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+    return f"{task.get_name()} at {' > '.join(places)}"
