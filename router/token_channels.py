@@ -134,6 +134,10 @@ class _Channel:
         self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
 
     @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    @property
     def is_down(self) -> bool:
         return self._connection is None and self._failed
 
@@ -305,6 +309,11 @@ class TokenChannels:
             channel = _Channel(info, self._network, self.peer, self._clock, self._config)
             self._channels[info.peer] = channel
         await channel.ensure()
+
+    def is_connected(self, worker: Peer) -> bool:
+        """Whether tokens can come from this worker now."""
+        channel = self._channels.get(worker)
+        return channel is not None and channel.is_connected
 
     def is_down(self, worker: Peer) -> bool:
         """Whether the channel to this worker is broken; a first attempt under way counts as sound."""

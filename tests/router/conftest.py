@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
 from protocol.messages import Cancel, Hello, Ping, PrefillFailed, StatsFrame, TokenFrame, Welcome
@@ -26,8 +31,11 @@ from protocol.requests import (
 from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Address, Peer, Ticket, verify_ticket
+from router.app import build_app
 from router.pipeline import Pipeline, PipelineConfig
+from router.service import RouterService, ServiceConfig
 from router.token_channels import TokenChannelConfig, TokenChannels
+from router.tokenizer import TextTokenizer
 
 SECRET = b"the cluster's secret"
 VOCAB = 300
@@ -251,9 +259,21 @@ def fleet_of():
             yield rig
             assert rig.pipeline.in_flight == 0
         await asyncio.sleep(0)
-        assert asyncio.all_tasks() <= before
+        assert asyncio.all_tasks() - {asyncio.current_task()} <= before
 
     return checked
+
+
+@pytest.fixture
+def until():
+    """Call it as `await until(lambda: condition)`; fails after five seconds."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110  (the conditions are of many kinds)
+                await asyncio.sleep(0.002)
+
+    return wait
 
 
 @pytest.fixture
@@ -270,6 +290,73 @@ def a_request():
 
         base = GenerateRequest("template", "", (1, 2, 3, 4, 5), 5, SamplingParams(seed=9), 12)
         return msgspec.structs.replace(base, **changes)
+
+    return make
+
+
+MODEL_FOLDER = Path(__file__).parents[2] / "model" / "bundled"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return TextTokenizer.load(MODEL_FOLDER)
+
+
+@dataclass
+class Site:
+    """A served app: `http` talks to it in process, `url` over a socket."""
+
+    rig: Rig
+    service: RouterService
+    app: FastAPI
+    http: httpx.AsyncClient
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: FastAPI) -> AsyncIterator[str]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_level="warning"))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        async with asyncio.timeout(10):
+            while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+                await asyncio.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+@pytest.fixture
+def site_of(fleet_of, tokenizer):
+    """Call it as `async with site_of(prefills, decodes) as site`."""
+
+    @contextlib.asynccontextmanager
+    async def make(num_prefill: int, num_decode: int, *, listen: bool = False, **config) -> AsyncIterator[Site]:
+        async with fleet_of(num_prefill, num_decode) as rig:
+            service = RouterService(
+                config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
+                tokenizer=tokenizer,
+                fleet=rig.fleet,
+                channels=rig.channels,
+                pipeline=rig.pipeline,
+            )
+            app = build_app()
+            app.state.service = service
+            await service.start()
+            transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    url = await stack.enter_async_context(_listening(app)) if listen else ""
+                    http = await stack.enter_async_context(
+                        httpx.AsyncClient(transport=transport, base_url="http://router")
+                    )
+                    yield Site(rig, service, app, http, url)
+                assert not rig.fleet.owned
+            finally:
+                await service.close()
 
     return make
 

@@ -37,12 +37,6 @@ def allow(worker, steps):
     worker.gate = asyncio.Semaphore(steps)
 
 
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (the conditions are of many kinds)
-            await asyncio.sleep(0.002)
-
-
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
         stages = Stages(0.0)
@@ -71,7 +65,7 @@ async def test_the_first_token_is_sent_before_the_decode_worker_says_anything(fl
         assert not rig.fleet.owned
 
 
-async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected):
+async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected, until):
     async with fleet_of(1, 1) as rig:
         await rig.channels.ensure(rig["d0"].info)
         original = rig.fleet.prefill
@@ -85,7 +79,7 @@ async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a
         assert await collect(rig, a_request()) == expected(a_request())
 
 
-async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request):
+async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request, until):
     async with fleet_of(1, 1) as rig:
         allow(rig["d0"], 3)
         events, _ = await nth_token(rig, a_request(), 3)
@@ -96,7 +90,7 @@ async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_chann
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-async def test_cancelling_the_consumer_ends_everything(fleet_of, a_request, steps):
+async def test_cancelling_the_consumer_ends_everything(fleet_of, a_request, steps, until):
     async with fleet_of(1, 1) as rig:
         rig["p0"].prefill_gate = asyncio.Event()
         if steps:
@@ -120,7 +114,7 @@ async def test_a_failing_prefill_is_done_by_the_decode_worker(fleet_of, a_reques
         assert (stages.prefill_failures, stages.attempts, stages.num_cached_tokens) == (1, 1, 5)
 
 
-async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet_of, a_request, expected):
+async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet_of, a_request, expected, until):
     async with fleet_of(1, 1) as rig:
         rig["p0"].refusal = WorkerLost("gone")
         original = rig.fleet.decode

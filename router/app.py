@@ -1,0 +1,259 @@
+"""The HTTP endpoints. `build_app()` makes an app without live state, which takes its service from `app.state.service`.
+
+So the app can be pickled and built before its service exists; until it does, everything but /health answers 503.
+"""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.errors import RequestError, TwostrokeError
+from router.generation import Generation
+from router.http_io import (
+    ClientGone,
+    EventStream,
+    RequestIds,
+    error_response,
+    json_response,
+    read_body,
+    until_disconnect,
+)
+from router.jobs import Job
+from router.openai_chat import ChatFormat
+from router.openai_common import INTERNAL_ERROR, Format
+from router.openai_completions import CompletionFormat
+from router.policy import NoPath
+from router.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    parse,
+    token_ids_of,
+)
+from router.service import RouterService
+
+_log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(service: RouterService | None = None) -> FastAPI:
+    """The app. Set `app.state.service` before the first request where it is not given here."""
+    app = FastAPI(title="Twostroke", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(RequestIds)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    for path, method, endpoint in _ROUTES:
+        app.add_api_route(path, _guarded(endpoint), methods=[method], response_model=None)
+    return app
+
+
+async def completions(request: Request) -> Response:
+    """POST /v1/completions."""
+    service = _service(request)
+    arrive = service.clock()
+    asked = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))
+    service.check_model(asked.model)
+    jobs = await service.jobs.of_completion(asked, service.max_context())
+    form = CompletionFormat(
+        f"cmpl-{secrets.token_hex(12)}",
+        service.now(),
+        service.config.model_name,
+        jobs,
+        service.tokenizer,
+        return_token_ids=bool(asked.return_token_ids),
+        usage_in_chunks=_include_usage(asked),
+    )
+    return await _answer(request, asked, jobs, form, arrive)
+
+
+async def chat_completions(request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    service = _service(request)
+    arrive = service.clock()
+    asked = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))
+    service.check_model(asked.model)
+    jobs = await service.jobs.of_chat(asked, service.max_context())
+    form = ChatFormat(
+        f"chatcmpl-{secrets.token_hex(12)}",
+        service.now(),
+        service.config.model_name,
+        jobs,
+        service.tokenizer,
+        return_token_ids=bool(asked.return_token_ids),
+        usage_in_chunks=_include_usage(asked),
+    )
+    return await _answer(request, asked, jobs, form, arrive)
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize."""
+    service = _service(request)
+    asked = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
+    service.check_model(asked.model or service.config.model_name)
+    tokenizer = service.tokenizer
+    if asked.messages is not None:
+        text = tokenizer.render_chat(
+            [message.as_template_sees() for message in asked.messages],
+            add_generation_prompt=asked.add_generation_prompt is not False,
+        )
+        token_ids = await tokenizer.encode(text, add_special_tokens=bool(asked.add_special_tokens))
+    else:
+        token_ids = await tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": service.max_context(),
+        "tokens": token_ids,
+        "token_strs": [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize."""
+    service = _service(request)
+    asked = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))
+    service.check_model(asked.model or service.config.model_name)
+    token_ids = token_ids_of(asked.tokens, "tokens")
+    service.jobs.check_vocabulary(token_ids, "tokens")
+    return json_response({"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models."""
+    return json_response({"object": "list", "data": [_model(_service(request))]})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/{name}."""
+    service = _service(request)
+    service.check_model(request.path_params["name"])
+    return json_response(_model(service))
+
+
+async def health(request: Request) -> Response:
+    """GET /health: this process is alive."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """GET /ready: a whole path to an answer is there."""
+    missing = _service(request).missing()
+    if missing:
+        raise NoPath("not ready: " + "; ".join(missing))
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics."""
+    return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def status(request: Request) -> Response:
+    """GET /status: the workers and their numbers."""
+    return json_response(_service(request).status())
+
+
+async def show_version(request: Request) -> Response:
+    """GET /version."""
+    return json_response({"version": _service(request).config.version})
+
+
+_ROUTES: Sequence[tuple[str, str, Endpoint]] = (
+    ("/v1/completions", "POST", completions),
+    ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/models", "GET", models),
+    ("/v1/models/{name:path}", "GET", model),
+    ("/tokenize", "POST", tokenize),
+    ("/detokenize", "POST", detokenize),
+    ("/health", "GET", health),
+    ("/ready", "GET", ready),
+    ("/metrics", "GET", metrics),
+    ("/status", "GET", status),
+    ("/version", "GET", show_version),
+)
+
+
+def _service(request: Request) -> RouterService:
+    service = request.app.state.service
+    if not isinstance(service, RouterService):
+        raise NoPath("the server is starting; try again shortly")
+    return service
+
+
+def _model(service: RouterService) -> dict[str, Any]:
+    description: dict[str, Any] = {
+        "id": service.config.model_name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "twostroke",
+    }
+    try:
+        description["max_model_len"] = service.max_context()
+    except NoPath:  # the model is known before its workers are
+        description["max_model_len"] = None
+    return description
+
+
+def _include_usage(asked: GenerationFields) -> bool:
+    return asked.stream_options is not None and asked.stream_options.include_usage
+
+
+async def _answer(
+    request: Request, asked: GenerationFields, jobs: Sequence[Job], form: Format, arrive: float
+) -> Response:
+    generation = Generation(
+        _service(request),
+        jobs,
+        form,
+        include_usage=_include_usage(asked),
+        return_stages=bool(asked.return_stages),
+        return_token_ids=bool(asked.return_token_ids),
+        arrive=arrive,
+    )
+    if asked.stream:
+        return EventStream(generation.events(), on_error=_service(request).metrics.refused)
+
+    async def whole() -> Response:
+        return Response(await generation.whole(), media_type="application/json")
+
+    return await until_disconnect(request.receive, whole())
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    """Every error of our own becomes an OpenAI error object, and is counted."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; logs do
+        except TwostrokeError as error:
+            response = error_response(error)
+        except Exception:
+            _log.exception("a request to %s met a bug", request.url.path)
+            response = error_response(INTERNAL_ERROR)
+        if isinstance(request.app.state.service, RouterService):
+            request.app.state.service.metrics.refused(response.status_code)
+        return response
+
+    guarded.__name__ = endpoint.__name__
+    guarded.__doc__ = endpoint.__doc__
+    return guarded
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    status_code = error.status_code if isinstance(error, HTTPException) else 500
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status_code, "http_error")
+    message = {404: "there is no such path", 405: "the path does not take this method"}.get(status_code, "refused")
+    return error_response(RequestError(message, param="path", code=code, status=status_code))

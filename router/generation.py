@@ -1,0 +1,107 @@
+"""One response under way: its choices, as server-sent events or as one body."""
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from protocol.errors import TwostrokeError
+from router.choices import Delta, run_choices
+from router.jobs import Job
+from router.openai_common import (
+    DONE,
+    INTERNAL_ERROR,
+    Format,
+    PromptTokensDetails,
+    Usage,
+    error_object,
+    event,
+    stage_times,
+)
+from router.service import RouterService
+from router.stages import Stages
+
+_log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Runs the jobs of one request and writes them in the endpoint's format."""
+
+    def __init__(
+        self,
+        service: RouterService,
+        jobs: Sequence[Job],
+        form: Format,
+        *,
+        include_usage: bool,
+        return_stages: bool,
+        return_token_ids: bool,
+        arrive: float,
+    ):
+        self._service = service
+        self._jobs = jobs
+        self._form = form
+        self._include_usage = include_usage
+        self._return_stages = return_stages
+        self._return_token_ids = return_token_ids
+        self._stages = [Stages(arrive) for _ in jobs]
+
+    async def whole(self) -> bytes:
+        """The body of the response. Raises TwostrokeError where a choice fails."""
+        choices: list[list[Delta]] = [[] for _ in self._jobs]
+        async with aclosing(run_choices(self._jobs, self._generate)) as deltas:
+            async for delta in deltas:
+                choices[delta.index].append(delta)
+        return self._form.whole(choices, self._usage())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; always `aclose` it.
+
+        Fails like `whole` before the first event. Later, the last event has the error object, and no [DONE] follows.
+        """
+        opened: set[int] = set()
+        try:
+            async with aclosing(run_choices(self._jobs, self._generate)) as deltas:
+                async for delta in deltas:
+                    opening = None
+                    if delta.index not in opened:
+                        opened.add(delta.index)
+                        opening = self._form.opening(delta.index)
+                    if self._says_something(delta):
+                        yield (opening or b"") + self._form.chunk(delta)
+                    elif opening is not None:
+                        yield opening
+        except TwostrokeError as error:
+            if not opened:
+                raise
+            _log.warning("a stream failed after it had begun: %s", error)
+            yield event(error_object(error))
+            return
+        except Exception:
+            if not opened:
+                raise
+            _log.exception("a stream met a bug after it had begun")
+            yield event(error_object(INTERNAL_ERROR))
+            return
+        yield (self._form.usage_chunk(self._usage()) if self._include_usage else b"") + DONE
+
+    def _generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        return self._service.generate(job, self._stages[job.index])
+
+    def _says_something(self, delta: Delta) -> bool:
+        """Half a character, or what may begin a stop string, is no news."""
+        return bool(delta.text or delta.shown or delta.finish_reason or self._return_token_ids)
+
+    def _usage(self) -> Usage:
+        """Prompts count once, however many choices each has."""
+        leaders = {job.group: job for job in reversed(self._jobs)}.values()
+        prompt_tokens = sum(job.request.num_prompt_tokens for job in leaders)
+        completion_tokens = sum(stages.num_output_tokens for stages in self._stages)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                sum(self._stages[job.index].num_cached_tokens for job in leaders)
+            ),
+            stages=[stage_times(stages) for stages in self._stages] if self._return_stages else None,
+        )

@@ -1,0 +1,153 @@
+"""What HTTP needs beside the endpoints: bounded bodies, request ids, responses that end when the client leaves."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protocol.errors import RequestError, TwostrokeError
+from router.openai_common import encode_json, error_object, error_status
+from router.policy import NoPath
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
+
+Result = TypeVar("Result")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: nobody is left to answer."""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises RequestError (413) before more than `max_bytes` are held; ClientGone."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > MAX_DISCARDED_BYTES:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > MAX_DISCARDED_BYTES or not message.get("more_body", False):
+            break
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON body."""
+    return Response(encode_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: TwostrokeError) -> Response:
+    """OpenAI's error object with its status."""
+    headers = {}
+    if isinstance(error, NoPath):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif error_status(error) in (429, 503):
+        headers["retry-after"] = "1"
+    if error_status(error) == 413:
+        headers["connection"] = "close"
+    return json_response(error_object(error), error_status(error), headers)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled, and ended, when the client goes: that raises ClientGone."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. The source is closed when it ends, fails, or the client goes.
+
+    Its first event is awaited before the response starts: a failure until then becomes a response of its own.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_error: Callable[[int], None]):
+        """`on_error` is told the status of a failure before the first event."""
+        # Not Response's own constructor: it would set the length of a body.
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        self._events = events
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            refusal = await until_disconnect(receive, self._send_events(send))
+        except ClientGone:
+            return
+        if refusal is not None:
+            await refusal(scope, receive, send)
+
+    async def _send_events(self, send: Send) -> Response | None:
+        async with aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except TwostrokeError as error:
+                self._on_error(error_status(error))
+                return error_response(error)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+
+class RequestIds:
+    """Middleware: echoes a sound `X-Request-Id`, mints one otherwise. It is a label; nothing inside is named by it."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

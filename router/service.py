@@ -1,0 +1,177 @@
+"""What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from protocol.clock import Clock
+from protocol.errors import RequestError, TwostrokeError
+from protocol.stats import WorkerInfo, WorkerStats
+from router.choices import ChoiceWriter, Delta
+from router.fleet import Fleet
+from router.jobs import Job, JobMaker
+from router.metrics import Outcome, RouterMetrics
+from router.pipeline import Pipeline
+from router.policy import NoPath
+from router.stages import Stages
+from router.token_channels import TokenChannels
+from router.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def _version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """What the HTTP side needs to be told."""
+
+    model_name: str  # the `model` that clients name
+    expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
+    max_body_bytes: int = 8 * 1024 * 1024
+    follow_s: float = 0.5  # how often the fleet is looked at between requests
+    version: str = field(default_factory=_version)
+
+
+class RouterService:
+    """Serves one model. `start` and `close` it on the event loop that it serves on."""
+
+    def __init__(
+        self,
+        *,
+        config: ServiceConfig,
+        tokenizer: TextTokenizer,
+        fleet: Fleet,
+        channels: TokenChannels,
+        pipeline: Pipeline,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = time.time,
+        draw_seed: Callable[[], int] | None = None,
+    ):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
+        self.metrics = RouterMetrics(config.model_name, self._worker_numbers)
+        self.clock = clock
+        self._fleet = fleet
+        self._channels = channels
+        self._pipeline = pipeline
+        self._wall_clock = wall_clock
+        self._following: asyncio.Task[None] | None = None
+        self.started_at = int(wall_clock())
+
+    async def start(self) -> None:
+        """Connect to the workers, and keep following the fleet."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Close the channels; requests under way fail."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            self._following = None
+        await self._channels.close()
+
+    def now(self) -> int:
+        """Seconds since 1970, for `created`."""
+        return int(self._wall_clock())
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestError (404) for another model than the one served."""
+        if name != self.config.model_name:
+            shown = "".join(char if char.isprintable() else "?" for char in name[:80])
+            raise RequestError(
+                f"model: {shown!r} is not served here, but {self.config.model_name!r} is",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def max_context(self) -> int:
+        """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
+        contexts = [info.max_context for info in self._fleet.workers() if info.role == "decode"]
+        if not contexts:
+            raise NoPath("no decode worker is available; try again shortly")
+        return max(contexts)
+
+    def missing(self) -> list[str]:
+        """What a whole path lacks; empty when ready."""
+        workers = self._fleet.workers()
+        reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}
+        wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
+        return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
+
+    def status(self) -> dict[str, Any]:
+        """All workers and their numbers, for people and for `twostroke status`."""
+        return {
+            "model": self.config.model_name,
+            "version": self.config.version,
+            "ready": not self.missing(),
+            "places_held": self._pipeline.in_flight,
+            "workers": [
+                {
+                    "role": info.role,
+                    "worker_id": info.peer.worker_id,
+                    "epoch": f"{info.peer.epoch:016x}",
+                    "reachable": self._channels.is_connected(info.peer),
+                    "block_size": info.block_size,
+                    "num_blocks": info.num_blocks,
+                    "max_context": info.max_context,
+                    "stats": msgspec.to_builtins(self._channels.stats(info.peer)),
+                }
+                for info in self._fleet.workers()
+            ],
+        }
+
+    async def generate(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
+        """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
+        writer = ChoiceWriter(job, self.tokenizer)
+        outcome: Outcome = "abort"
+        last: float | None = None
+        self.metrics.begun(job.request.num_prompt_tokens)
+        try:
+            async with aclosing(self._pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    now = self.clock()
+                    if last is not None:
+                        self.metrics.inter_token_latency.observe(now - last)
+                    last = now
+                    delta = writer.add(event)
+                    if delta.finish_reason is not None:
+                        outcome = delta.finish_reason
+                        # A stop string ends the choice here, whatever the workers had sent beyond it.
+                        stages.finish = now
+                        stages.num_output_tokens = writer.num_tokens
+                    yield delta
+                    if delta.finish_reason is not None and event.finish_reason is None:
+                        break  # a stop string: the workers don't know of it, and are told by closing
+        except TwostrokeError:
+            outcome = "error"
+            raise
+        finally:
+            self.metrics.ended(stages, outcome)
+
+    def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
+        """The workers that have told their numbers, and those."""
+        for info in self._fleet.workers():
+            stats = self._channels.stats(info.peer)
+            if stats is not None:
+                yield info, stats
+
+    async def _follow(self) -> None:
+        while True:
+            self._channels.follow(self._fleet.workers())
+            await asyncio.sleep(self.config.follow_s)

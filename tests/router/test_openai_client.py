@@ -1,0 +1,136 @@
+"""The official `openai` client against a listening server."""
+
+import asyncio
+
+import openai
+import pytest
+import pytest_asyncio
+
+
+@pytest_asyncio.fixture
+async def site(site_of):
+    async with site_of(1, 2, listen=True) as site:
+        yield site
+
+
+@pytest_asyncio.fixture
+async def client(site):
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+async def test_a_completion_and_its_stream_are_the_same(client):
+    asked = {"model": "fake", "prompt": "import os", "max_tokens": 40, "seed": 5}
+    whole = await client.completions.create(**asked)
+    text, finishes = "", []
+    async for chunk in await client.completions.create(**asked, stream=True):
+        text += chunk.choices[0].text
+        finishes += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    assert text == whole.choices[0].text
+    assert finishes == [whole.choices[0].finish_reason]
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_a_chat_streams_the_role_first_and_usage_last(client):
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 20}
+    whole = await client.chat.completions.create(**asked)
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_two_choices_differ_and_the_first_equals_a_single_one(client):
+    asked = {"model": "fake", "prompt": "import os", "max_tokens": 20, "seed": 5}
+    one = await client.completions.create(**asked)
+    two = await client.completions.create(**asked, n=2)
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].text == one.choices[0].text != two.choices[1].text
+    assert two.usage.prompt_tokens == one.usage.prompt_tokens
+
+
+async def test_logprobs_have_one_entry_a_token(client):
+    completion = await client.completions.create(
+        model="fake", prompt="a", max_tokens=10, seed=5, logprobs=2, extra_body={"return_token_ids": True}
+    )
+    logprobs = completion.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 10
+    assert logprobs.text_offset[0] == 0
+    assert len(completion.choices[0].token_ids) == 10
+    chat = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "a"}], max_tokens=5, seed=2, logprobs=True, top_logprobs=3
+    )
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [3] * 5
+
+
+async def test_several_prompts_come_back_in_order(client):
+    prompts = ["first", "second", "third"]
+    together = await client.completions.create(model="fake", prompt=prompts, max_tokens=8, seed=3)
+    alone = [await client.completions.create(model="fake", prompt=one, max_tokens=8, seed=3) for one in prompts]
+    assert [choice.text for choice in together.choices] == [one.choices[0].text for one in alone]
+    ids = await client.completions.create(model="fake", prompt=[[1, 2, 3], [4, 5]], max_tokens=2)
+    assert len(ids.choices) == 2
+    assert ids.usage.prompt_tokens == 5
+
+
+async def test_errors_are_those_the_client_knows(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.completions.create(model="other", prompt="a")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="fake", prompt="")
+    assert caught.value.param == "prompt"
+    assert (await client.models.list()).data[0].id == "fake"
+    assert (await client.models.retrieve("fake")).id == "fake"
+
+
+async def test_no_workers_is_503_with_a_time_to_come_back(site, client):
+    for worker in site.rig.fleet.all.values():
+        await worker.die()
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.completions.create(model="fake", prompt="a", stream=True)
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+async def test_a_failure_after_the_stream_began_is_an_error_event(site, client):
+    for name in ("d0", "d1"):
+        site.rig[name].gate = asyncio.Semaphore(3)
+    site.rig.pipeline._config = type(site.rig.pipeline._config)(retries=0)
+    stream = await client.completions.create(model="fake", prompt="a", max_tokens=30, stream=True, seed=8)
+    await anext(stream)
+    for name in ("d0", "d1"):
+        await site.rig[name].die()
+    with pytest.raises(openai.APIError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code == "worker_lost"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_client_that_leaves_is_cancelled_at_the_workers(site, client, streaming, until):
+    for name in ("d0", "d1"):
+        site.rig[name].gate = asyncio.Semaphore(3)
+    asking = asyncio.create_task(_ask(client, streaming))
+    await until(lambda: site.rig.fleet.owned and any(site.rig[name].gate.locked() for name in ("d0", "d1")))
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    started = asyncio.get_running_loop().time()
+    await until(lambda: not site.rig.fleet.owned)
+    assert asyncio.get_running_loop().time() - started < 1
+    assert site.rig.pipeline.in_flight == 0
+
+
+async def _ask(client, streaming):
+    answer = await client.completions.create(model="fake", prompt="a", max_tokens=30, stream=streaming)
+    if streaming:
+        async for _ in answer:
+            pass
