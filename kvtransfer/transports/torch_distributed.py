@@ -295,12 +295,11 @@ class PendingGroup:
         if self._established:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
-        # with the store's time-out.
+        # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
         self._link.refuse_peer()
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self._link.announce, self._prefix, "given up")
         await self._link.close()
-        await self._link.ended()
 
 
 class TorchDistributedTransport:

@@ -1,0 +1,248 @@
+"""Sender and receiver together, over real sockets, when nothing goes wrong."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transfer_harness import BLOCK_SIZE, TOKEN, BytesStore, Pair, make_pair
+
+from kvtransfer.config import TransferConfig
+from kvtransfer.outgoing import OutgoingTransfer
+from protocol.errors import TransferFailed
+
+BOTH = pytest.mark.parametrize("transport", ["tcp", "torch_distributed"])
+
+
+def compute(out: OutgoingTransfer, num_layers: int, *ends: int) -> None:
+    """Report the layers of chunks that end at these tokens, as an engine would."""
+    for end in ends:
+        for layer in range(num_layers):
+            out.layer_ready(layer, end)
+
+
+def assert_arrived(pair: Pair, source_ids: list[int], target_ids: list[int], skip: int = 0) -> None:
+    for layer in range(pair.source.num_layers):
+        for source_id, target_id in list(zip(source_ids, target_ids, strict=True))[skip:]:
+            assert pair.source.block(layer, source_id) == pair.target.block(layer, target_id)
+
+
+@BOTH
+async def test_every_block_arrives_in_its_place_with_the_first_token(transport: str) -> None:
+    async with make_pair(transport) as pair:
+        pair.source.fill(1)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [7, 8, 3], 10, 0)
+        out = pair.sender.open(ticket, 10, [4, 0, 1], 0)
+        compute(out, 3, 4, 9, 10)
+        out.commit(TOKEN)
+        assert await incoming.verified() == TOKEN
+        await out.done()
+        assert_arrived(pair, [4, 0, 1], [7, 8, 3])
+        untouched = set(range(32)) - {7, 8, 3}
+        assert all(pair.target.block(layer, block) == bytes(96) for layer in range(3) for block in untouched)
+        num_bytes = 3 * 3 * 96
+        assert (pair.sender.stats.bytes, pair.receiver.stats.bytes) == (num_bytes, num_bytes)
+        assert (pair.sender.stats.done, pair.receiver.stats.done) == (1, 1)
+
+
+@BOTH
+async def test_many_transfers_share_one_connection(transport: str) -> None:
+    async with make_pair(transport) as pair:
+        pair.source.fill(2)
+        order = list(range(10))
+        random.Random(3).shuffle(order)
+        tickets = [pair.ticket(str(index)) for index in range(10)]
+        outs = [
+            pair.sender.open(tickets[index], 12, [3 * index, 3 * index + 1, 3 * index + 2], 0) for index in range(10)
+        ]
+        incomings = [pair.receiver.expect(tickets[i], [31 - 3 * i, 30 - 3 * i, 29 - 3 * i], 12, 0) for i in range(10)]
+        for end in (5, 12):
+            for index in order:
+                compute(outs[index], 3, end)
+        for index in order:
+            outs[index].commit(TOKEN)
+        await asyncio.gather(*(incoming.verified() for incoming in incomings), *(out.done() for out in outs))
+        for i in range(10):
+            assert_arrived(pair, [3 * i, 3 * i + 1, 3 * i + 2], [31 - 3 * i, 30 - 3 * i, 29 - 3 * i])
+        assert len(pair.sender._tasks) == 1
+
+
+async def test_a_prefix_that_the_decode_worker_has_is_not_sent() -> None:
+    async with make_pair() as pair:
+        pair.source.fill(1)
+        pair.target.fill(2)
+        before = pair.target.block(0, 5)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [5, 6, 7], 12, 2)
+        out = pair.sender.open(ticket, 12, [0, 1, 2], 4)
+        compute(out, 3, 12)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+        assert_arrived(pair, [0, 1, 2], [5, 6, 7], skip=2)
+        assert pair.target.block(0, 5) == before
+        assert pair.sender.stats.bytes == 3 * 96
+
+
+async def test_a_prompt_that_is_all_there_needs_no_chunk() -> None:
+    async with make_pair() as pair:
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [5, 6], 8, 2)
+        out = pair.sender.open(ticket, 8, [0, 1], 8)
+        out.commit(TOKEN)
+        assert await incoming.verified() == TOKEN
+        await out.done()
+        assert pair.receiver.stats.bytes == 0
+
+
+@BOTH
+async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str) -> None:
+    async with make_pair(transport) as pair:
+        pair.source.fill(1)
+        ticket = pair.ticket()
+        out = pair.sender.open(ticket, 10, [4, 0, 1], 0)
+        compute(out, 3, 4, 8, 10)
+        out.commit(TOKEN)
+        waiter = asyncio.create_task(out.done())
+        await asyncio.wait([waiter], timeout=0.05)
+        assert not waiter.done()
+        incoming = pair.receiver.expect(ticket, [7, 8, 3], 10, 0)
+        assert await incoming.verified() == TOKEN
+        await waiter
+        assert_arrived(pair, [4, 0, 1], [7, 8, 3])
+        assert out.num_chunks == 3, "one for each layer"
+
+
+async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
+    source, target = BytesStore(1, 64, 1000), BytesStore(1, 64, 1000)
+    async with make_pair(source=source, target=target, config=TransferConfig(max_chunk_bytes=3500)) as pair:
+        source.fill(1)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, range(64), 256, 0)
+        out = pair.sender.open(ticket, 256, range(64), 256)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+        assert out.num_chunks == 22
+        assert source.copy() == target.copy()
+
+
+@BOTH
+async def test_large_chunks_of_scattered_blocks_arrive(transport: str) -> None:
+    source, target = BytesStore(2, 3000, 640), BytesStore(2, 3000, 640)
+    async with make_pair(transport, source=source, target=target) as pair:
+        source.fill(1)
+        source_ids, target_ids = random.Random(1).sample(range(3000), 3000), random.Random(2).sample(range(3000), 3000)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, target_ids, 3000 * BLOCK_SIZE, 0)
+        out = pair.sender.open(ticket, 3000 * BLOCK_SIZE, source_ids, 0)
+        compute(out, 2, 3000 * BLOCK_SIZE)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+        assert_arrived(pair, source_ids, target_ids)
+
+
+async def test_a_cancelled_waiter_leaves_the_transfer_as_it_is() -> None:
+    async with make_pair() as pair:
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [1], 4, 0)
+        out = pair.sender.open(ticket, 4, [1], 0)
+        waiters = [asyncio.create_task(out.done()), asyncio.create_task(incoming.verified())]
+        await asyncio.wait(waiters, timeout=0.02)
+        for waiter in waiters:
+            waiter.cancel()
+        await asyncio.gather(*waiters, return_exceptions=True)
+        compute(out, 3, 4)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+
+
+async def test_a_connection_rests_and_goes_on_beyond_its_lease() -> None:
+    config = TransferConfig(lease_s=0.15)
+    async with make_pair(config=config) as pair:
+        for request in ("before", "after"):
+            ticket = pair.ticket(request)
+            incoming = pair.receiver.expect(ticket, [1], 4, 0)
+            out = pair.sender.open(ticket, 4, [1], 4)
+            out.commit(TOKEN)
+            await incoming.verified()
+            await out.done()
+            (task,) = pair.sender._tasks
+            await asyncio.wait([task], timeout=0.4)
+            assert not task.done(), "pings keep it"
+
+
+async def test_the_callers_mistakes_are_refused_at_once() -> None:
+    async with make_pair() as pair:
+        ticket = pair.ticket()
+        with pytest.raises(ValueError, match="need 2 blocks"):
+            pair.sender.open(ticket, 5, [0], 0)
+        with pytest.raises(ValueError, match="6 tokens are ready of 5"):
+            pair.sender.open(ticket, 5, [0, 1], 6)
+        with pytest.raises(ValueError, match="do not fit"):
+            pair.receiver.expect(ticket, [0], 5, 0)
+        with pytest.raises(ValueError, match="distinct blocks"):
+            pair.receiver.expect(ticket, [0, 0], 5, 0)
+        with pytest.raises(ValueError, match="distinct blocks"):
+            pair.receiver.expect(ticket, [0, 32], 5, 0)
+        out = pair.sender.open(ticket, 5, [0, 1], 0)
+        with pytest.raises(ValueError, match="before every layer"):
+            out.commit(TOKEN)
+        out.abort("done with it")
+        out.commit(TOKEN)
+        out.layer_ready(0, 5)
+        with pytest.raises(TransferFailed, match="done with it"):
+            await out.done()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
+    """Random tables, chunkings, prefixes, orders and block sizes; two transfers at once."""
+    num_layers, block_bytes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
+    source, target = BytesStore(num_layers, 40, block_bytes), BytesStore(num_layers, 40, block_bytes)
+    source.fill(1)
+    target.fill(2)
+    before = target.copy()
+    source_ids, target_ids = data.draw(st.permutations(range(40))), data.draw(st.permutations(range(40)))
+    plans = []
+    for index in range(2):
+        num_tokens = data.draw(st.integers(1, 20 * BLOCK_SIZE))
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        ready = data.draw(st.integers(0, num_tokens))
+        ends = sorted(data.draw(st.lists(st.integers(ready, num_tokens), max_size=4)))
+        skip = data.draw(st.integers(0, num_blocks))
+        span = slice(20 * index, 20 * index + num_blocks)
+        plans.append((num_tokens, ready, [*ends, num_tokens], skip, source_ids[span], target_ids[span]))
+    expects_late = data.draw(st.booleans())
+    config = TransferConfig(max_chunk_bytes=data.draw(st.integers(1, 2000)), lease_s=20)
+
+    async def run() -> None:
+        async with make_pair(source=source, target=target, config=config) as pair:
+            tickets = [pair.ticket(str(index)) for index in range(2)]
+            expect = pair.receiver.expect
+            incomings = []
+            if not expects_late:
+                incomings = [expect(t, p[5], p[0], p[3]) for t, p in zip(tickets, plans, strict=True)]
+            outs = [pair.sender.open(t, p[0], p[4], p[1]) for t, p in zip(tickets, plans, strict=True)]
+            for out, plan in zip(outs, plans, strict=True):
+                for end in plan[2]:
+                    compute(out, num_layers, end)
+                    await asyncio.sleep(0)
+                out.commit(TOKEN)
+            if expects_late:
+                incomings = [expect(t, p[5], p[0], p[3]) for t, p in zip(tickets, plans, strict=True)]
+            await asyncio.gather(*(incoming.verified() for incoming in incomings), *(out.done() for out in outs))
+
+    asyncio.run(run())
+    wanted = [bytearray(layer) for layer in before]
+    for _, _, _, skip, from_ids, to_ids in plans:
+        for layer in range(num_layers):
+            for source_id, target_id in list(zip(from_ids, to_ids, strict=True))[skip:]:
+                place = slice(target_id * block_bytes, (target_id + 1) * block_bytes)
+                wanted[layer][place] = source.block(layer, source_id)
+    assert target.copy() == [bytes(layer) for layer in wanted]
