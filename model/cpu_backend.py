@@ -1,26 +1,36 @@
-"""The backend of CPUs."""
+"""The backend of CPUs: numba kernels for what torch has no single pass for, torch for the prompt's attention."""
 
+import torch
 from torch import Tensor
 
 from model.backend import BatchLayout
-from model.kernels import cpu_reference
+from model.kernels import cpu_attention, cpu_elementwise
 
 
 class CpuBackend:
-    """Implements model.backend.Backend."""
+    """Implements model.backend.Backend for fp32 and bf16. All tensors are contiguous."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return cpu_reference.rms_norm(x, weight, eps)
+        """As Backend.rms_norm."""
+        return cpu_elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = x + residual
-        return cpu_reference.rms_norm(residual, weight, eps), residual
+        """As Backend.add_rms_norm; writes into both inputs."""
+        return cpu_elementwise.add_rms_norm(x, residual, weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        return cpu_reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout)
+        """As Backend.rope_and_write_kv."""
+        return cpu_elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        return cpu_reference.attention(q, kv_layer, layout)
+        """As Backend.attention."""
+        out = torch.empty_like(q)
+        if layout.num_decodes:
+            cpu_attention.decode_attention(q, kv_layer, layout, out)
+        if layout.num_decodes < layout.context_lens.numel():
+            cpu_attention.prefill_attention(q, kv_layer, layout, out)
+        return out.view(q.shape[0], -1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return cpu_reference.silu_mul(gate_up)
+        """As Backend.silu_mul."""
+        return cpu_elementwise.silu_mul(gate_up)

@@ -1,0 +1,168 @@
+"""Paged attention on CPUs.
+
+Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs that walks the block table once, with the
+online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
+Prefill chunks: the context is gathered sequence by sequence, then torch's own flash attention.
+Reference: model/kernels/cpu_reference.py.
+"""
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+from torch.nn import functional
+
+from model.backend import BatchLayout
+from model.kernels.cpu_floats import exponential, store, widen
+from model.kernels.cpu_launch import (
+    KernelPair,
+    as_floats,
+    as_halves,
+    as_short_integers,
+    compiled,
+    float_bits,
+    float_of_bits,
+    take_items,
+)
+
+
+@compiled
+def _widen_row(row, out):
+    for i in range(row.shape[0]):
+        out[i] = widen(row[i])
+
+
+@compiled
+def _dot(a, b):
+    total = np.float32(0)
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
+
+
+@compiled
+def _attend(queries, kv, head, table, context, out):
+    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32, its first entries; out [R, D]."""
+    group, dim = queries.shape
+    block_size = kv.shape[3]
+    best = np.full(group, np.float32(-np.inf))
+    weight_sum = np.zeros(group, np.float32)
+    mixed = np.zeros((group, dim), np.float32)
+    scores = np.empty((group, block_size), np.float32)
+    row = np.empty(dim, np.float32)
+    for index in range((context + block_size - 1) // block_size):
+        block = table[index]
+        count = min(block_size, context - index * block_size)
+        for token in range(count):
+            _widen_row(kv[block, 0, head, token], row)
+            for query in range(group):
+                scores[query, token] = _dot(queries[query], row)
+        for query in range(group):
+            highest = best[query]
+            for token in range(count):
+                highest = max(highest, scores[query, token])
+            if highest > best[query]:
+                shrink = exponential(best[query] - highest)
+                best[query] = highest
+                weight_sum[query] *= shrink
+                for i in range(dim):
+                    mixed[query, i] *= shrink
+            total = np.float32(0)
+            for token in range(count):
+                probability = exponential(scores[query, token] - highest)
+                scores[query, token] = probability
+                total += probability
+            weight_sum[query] += total
+        for token in range(count):
+            _widen_row(kv[block, 1, head, token], row)
+            for query in range(group):
+                probability = scores[query, token]
+                for i in range(dim):
+                    mixed[query, i] += probability * row[i]
+    for query in range(group):
+        for i in range(dim):
+            store(out[query], i, mixed[query, i] / weight_sum[query])
+
+
+@compiled
+def _decode(words, q, kv, out):
+    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale."""
+    items, grain = words[1], words[2]
+    heads, kv_heads, dim, block_size = words[8], words[9], words[10], words[11]
+    sequences, group = items // kv_heads, heads // kv_heads
+    scale = float_of_bits(np.uint32(words[14]))
+    q, out = carray(q, (sequences, heads, dim)), carray(out, (sequences, heads, dim))
+    kv = carray(kv, (words[12], 2, kv_heads, block_size, dim))
+    tables = carray(as_short_integers(words[6]), (sequences, words[13]))
+    contexts = carray(as_short_integers(words[7]), (sequences,))
+    queries = np.empty((group, dim), np.float32)
+    while True:
+        begin = take_items(words)
+        if begin >= items:
+            return
+        for item in range(begin, min(begin + grain, items)):
+            sequence, head = item // kv_heads, item % kv_heads
+            first = head * group
+            for query in range(group):
+                for i in range(dim):
+                    queries[query, i] = widen(q[sequence, first + query, i]) * scale
+            _attend(
+                queries, kv, head, tables[sequence], np.int64(contexts[sequence]), out[sequence, first : first + group]
+            )
+
+
+def _decode_fp32(words):
+    _decode(words, as_floats(words[3]), as_floats(words[4]), as_floats(words[5]))
+
+
+def _decode_bf16(words):
+    _decode(words, as_halves(words[3]), as_halves(words[4]), as_halves(words[5]))
+
+
+_DECODE = KernelPair(_decode_fp32, _decode_bf16)
+
+
+def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+    """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
+    num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
+    _DECODE.of(q.dtype).run(
+        layout.num_decodes * kv_heads,
+        1,
+        q.data_ptr(),
+        kv_layer.data_ptr(),
+        out.data_ptr(),
+        layout.block_tables.data_ptr(),
+        layout.context_lens.data_ptr(),
+        q.shape[1],
+        kv_heads,
+        dim,
+        block_size,
+        num_blocks,
+        layout.block_tables.shape[1],
+        float_bits(dim**-0.5),
+    )
+
+
+def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+    """The rows of q [T, H, D] after the decodes into those of out, one prefill chunk after the other."""
+    _, _, kv_heads, block_size, dim = kv_layer.shape
+    starts = layout.query_starts[layout.num_decodes :].tolist()
+    contexts = layout.context_lens[layout.num_decodes :].tolist()
+    tables = layout.block_tables[layout.num_decodes :].long()
+    for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
+        blocks = kv_layer[table[: -(-context // block_size)]]
+        # [blocks, 2, G, block_size, D] -> [2, 1, G, context, D]
+        kv = blocks.permute(1, 2, 0, 3, 4).reshape(2, 1, kv_heads, -1, dim)[:, :, :, :context]
+        chunk = end - begin
+        mask = None
+        if chunk < context:  # torch's is_causal aligns the diagonal to the top left
+            mask = torch.ones(chunk, context, dtype=torch.bool).tril_(context - chunk)
+        mixed = functional.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1).unsqueeze(0),
+            kv[0],
+            kv[1],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != kv_heads,
+        )
+        out[begin:end] = mixed[0].transpose(0, 1)
