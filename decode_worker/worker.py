@@ -17,7 +17,7 @@ from model.block_pool import BlockPool
 from model.step import Engine
 from model.step_loop import StepLoop
 from protocol.clock import Clock
-from protocol.errors import ConnectionLost, RequestError, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
+from protocol.errors import RequestError, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from protocol.network import Network
 from protocol.requests import DecodeReply, FinishReason, GenerateRequest, SampledToken, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
@@ -108,6 +108,7 @@ class DecodeWorker:
         self._receiving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
         self._counters = _Counters()
+        self._hanging_up: asyncio.Task[None] | None = None
         self._is_draining = False
         self._checked_at = float("-inf")
 
@@ -134,14 +135,14 @@ class DecodeWorker:
 
         With a ticket the prompt's KV is expected from the prefill worker; should it not come, and without a ticket,
         the prompt is computed here. A request that its router cancels returns without a finish reason. Raises
-        RequestError (can't be served as asked), ConnectionLost (no token channel to the router, or lost meanwhile),
-        WorkerLost (the worker is ending, or its engine died).
+        RequestError (can't be served as asked), TicketRefused (another request's ticket), WorkerLost (the worker is
+        ending, its engine died, or there is no token channel to the router any more).
         """
         self.check_health()
         if self._is_draining:
             raise WorkerLost(f"worker {self._peer.worker_id} is draining")
         if not self._token_server.is_connected(request.router_id):
-            raise ConnectionLost(f"router {request.router_id} has no token channel to worker {self._peer.worker_id}")
+            raise WorkerLost(f"router {request.router_id} has no token channel to worker {self._peer.worker_id}")
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if ticket is not None and ticket.request_id != request.request_id:
@@ -202,6 +203,8 @@ class DecodeWorker:
         if self._receiver is not None:
             await self._receiver.close()
         await asyncio.gather(*self._receiving)
+        if self._hanging_up is not None:
+            await self._hanging_up
         await self._token_server.close()
         self._quiet.set()
 
@@ -308,7 +311,7 @@ class DecodeWorker:
     def _router_lost(self, router_id: str) -> None:
         for call in list(self._calls.values()):
             if call.request.router_id == router_id:
-                self._abort(call, "its router is gone", ConnectionLost(f"router {router_id} is gone"))
+                self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
     def _abort(self, call: _Call, reason: str, error: TwostrokeError | None = None) -> None:
         """End a call wherever it stands; `error` is raised to its awaiter, where there is still one to tell."""
@@ -369,3 +372,5 @@ class DecodeWorker:
     def _died(self, error: Exception) -> None:
         self._fail_all(f"the engine of worker {self._peer.worker_id} died: {error!r}")
         self._quiet.set()
+        # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
+        self._hanging_up = asyncio.create_task(self._token_server.close(), name="hang up")

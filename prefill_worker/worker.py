@@ -102,6 +102,7 @@ class PrefillWorker:
         self._work = _Work()
         self._counters = _Counters()
         self._calls_by_job: dict[PrefillJob, _Call] = {}
+        self._hanging_up: asyncio.Task[None] | None = None
         self._is_draining = False
         self._checked_at = float("-inf")
 
@@ -189,6 +190,8 @@ class PrefillWorker:
         if self._sender is not None:
             await self._sender.close()
         await asyncio.gather(*self._work.transfers)
+        if self._hanging_up is not None:
+            await self._hanging_up
         await self._token_server.close()
         self._work.quiet.set()
 
@@ -329,6 +332,8 @@ class PrefillWorker:
         for call in list(self._calls_by_job.values()):
             self._abort(call, "the engine died", WorkerLost(f"the engine died: {error!r}"))
         self._work.quiet.set()
+        # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
+        self._hanging_up = asyncio.create_task(self._token_server.close(), name="hang up")
 
 
 def _ignore(_: str) -> None:

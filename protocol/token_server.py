@@ -67,7 +67,7 @@ class TokenServer:
         return self._listener.address
 
     async def close(self) -> None:
-        """Drop every router and stop listening. No callback is made any more once this returns."""
+        """Drop every router and stop listening; may be called again. No callback is made once this has returned."""
         if self._stats_task is not None:
             self._stats_task.cancel()
             await asyncio.gather(self._stats_task, return_exceptions=True)

@@ -33,6 +33,7 @@ class MemoryConnection:
         self._flying_bytes = 0
         self._last_arrival = 0.0
         self._lost: str | None = None  # nothing is sent or received any more
+        self._is_cut = False
         self._peer_ended = False  # what came before the end can still be received
         self._changed: list[asyncio.Future[None]] = []
 
@@ -72,10 +73,15 @@ class MemoryConnection:
             self._later(self._end_peer)
 
     def cut(self) -> None:
-        """The network fails between the two ends: what is under way is lost, and both learn of it at once."""
-        for end in (self, self.peer):
-            if end._lost is None:
-                end._lose("the connection was cut")
+        """The network fails between the two ends: what is under way is lost. Each learns of it in its own time."""
+        if not self._is_cut:
+            self._is_cut = self.peer._is_cut = True
+            for end in (self, self.peer):
+                asyncio.get_running_loop().call_later(self._fabric.latency(), end._notice_cut)
+
+    def _notice_cut(self) -> None:
+        if self._lost is None:
+            self._lose("the connection was cut")
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -94,20 +100,15 @@ class MemoryConnection:
 
     def _arrive(self, payload: bytes) -> None:
         self._flying_bytes -= len(payload)
-        if self._lost is not None and not self._was_closed:
-            return  # cut while under way
-        if self.peer._lost is None:
+        if not self._is_cut and self.peer._lost is None:
             self.peer._inbox.append(payload)
             self.peer._inbox_bytes += len(payload)
             self.peer._wake()
 
-    @property
-    def _was_closed(self) -> bool:
-        return self._lost == "the connection was closed here"
-
     def _end_peer(self) -> None:
-        self.peer._peer_ended = True
-        self.peer._wake()
+        if not self._is_cut:
+            self.peer._peer_ended = True
+            self.peer._wake()
 
     async def _change(self) -> None:
         changed = asyncio.get_running_loop().create_future()

@@ -110,7 +110,7 @@ def _make_arrivals(draw: random.Random, num_routers: int) -> tuple[Arrival, ...]
         prompt = (draw.choice(stems) if draw.random() < 0.6 else ()) + _tokens(draw, draw.choice((1, 5, 20, 80)))
         prompt = prompt[: draw.choice((MAX_PROMPT, MAX_PROMPT, 48, 16))]
         at_s = draw.random() * spread_s
-        max_tokens = draw.choice((1, 2, 5, 12, 30))
+        max_tokens = draw.choice((1, 2, 5, 12, 40))
         stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1, 4))))
         for _ in range(draw.choice((1, 1, 1, 2, 3))):  # choices of one prompt
             arrivals.append(
