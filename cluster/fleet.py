@@ -8,7 +8,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.worker_directory import WorkerDirectory, directory_of
-from protocol.errors import TwostrokeError, WorkerLost
+from protocol.errors import RequestError, WorkerLost
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket
@@ -88,12 +88,12 @@ class ServeFleet:
 
 
 async def _result(response: Any) -> Any:
-    """The call's result. Raises what the worker raised if that is ours, WorkerLost for all else."""
+    """The call's result. Raises RequestError where the worker refuses the request, WorkerLost for all else."""
     try:
         return await response
     except Exception as error:
         # Serve's two ways to carry a call differ: actor calls wrap the worker's exception, gRPC brings it bare.
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, TwostrokeError):
+        if isinstance(cause, RequestError | WorkerLost):
             raise cause from None
-        raise WorkerLost(f"the worker's call failed: {cause!r}") from error
+        raise WorkerLost(f"the worker's call failed: {type(cause).__name__}: {cause}") from error

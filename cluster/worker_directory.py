@@ -1,7 +1,7 @@
 """Who is alive, as Serve told this process: written by the handles' request routers, read by the fleet.
 
-Apart from `replica_router.py` on purpose. Serve ships a RequestRouter class to its users by value, globals of its module
-included, so state that both sides share must live in a module of its own.
+Apart from `replica_router.py` on purpose. Serve ships a RequestRouter class to its users by value, globals of its
+module included, so state that both sides share must live in a module of its own.
 """
 
 import threading

@@ -1,0 +1,118 @@
+"""The whole configuration, from one YAML file: each part's own config, and what only the cluster needs to know.
+
+Imports no torch: the router's process reads it too.
+"""
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cluster.settings import SAME_LEVEL, bounds, read_settings
+from decode_worker.config import DecodeConfig
+from kvtransfer.config import TransferConfig
+from prefill_worker.config import PrefillConfig
+from protocol.errors import ConfigError
+from router.pipeline import PipelineConfig
+from router.token_channels import TokenChannelConfig
+
+BUNDLED_MODEL = "bundled"
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model, and how all workers hold it."""
+
+    path: str = BUNDLED_MODEL  # `bundled`, a folder, or a Hugging Face hub id
+    name: str | None = None  # what clients call it; None: the folder's name
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where a worker sees a GPU
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens
+    max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
+
+
+@dataclass(frozen=True)
+class WorkerResources:
+    """What one worker takes of its machine."""
+
+    threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
+    num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
+    kv_cache_gib: float = field(default=1.0, metadata=bounds(0.001, 65536))
+    num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
+
+
+@dataclass(frozen=True)
+class PrefillSection:
+    replicas: int = field(default=1, metadata=bounds(0, 1024))  # 0: aggregated, decode workers read prompts themselves
+    resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
+    worker: PrefillConfig = field(default_factory=PrefillConfig, metadata=SAME_LEVEL)
+
+
+@dataclass(frozen=True)
+class DecodeSection:
+    replicas: int = field(default=1, metadata=bounds(1, 1024))
+    resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
+    worker: DecodeConfig = field(default_factory=DecodeConfig, metadata=SAME_LEVEL)
+
+
+@dataclass(frozen=True)
+class RouterSection:
+    replicas: int = field(default=1, metadata=bounds(1, 256))
+    max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig, metadata=SAME_LEVEL)
+    token_channel: TokenChannelConfig = field(default_factory=TokenChannelConfig)
+
+
+@dataclass(frozen=True)
+class TransferSection:
+    transport: Literal["tcp", "torch_distributed"] = "tcp"
+    transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Everything that `twostroke serve` and the Serve application are told."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    router: RouterSection = field(default_factory=RouterSection)
+    kv_transfer: TransferSection = field(default_factory=TransferSection)
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill.replicas + self.decode.replicas
+
+    def threads(self, resources: WorkerResources) -> int:
+        """Cores for one worker's steps: what is asked for, else an equal share of this machine's."""
+        return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+
+
+def read_config(raw: object) -> ClusterConfig:
+    """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault."""
+    return read_settings(ClusterConfig, raw)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected the sections model, prefill, decode, router, kv_transfer")
+    return raw
+
+
+def kv_cache_size(resources: WorkerResources) -> tuple[int | None, int | None]:
+    """(bytes, blocks) of one worker's KV cache: exactly one of them is set."""
+    if resources.num_blocks is not None:
+        return None, resources.num_blocks
+    return math.floor(resources.kv_cache_gib * 2**30), None

@@ -1,0 +1,101 @@
+"""The router as a Serve deployment: the application's ingress. Its process never imports torch."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import ClusterConfig, ModelSection, RouterSection
+from cluster.fleet import ServeFleet
+from cluster.model_folder import resolve_model_folder, served_name
+from protocol.clock import draw_epoch
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer
+from router.app import build_app
+from router.pipeline import Pipeline
+from router.service import RouterService, ServiceConfig
+from router.token_channels import TokenChannels
+from router.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What a router replica is told."""
+
+    model: ModelSection
+    router: RouterSection
+    expects_prefill: bool
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "RouterSettings":
+        return cls(config.model, config.router, config.prefill.replicas > 0)
+
+
+@serve.ingress()
+class RouterReplica:
+    """One router: HTTP in, token channels and Serve calls out."""
+
+    _service: RouterService | None = None
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        settings: RouterSettings,
+        secret: bytes,
+        decode: DeploymentHandle,
+        prefill: DeploymentHandle | None = None,
+    ):
+        folder = resolve_model_folder(settings.model.path)
+        peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
+        fleet = ServeFleet(prefill, decode)
+        channels = TokenChannels(
+            network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
+        )
+        self._service = RouterService(
+            config=ServiceConfig(
+                model_name=served_name(settings.model, folder),
+                expects_prefill=settings.expects_prefill,
+                max_body_bytes=int(settings.router.max_body_mib * 2**20),
+            ),
+            tokenizer=TextTokenizer.load(folder),
+            fleet=fleet,
+            channels=channels,
+            pipeline=Pipeline(
+                fleet=fleet,
+                channels=channels,
+                secret=secret,
+                clock=time.monotonic,
+                router=peer,
+                config=settings.router.pipeline,
+            ),
+        )
+        await self._service.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this after the constructor, and serves what it returns."""
+        app = build_app()
+        app.state.service = self._service
+        return app
+
+    async def __del__(self) -> None:
+        """Serve awaits this once the replica has drained."""
+        if self._service is not None:
+            await self._service.close()
+
+
+def router_options(replicas: int) -> dict[str, Any]:
+    """Serve's options for the router's deployment."""
+    return {
+        "num_replicas": replicas,
+        # A stream holds its place for as long as it runs; the router itself refuses what is too much.
+        "max_ongoing_requests": 100_000,
+        "ray_actor_options": {"num_cpus": 0},
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": 30.0,
+        "max_constructor_retry_count": 2,
+        "logging_config": {"enable_access_log": False},
+    }

@@ -1,0 +1,66 @@
+"""The Serve application: Router in front, PrefillWorker and DecodeWorker behind it.
+
+    serve run cluster.serve_app:app                            the defaults: the bundled model, one worker of each kind
+    serve run cluster.serve_app:build_app prefill='{replicas: 2}'
+    serve deploy FILE                                          with import_path cluster.serve_app:build_app and the
+                                                               sections of the configuration under `args`
+
+`twostroke serve` does the same on a Ray of its own.
+"""
+
+import os
+import secrets
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.config import ClusterConfig, read_config
+from cluster.router_deployment import RouterReplica, RouterSettings, router_options
+from cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
+from cluster.worker_parts import WorkerSettings
+from protocol.errors import ConfigError
+
+SECRET_VARIABLE = "TWOSTROKE_SECRET"
+MIN_SECRET_CHARS = 16
+
+
+def application(config: ClusterConfig, secret: bytes) -> Application:
+    """The application's graph. Nothing starts before Serve runs it."""
+    decode = WorkerSettings.of(config, config.decode.resources)
+    decode_app = (
+        serve.deployment(DecodeReplica, name="DecodeWorker")
+        .options(**worker_options(decode, config.decode.replicas))
+        .bind(decode, config.decode.worker, secret)
+    )
+    handles = [decode_app]
+    if config.prefill.replicas > 0:
+        prefill = WorkerSettings.of(config, config.prefill.resources)
+        handles.append(
+            serve.deployment(PrefillReplica, name="PrefillWorker")
+            .options(**worker_options(prefill, config.prefill.replicas))
+            .bind(prefill, config.prefill.worker, secret)
+        )
+    router = serve.deployment(RouterReplica, name="Router").options(**router_options(config.router.replicas))
+    return router.bind(RouterSettings.of(config), secret, *handles)
+
+
+def cluster_secret() -> bytes:
+    """What all parts authenticate their connections with: from the environment, else random and of this application.
+
+    Raises ConfigError for one that is too short to be a secret.
+    """
+    given = os.environ.get(SECRET_VARIABLE)
+    if given is None:
+        return secrets.token_bytes(32)
+    if len(given) < MIN_SECRET_CHARS:
+        raise ConfigError(f"{SECRET_VARIABLE}: {len(given)} characters are too few, use {MIN_SECRET_CHARS} or more")
+    return given.encode()
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
+    return application(read_config(args), cluster_secret())
+
+
+app = build_app({})

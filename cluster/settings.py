@@ -1,0 +1,117 @@
+"""A dataclass from YAML's mappings and scalars: every key known, every type right, every error named by its path.
+
+A field whose default is a dataclass is a section of its own; one marked `SAME_LEVEL` has its keys beside its owner's,
+so that a consumer's own config can sit in a section together with settings that only the cluster cares for.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from protocol.errors import ConfigError
+
+T = TypeVar("T")
+
+_SAME_LEVEL = "same_level"
+_BOUNDS = "bounds"
+SAME_LEVEL = {_SAME_LEVEL: True}
+
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+
+
+def bounds(low: float, high: float = math.inf) -> dict[str, tuple[float, float]]:
+    """Field metadata: the value, if there is one, must be at least `low` and at most `high`."""
+    return {_BOUNDS: (low, high)}
+
+
+def read_settings(cls: type[T], raw: object, path: str = "") -> T:
+    """An instance of the dataclass `cls`. Raises ConfigError that begins with the path of what is wrong."""
+    if raw is None:  # a section with all of its lines commented out
+        raw = {}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path or 'the configuration'}: expected keys and values, found {_shown(raw)}")
+    known = _known_keys(cls)
+    for key in raw:
+        if key not in known:
+            raise ConfigError(_unknown(key, known, path))
+    return _build(cls, raw, path)
+
+
+def _build(cls: type[T], raw: Mapping[Any, object], path: str) -> T:
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]  # T is always a dataclass here
+        kind = hints[field.name]
+        where = f"{path}.{field.name}" if path else field.name
+        if field.metadata.get(_SAME_LEVEL):
+            values[field.name] = _build(kind, raw, path)
+        elif field.name in raw:
+            value = raw[field.name]
+            if is_dataclass(kind):
+                values[field.name] = read_settings(kind, value, where)  # type: ignore[arg-type]
+            else:
+                values[field.name] = _checked(value, kind, field, where)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{where}: is required")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if not path or message.startswith(path) else f"{path}: {message}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _known_keys(cls: type[Any]) -> list[str]:
+    hints = get_type_hints(cls)
+    names: list[str] = []
+    for field in fields(cls):
+        names += _known_keys(hints[field.name]) if field.metadata.get(_SAME_LEVEL) else [field.name]
+    return names
+
+
+def _unknown(key: object, known: list[str], path: str) -> str:
+    where = f"{path}.{key}" if path else str(key)
+    close = difflib.get_close_matches(str(key), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"{where}: there is no such setting; {hint}"
+
+
+def _checked(value: object, kind: Any, field: Field[Any], where: str) -> object:
+    value = _typed(value, kind, where)
+    limits = field.metadata.get(_BOUNDS)
+    if limits is not None and value is not None:
+        low, high = limits
+        if not low <= value <= high:  # bounds are given to numbers only
+            wanted = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{where}: {value} must be {wanted}")
+    return value
+
+
+def _typed(value: object, kind: Any, where: str) -> object:
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for option in options:
+        if get_origin(option) is Literal:
+            if isinstance(value, str) and value in get_args(option):
+                return value
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if math.isfinite(value):
+                return float(value)
+        elif type(value) is option:
+            return value
+    wanted = " or ".join(_named(option) for option in options)
+    raise ConfigError(f"{where}: expected {wanted}, found {_shown(value)}")
+
+
+def _named(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return "one of " + ", ".join(get_args(option))
+    return _TYPE_NAMES.get(option, str(option))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

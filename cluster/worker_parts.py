@@ -1,0 +1,77 @@
+"""What every worker of the cluster is made of, loaded in the worker's own process.
+
+torch is imported inside the function: the processes that only deploy or route load this module too.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cluster.config import ClusterConfig, ModelSection, WorkerResources, kv_cache_size
+from cluster.model_folder import resolve_model_folder
+from kvtransfer.config import TransferConfig
+
+if TYPE_CHECKING:
+    from kvtransfer.link import Transport
+    from model.block_pool import BlockPool
+    from model.load import LoadedEngine
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker of either role is told. Travels from the process that deploys to the worker's."""
+
+    model: ModelSection
+    resources: WorkerResources
+    threads: int
+    transport: Literal["tcp", "torch_distributed"]
+    transfer: TransferConfig
+
+    @classmethod
+    def of(cls, config: ClusterConfig, resources: WorkerResources) -> "WorkerSettings":
+        transfer = config.kv_transfer
+        return cls(config.model, resources, config.threads(resources), transfer.transport, transfer.transfer)
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """An engine with its cache, its block accounting, and the transport that moves blocks."""
+
+    loaded: "LoadedEngine"
+    pool: "BlockPool"
+    transport: "Transport"
+
+    def close(self) -> None:
+        """End the engine's thread, after the step under way; blocks the caller until then."""
+        self.loaded.engine.close()
+
+
+async def load_parts(settings: WorkerSettings) -> WorkerParts:
+    """Load the model and make the cache. Raises ConfigError with one line that a user can act on."""
+    import torch
+
+    from kvtransfer.transports import make_transport
+    from model.block_pool import BlockPool
+    from model.load import EngineConfig, load_engine
+
+    device = settings.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kv_cache_bytes, num_blocks = kv_cache_size(settings.resources)
+    config = EngineConfig(
+        model_dir=resolve_model_folder(settings.model.path),
+        device=device,
+        dtype=settings.model.dtype,
+        block_size=settings.model.block_size,
+        kv_cache_bytes=kv_cache_bytes,
+        num_blocks=num_blocks,
+        threads=settings.threads,
+        max_context=settings.model.max_context,
+    )
+    # Serve's health checks are answered on the event loop meanwhile.
+    loaded = await asyncio.to_thread(load_engine, config)
+    return WorkerParts(
+        loaded,
+        BlockPool(loaded.num_blocks, settings.model.block_size),
+        make_transport(settings.transport, loaded.kv_cache),
+    )
