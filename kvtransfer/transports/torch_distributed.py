@@ -140,14 +140,11 @@ class GroupLink:
         """Run a blocking `call` on the link's thread. Raises ConnectionLost."""
         if self._closed:
             raise ConnectionLost("the link is closed")
-        work = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        work = asyncio.get_running_loop().run_in_executor(self._thread, _mapped, call)
         work.add_done_callback(_retrieve)
         self._busy = work
         try:
             return await asyncio.shield(work)
-        except (RuntimeError, ValueError, OSError) as error:  # torch's errors derive from RuntimeError
-            self._shut_store()
-            raise ConnectionLost(f"the link broke: {error}") from error
         except BaseException:
             self._shut_store()
             raise
@@ -259,6 +256,16 @@ class GroupLink:
     def _shut_store(self) -> None:
         with self._touching_store:  # waits for a copy at most
             self._closed = True
+
+
+def _mapped(call: Callable[[], T]) -> T:
+    """The call's result; torch's errors (all RuntimeErrors) and the system's as ConnectionLost."""
+    try:
+        return call()
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error)
+    # Raised afresh, without the cause: its traceback would keep the group, its threads and sockets alive.
+    raise ConnectionLost(f"the link broke: {reason}")
 
 
 def _retrieve(work: asyncio.Future[Any]) -> None:
