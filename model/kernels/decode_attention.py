@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import Architecture, Target, dot_precision, power_of_two
+from model.kernels.launch import Architecture, Target, dot_precision, padded_head, power_of_two
 from model.kernels.prefill_attention import attend_tile, paged_attention_reference
 
 
@@ -46,13 +46,14 @@ _MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 def decode_config(
     target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
 ) -> DecodeConfig:
-    """The table's row for a batch, and as many segments as fill the GPU. Raises ValueError for too wide heads."""
+    """The table's row for a batch, and as many segments as still run at once. Raises ValueError for too wide heads."""
     table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
-            wanted = triton.cdiv(target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR, num_sequences * groups)
-            useful = max(1, max_context_len // (block_n * _LEAST_SEGMENT_STEPS))
-            return DecodeConfig(block_n, warps, stages, power_of_two(min(wanted, useful, _MOST_SEGMENTS)))
+            fit = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // (num_sequences * groups)
+            useful = max_context_len // (block_n * _LEAST_SEGMENT_STEPS)
+            segments = max(1, min(fit, useful, _MOST_SEGMENTS))
+            return DecodeConfig(block_n, warps, stages, 1 << (segments.bit_length() - 1))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
@@ -69,7 +70,7 @@ def segment_len(context_len, NUM_SEGMENTS: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_attention_kernel(
     q,
     kv_layer,
@@ -202,7 +203,7 @@ def decode_attention(
         q, kv_layer, context_lens, block_tables, out, partial_out, partial_log_sums,
         math.log2(math.e) / math.sqrt(dim),
         q.stride(0), out.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), block_tables.stride(0),
-        NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=power_of_two(dim),
+        NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
         NUM_SEGMENTS=segments, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -210,6 +211,6 @@ def decode_attention(
     if segments > 1:
         merge_segments_kernel[(heads, sequences)](
             partial_out, partial_log_sums, context_lens, out, out.stride(0),
-            NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=power_of_two(dim), BLOCK_N=config.block_n,
+            NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
             NUM_SEGMENTS=segments, STEP=min(_MERGE_SEGMENTS, segments), num_warps=4,
         )  # fmt: skip

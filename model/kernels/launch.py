@@ -51,6 +51,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def padded_head(head_dim: int) -> int:
+    """The extent of a head in an attention tile; matrix instructions take no fewer than 16."""
+    return max(16, power_of_two(head_dim))
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
     return "ieee" if dtype == torch.float32 else "tf32"

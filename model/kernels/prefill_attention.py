@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import Architecture, dot_precision, power_of_two
+from model.kernels.launch import Architecture, dot_precision, padded_head, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ def attend_tile(
     return new_best, total, acc
 
 
-@triton.jit
+# The table's width changes from step to step: specialised on it, the kernel would be compiled in the midst of serving.
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_attention_kernel(
     q,
     kv_layer,
@@ -277,7 +278,7 @@ def prefill_attention(
     prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
         q, kv_layer, query_starts, context_lens, block_tables, out, math.log2(math.e) / math.sqrt(dim),
         q.stride(0), out.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), block_tables.stride(0),
-        HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=power_of_two(dim), BLOCK_SIZE=block_size,
+        HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -89,7 +89,8 @@ def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: i
     aligned: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -97,7 +98,7 @@ def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: i
             aligned[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"
@@ -134,7 +135,8 @@ def main(capability: int, head_dims: list[int], block_sizes: list[int]) -> None:
             compiled = compile_launch(kernel, arguments, capability)
             described |= resource_usage(compiled.asm["cubin"])
             described["shared_bytes"] = compiled.metadata.shared
-            described["wgmma"] = "wgmma" in compiled.asm["ptx"]
+            described["wgmma"] = "wgmma.mma_async" in compiled.asm["ptx"]
+            described["async_copies"] = "cp.async.cg" in compiled.asm["ptx"]
             print(json.dumps(described), flush=True)
 
 

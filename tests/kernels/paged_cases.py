@@ -1,0 +1,79 @@
+"""Batches over a paged cache in which everything that no kernel may read is NaN."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.backend import BatchLayout
+
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of values of about 1: a few units in the last place."""
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    q: Tensor  # [T, H, D]
+    kv_layer: Tensor  # [num_blocks, 2, G, block_size, D]; NaN but for the contexts' slots
+    layout: BatchLayout
+
+
+def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    """Equal within the dtype's tolerance for values of about `scale`; NaN equals NaN alone."""
+    tolerance = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def make_layout(lengths: Sequence[tuple[int, int]], block_size: int, device: str = "cpu") -> tuple[BatchLayout, int]:
+    """A layout of sequences (query length, context length), decodes first, and how many blocks a cache for it has.
+
+    Blocks are handed out in a scattered order; block 0 belongs to nobody and is what the tables' unused entries name.
+    """
+    generator = torch.Generator().manual_seed(len(lengths))
+    used = [-(-context // block_size) for _, context in lengths]
+    free = (torch.randperm(sum(used), generator=generator) + 1).tolist()
+    tables = torch.zeros((len(lengths), max(used) + 1), dtype=torch.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    for row, (query, context) in enumerate(lengths):
+        blocks = [free.pop() for _ in range(used[row])]
+        tables[row, : used[row]] = torch.tensor(blocks, dtype=torch.int32)
+        positions.extend(range(context - query, context))
+        slots.extend(blocks[p // block_size] * block_size + p % block_size for p in range(context - query, context))
+    queries = torch.tensor([0, *(query for query, _ in lengths)], device=device)
+    layout = BatchLayout(
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
+        query_starts=queries.cumsum(0).to(torch.int32),
+        context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        num_decodes=sum(query == 1 for query, _ in lengths),
+        max_query_len=max(query for query, _ in lengths),
+        max_context_len=max(context for _, context in lengths),
+    )
+    return layout, sum(used) + 1
+
+
+def paged_case(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    heads: int = 4,
+    groups: int = 2,
+    dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PagedCase:
+    """Random queries, and keys and values for every context slot."""
+    layout, num_blocks = make_layout(lengths, block_size, device)
+    generator = torch.Generator().manual_seed(dim)
+    kv_layer = torch.full((num_blocks, 2, groups, block_size, dim), float("nan"), dtype=dtype)
+    for row, (_, context) in enumerate(lengths):
+        keys = torch.arange(context)
+        blocks = layout.block_tables[row].cpu()[keys // block_size].long()
+        kv_layer[blocks, :, :, keys % block_size] = torch.randn((context, 2, groups, dim), generator=generator).to(
+            dtype
+        )
+    q = torch.randn((int(layout.query_starts[-1]), heads, dim), generator=generator).to(dtype)
+    return PagedCase(q.to(device), kv_layer.to(device), layout)

@@ -1,0 +1,156 @@
+import pytest
+import torch
+
+from model.kernels.decode_attention import DecodeConfig, decode_attention, decode_attention_reference, decode_config
+from model.kernels.launch import A100, H100, Architecture, Target
+from model.kernels.prefill_attention import (
+    PrefillConfig,
+    paged_attention_reference,
+    prefill_attention,
+    prefill_config,
+)
+from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check_prefill(case: PagedCase, config: PrefillConfig) -> None:
+    layout = case.layout
+    tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
+    out = torch.full_like(case.q.flatten(1), float("nan"))
+    prefill_attention(case.q, case.kv_layer, *tensors, layout.max_query_len, out, config)
+    assert_close(out, paged_attention_reference(case.q, case.kv_layer, *tensors))
+
+
+def check_decode(case: PagedCase, config: DecodeConfig) -> None:
+    tensors = (case.layout.context_lens, case.layout.block_tables)
+    out = torch.full_like(case.q.flatten(1), float("nan"))
+    decode_attention(case.q, case.kv_layer, *tensors, out, config)
+    assert_close(out, decode_attention_reference(case.q, case.kv_layer, *tensors))
+
+
+def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None:
+    case = paged_case([(5, 37)], heads=6, groups=2)
+    blocks = case.layout.block_tables[0, :3].long()
+    k, v = case.kv_layer[blocks].permute(1, 2, 0, 3, 4).reshape(2, 2, 48, 64)[:, :, :37].repeat_interleave(3, 1)
+    visible = torch.arange(37) <= torch.arange(32, 37)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(case.q.transpose(0, 1), k, v, visible)
+    tensors = (case.layout.query_starts, case.layout.context_lens, case.layout.block_tables)
+    actual = paged_attention_reference(case.q, case.kv_layer, *tensors)
+    torch.testing.assert_close(actual, expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+def test_prefill_attention_equals_its_reference_at_every_head_dim(dim: int, dtype: torch.dtype) -> None:
+    case = paged_case([(2, 2), (19, 50)], dim=dim, dtype=dtype)
+    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
+def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, block_n: int) -> None:
+    lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1)]
+    lengths += [(1, block_size), (1, block_size + 1), (2, block_size + 1), (3, 2 * block_size)]
+    check_prefill(paged_case(lengths, block_size=block_size), PrefillConfig(32, block_n, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_prefill_attention_is_right_after_a_cached_prefix_of_any_alignment(block_n: int) -> None:
+    case = paged_case([(6, prefix + 6) for prefix in range(34)], heads=2, groups=1)
+    check_prefill(case, PrefillConfig(16, block_n, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (16, 1), (10, 2)])
+def test_prefill_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
+    case = paged_case([(1, 9), (18, 18), (17, 40)], heads=heads, groups=groups, dim=16)
+    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Architecture, dtype: torch.dtype) -> None:
+    case = paged_case([(5, 5), (150, 290)], heads=2, groups=1, dtype=dtype)
+    check_prefill(case, prefill_config(architecture, 64, dtype, 2, 150))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, segments: int, dtype: torch.dtype) -> None:
+    case = paged_case([(1, 1), (1, 75)], dim=dim, dtype=dtype)
+    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+
+
+@pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
+@pytest.mark.parametrize("segments", [1, 2, 8])
+def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
+    block_size: int, block_n: int, segments: int
+) -> None:
+    edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * segments, 2 * block_n * segments + 1)
+    case = paged_case([(1, context) for context in edges], heads=2, groups=1, dim=16, block_size=block_size)
+    check_decode(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (33, 1)])
+def test_decode_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
+    case = paged_case([(1, 40), (1, 3)], heads=heads, groups=groups, dim=16)
+    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))
+
+
+def test_decode_attention_merges_more_segments_than_one_step_of_the_merge() -> None:
+    case = paged_case([(1, 600), (1, 17), (1, 320)], heads=1, groups=1, dim=16)
+    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=64))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_decode_attention_gives_zeros_for_an_empty_context(segments: int) -> None:
+    case = paged_case([(1, 20), (1, 30)])
+    contexts = torch.tensor([20, 0], dtype=torch.int32)
+    out = torch.full_like(case.q.flatten(1), float("nan"))
+    config = DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments)
+    decode_attention(case.q, case.kv_layer, contexts, case.layout.block_tables, out, config)
+    assert out[0].isfinite().all()
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_large_scores_neither_overflow_nor_lose_the_largest(segments: int) -> None:
+    case = paged_case([(1, 50), (1, 33)])
+    case.q.mul_(1000)
+    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+
+
+def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -> None:
+    assert prefill_config(Architecture.HOPPER, 128, torch.bfloat16, 4, 4096).block_m == 128
+    assert prefill_config(Architecture.HOPPER, 128, torch.bfloat16, 4, 16).block_m == 64
+    assert prefill_config(Architecture.HOPPER, 128, torch.bfloat16, 200, 16).block_m == 256
+
+
+def test_contexts_are_split_as_far_as_their_segments_run_at_once() -> None:
+    def segments(target: Target, sequences: int, context: int) -> int:
+        return decode_config(target, 128, torch.bfloat16, 8, sequences, context).num_segments
+
+    assert segments(H100, 1, 100) == 1
+    assert segments(H100, 1, 16384) == 32
+    assert segments(H100, 8, 16384) == 4
+    assert segments(H100, 64, 16384) == 1
+    assert segments(A100, 1, 131072) == 16
+
+
+def test_heads_wider_than_the_tables_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim 512"):
+        prefill_config(Architecture.AMPERE, 512, torch.bfloat16, 1, 16)
+    with pytest.raises(ValueError, match="head_dim 512"):
+        decode_config(H100, 512, torch.bfloat16, 1, 1, 16)
+
+
+def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> None:
+    with pytest.raises(ValueError, match=r"7\.5"):
+        Target.of((7, 5), 40)
+    assert Target.of((8, 0), 108) == A100
+    assert Target.of((9, 0), 132) == H100
+    assert Target.of((10, 0), 148).architecture is Architecture.HOPPER
+    assert Target.of((8, 9), 142).architecture is Architecture.SMALL
+    assert Target.of((12, 0), 170).architecture is Architecture.SMALL

@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from safetensors.torch import save_file
+
+from model.backend import Backend, BatchLayout
+from model.config import load_model_config, parse_model_config
+from model.cuda_backend import CudaBackend
+from model.decoder import Decoder, load_decoder_weights
+from model.kernels.launch import A100, H100
+from model.kernels.prefill_attention import paged_attention_reference
+from model.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from model.kernels.rope_kv import rope_and_write_kv_reference
+from model.kernels.silu_mul import silu_mul_reference
+from model.weights import SINGLE_FILE, Checkpoint, expected_shapes
+from tests.kernels.paged_cases import assert_close, make_layout, paged_case
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LENGTHS = {
+    "decodes and chunks": [(1, 1), (1, 33), (2, 2), (17, 40), (5, 16)],
+    "decodes alone": [(1, 16), (1, 17), (1, 2)],
+    "chunks alone": [(3, 3), (20, 20)],
+}
+
+
+class References:
+    """The backend made of the kernels' references."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm_reference(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm_reference(x, residual, weight, eps)
+
+    def rope_and_write_kv(
+        self, qkv: torch.Tensor, cos_sin: torch.Tensor, kv_layer: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor:
+        return rope_and_write_kv_reference(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+
+    def attention(self, q: torch.Tensor, kv_layer: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
+        return paged_attention_reference(q, kv_layer, *tensors)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul_reference(gate_up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, dtype: torch.dtype) -> None:
+    case = paged_case(LENGTHS[kind], heads=6, groups=2, dim=64, dtype=dtype)
+    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
+    assert_close(actual, References().attention(case.q, case.kv_layer, case.layout))
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(parse_model_config(CONFIG, "test"))
+    save_file(
+        {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes},
+        tmp_path / SINGLE_FILE,
+    )
+    config = load_model_config(tmp_path)
+    weights = load_decoder_weights(
+        Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), max_context=128
+    )
+    lengths = LENGTHS[kind]
+    layout, num_blocks = make_layout(lengths, block_size=16)
+    token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)
+    draw_rows = layout.query_starts[1:].long() - 1
+    # What earlier steps left in the cache: everything but this step's slots, which start as NaN.
+    before = torch.randn((2, num_blocks, 2, 2, 16, 8), generator=generator)
+    before[:, layout.slots // 16, :, :, layout.slots % 16] = float("nan")
+
+    def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = before.clone()
+        logits = Decoder(config, weights, backend).forward(token_ids, layout, list(caches), draw_rows)
+        assert logits is not None
+        return logits, caches
+
+    expected_logits, expected_caches = run(References())
+    logits, caches = run(CudaBackend(A100))
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(caches, expected_caches, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bf16_of_these_tests_refuses_arithmetic_that_the_interpreter_gets_wrong() -> None:
+    @triton.jit
+    def add_narrow(x, out):  # type: ignore[no-untyped-def]
+        tl.store(out, tl.load(x) + tl.load(x))
+
+    x = torch.ones(1, dtype=torch.bfloat16)
+    with pytest.raises(triton.runtime.interpreter.InterpreterError, match="arithmetic in fp32"):
+        add_narrow[(1,)](x, x.clone())

@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from model.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from model.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_reference
+from model.kernels.silu_mul import silu_mul, silu_mul_reference
+from tests.kernels.paged_cases import assert_close, make_layout
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def angles(max_position: int, dim: int) -> torch.Tensor:
+    frequencies = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    turns = torch.arange(max_position)[:, None] * frequencies
+    return torch.cat((turns.cos(), turns.sin()), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(0, 64), (1, 1), (3, 33), (2, 288), (2, 1024), (1, 4100)])
+def test_rms_norm_equals_its_reference(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = (3 * torch.randn(rows, hidden)).to(dtype), torch.randn(hidden).to(dtype)
+    assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), scale=4)
+
+
+def test_rms_norm_takes_rows_that_are_part_of_wider_ones() -> None:
+    wide = torch.randn(3, 200)
+    x, weight = wide[:, 40:140], torch.randn(100)
+    assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    assert_close(rms_norm(torch.zeros(2, 64), torch.ones(64), 1e-6), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(0, 64), (1, 1), (3, 33), (2, 1024)])
+def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
+    expected, expected_sum = add_rms_norm_reference(x, residual, weight, 1e-5)
+    out, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert_close(out, expected, scale=4)
+    assert torch.equal(total, expected_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 1), (2, 1023), (1, 1024), (2, 1025)])
+def test_silu_mul_equals_its_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype)
+    assert_close(silu_mul(gate_up), silu_mul_reference(gate_up), scale=16)
+
+
+def test_silu_mul_stays_finite_where_the_exponential_would_overflow() -> None:
+    gate_up = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert_close(silu_mul(gate_up), torch.tensor([[0.0, 0.0, 0.0, 800.0, 5e4]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dim", "heads", "groups", "block_size"),
+    [(64, 6, 2, 16), (80, 4, 4, 32), (96, 3, 1, 24), (128, 17, 1, 128), (256, 2, 1, 64), (10, 2, 1, 16)],
+)
+def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
+    dim: int, heads: int, groups: int, block_size: int, dtype: torch.dtype
+) -> None:
+    layout, num_blocks = make_layout([(1, 1), (1, block_size + 1), (3, block_size), (4, block_size + 2)], block_size)
+    qkv = torch.randn(len(layout.slots), (heads + 2 * groups) * dim).to(dtype)
+    expected_kv = torch.full((num_blocks, 2, groups, block_size, dim), float("nan"), dtype=dtype)
+    kv_layer = expected_kv.clone()
+    cos_sin = angles(2 * block_size, dim)
+    slots = layout.slots.clone()
+    slots[3] = -1
+    expected = rope_and_write_kv_reference(qkv, cos_sin, expected_kv, layout.positions, slots)
+    assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots), expected, scale=4)
+    assert_close(kv_layer, expected_kv, scale=4)
+    assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
+
+
+def test_rope_turns_each_pair_by_its_position() -> None:
+    """The reference itself, against complex numbers."""
+    x, positions = torch.randn(5, 2, 8), torch.tensor([0, 1, 2, 7, 30])
+    pairs = torch.complex(x[..., :4], x[..., 4:])
+    turned = pairs * torch.polar(torch.ones(4), positions[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8))[:, None]
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    torch.testing.assert_close(rope_reference(x, positions, angles(31, 8)), expected, rtol=1e-5, atol=1e-5)
