@@ -1,6 +1,7 @@
 """The HTTP endpoints. `build_app()` makes an app without live state, which takes its service from `app.state.service`.
 
-So the app can be pickled and built before its service exists; until it does, everything but /health answers 503.
+So an app can be built before its service exists; until it does, everything but /health answers 503. (Under Ray Serve,
+build it in the replica: Starlette's apps can't be pickled.)
 """
 
 import logging

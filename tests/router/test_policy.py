@@ -1,0 +1,78 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.stats import WorkerInfo, WorkerStats
+from protocol.tickets import Address, Peer
+from router.policy import Candidate, NoPath, choose
+
+
+def worker(role, name, *, requests=0, tokens=0, stats=None, **changes):
+    info = WorkerInfo(role, Peer(name, 1), Address("h", 1), Address("h", 2), "same", 16, 100, 1000)
+    return Candidate(msgspec.structs.replace(info, **changes), stats, requests, tokens)
+
+
+def names(path):
+    return path.prefill and path.prefill.peer.worker_id, path.decode.peer.worker_id
+
+
+def test_the_least_loaded_of_each_role_is_taken():
+    path = choose(
+        [worker("prefill", "p0", tokens=50), worker("prefill", "p1", tokens=10)],
+        [worker("decode", "d0", requests=3), worker("decode", "d1", requests=2)],
+        num_tokens=20,
+    )
+    assert names(path) == ("p1", "d1")
+
+
+def test_other_routers_requests_count_by_the_workers_own_numbers():
+    busy = WorkerStats(num_running=5, num_waiting=4, num_waiting_tokens=900, free_blocks=100)
+    path = choose(
+        [worker("prefill", "p0", stats=busy), worker("prefill", "p1", tokens=10)],
+        [worker("decode", "d0", stats=busy), worker("decode", "d1", requests=8)],
+        num_tokens=20,
+    )
+    assert names(path) == ("p1", "d1")
+
+
+def test_a_decode_worker_with_room_comes_before_an_idle_one_without():
+    full = WorkerStats(free_blocks=1)
+    path = choose([], [worker("decode", "d0", stats=full), worker("decode", "d1", requests=9)], num_tokens=20)
+    assert names(path) == (None, "d1")
+
+
+def test_free_blocks_break_ties_before_names_do():
+    some, more = WorkerStats(free_blocks=50), WorkerStats(free_blocks=60)
+    path = choose([], [worker("decode", "d0", stats=some), worker("decode", "d1", stats=more)], num_tokens=20)
+    assert names(path) == (None, "d1")
+
+
+def test_a_failed_prefill_worker_is_never_taken_again_and_a_decode_worker_only_for_want_of_another():
+    prefills, decodes = [worker("prefill", "p0")], [worker("decode", "d0"), worker("decode", "d1", requests=9)]
+    avoid = {Peer("p0", 1), Peer("d0", 1)}
+    assert names(choose(prefills, decodes, num_tokens=2, avoid=avoid)) == (None, "d1")
+    assert names(choose(prefills, decodes[:1], num_tokens=2, avoid=avoid)) == (None, "d0")
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"max_context": 10}])
+def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
+    path = choose([worker("prefill", "p0", **change)], [worker("decode", "d0")], num_tokens=20)
+    assert names(path) == (None, "d0")
+
+
+def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
+    path = choose([worker("prefill", "p0")], [worker("decode", "d0", transfer_address=None)], num_tokens=20)
+    assert names(path) == (None, "d0")
+
+
+@pytest.mark.parametrize("decodes", [[], [worker("decode", "d0", max_context=10)]])
+def test_nobody_there_is_503(decodes):
+    with pytest.raises(NoPath) as caught:
+        choose([worker("prefill", "p0")], decodes, num_tokens=20)
+    assert caught.value.status == 503
+
+
+@given(st.permutations([worker("decode", f"d{i}", requests=i % 2) for i in range(5)]))
+def test_the_order_of_candidates_does_not_matter(decodes):
+    assert names(choose([], decodes, num_tokens=5)) == (None, "d0")

@@ -1,0 +1,159 @@
+import asyncio
+
+import pytest
+
+from protocol.errors import WorkerLost
+from protocol.messages import Hello, Refuse, TokenFrame, Welcome
+from protocol.requests import SampledToken, TokenEvent
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer
+from router.token_channels import TokenChannelConfig, TokenChannels
+
+SECRET = b"the cluster's secret"
+
+
+def event(request_id, index):
+    return TokenEvent(request_id, index, (SampledToken(index),))
+
+
+async def connected(rig, name="d0"):
+    await rig.channels.ensure(rig[name].info)
+    return rig[name].info.peer
+
+
+async def test_events_reach_the_stream_of_their_request_alone(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        one = rig.channels.subscribe(peer, "one", max_tokens=5)
+        two = rig.channels.subscribe(peer, "two", max_tokens=5)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        rig["d0"].connections["router-0"].send(TokenFrame((event("two", 0), event("nobody", 0), event("one", 7))))
+        assert (await anext(one)).index == 7
+        assert (await anext(two)).index == 0
+        assert one.take_queued() == []
+        one.close()
+        two.close()
+
+
+async def test_stats_are_remembered_and_forgotten_with_the_channel(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        await until(lambda: rig.channels.stats(peer) == rig["d0"].stats)
+        await rig["d0"].die()
+        await until(lambda: rig.channels.stats(peer) is None)
+        assert rig.channels.is_down(peer)
+        assert not rig.channels.is_connected(peer)
+
+
+async def test_a_dropped_channel_fails_its_streams_after_what_had_come(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        stream = rig.channels.subscribe(peer, "one", max_tokens=5)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        rig["d0"].connections["router-0"].send(TokenFrame((event("one", 0),)))
+        await until(lambda: stream.heard)
+        await rig["d0"].die()
+        await until(lambda: rig.channels.is_down(peer))
+        assert (await anext(stream)).index == 0
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+        with pytest.raises(WorkerLost):
+            rig.channels.subscribe(peer, "two", max_tokens=5)
+
+
+async def test_a_channel_comes_back_by_itself_while_its_worker_is_followed(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        first = rig["d0"].connections["router-0"]
+        await first.close()
+        await until(lambda: rig["d0"].connections["router-0"] is not first)
+        await until(lambda: rig.channels.is_connected(peer))
+
+
+async def test_workers_that_left_are_forgotten(fleet_of, until):
+    async with fleet_of(0, 2) as rig:
+        peers = [await connected(rig, name) for name in ("d0", "d1")]
+        stream = rig.channels.subscribe(peers[0], "one", max_tokens=5)
+        rig.channels.follow([rig["d1"].info])
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+        assert not rig.channels.is_connected(peers[0])
+        assert rig.channels.is_connected(peers[1])
+        with pytest.raises(WorkerLost):
+            rig.channels.subscribe(peers[0], "two", max_tokens=5)
+
+
+async def test_a_worker_that_sends_more_than_was_asked_for_is_cut_off(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        stream = rig.channels.subscribe(peer, "one", max_tokens=3)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        rig["d0"].connections["router-0"].send(TokenFrame(tuple(event("one", i) for i in range(50))))
+        await until(lambda: stream.heard)
+        assert len(stream.take_queued()) == 5
+        with pytest.raises(WorkerLost, match="more tokens"):
+            await anext(stream)
+
+
+async def test_nobody_listening_is_told_at_once(fleet_of):
+    async with fleet_of(0, 1) as rig:
+        await rig["d0"].close()
+        with pytest.raises(WorkerLost):
+            await rig.channels.ensure(rig["d0"].info)
+
+
+async def listen_with(answer, **config):
+    """Channels to a listener that answers a hello with `answer` (a message, or None for silence after a welcome)."""
+
+    async def handler(connection):
+        hello = await connection.receive()
+        assert isinstance(hello, Hello)
+        connection.send(answer(hello))
+        await connection.receive()
+        await asyncio.Event().wait()
+
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", handler)
+    settings = TokenChannelConfig(
+        ping_s=0.02, silence_s=0.06, connect_s=0.5, backoff_first_s=0.01, backoff_most_s=0.02, **config
+    )
+    channels = TokenChannels(network=network, peer=Peer("r", 1), clock=asyncio.get_running_loop().time, config=settings)
+    return listener, channels
+
+
+@pytest.fixture
+def info_at():
+    from protocol.stats import WorkerInfo
+
+    return lambda listener: WorkerInfo("decode", Peer("w", 5), listener.address, None, "f", 16, 10, 100)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda hello: Refuse("not you"),
+        lambda hello: Welcome(Peer("w", 6)),
+        lambda hello: Welcome(Peer("x", 5)),
+        lambda hello: hello,
+    ],
+    ids=["refused", "another epoch", "another worker", "no welcome"],
+)
+async def test_only_the_named_incarnation_is_accepted(info_at, answer):
+    listener, channels = await listen_with(answer)
+    with pytest.raises(WorkerLost):
+        await channels.ensure(info_at(listener))
+    await channels.close()
+    await listener.close()
+
+
+async def test_a_silent_worker_counts_as_lost(info_at):
+    listener, channels = await listen_with(lambda hello: Welcome(hello.receiver))
+    info = info_at(listener)
+    await channels.ensure(info)
+    stream = channels.subscribe(info.peer, "one", max_tokens=3)
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+    await channels.close()
+    await listener.close()
