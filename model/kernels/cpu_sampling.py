@@ -24,6 +24,8 @@ _LN2_LOW = float.fromhex("0x1.ef35793c76730p-45")
 _ROUND = float.fromhex("0x1.8p52")  # adding it rounds to an integer, which then stands in the low bits
 _NUM_BINS = 1024
 _CHUNK = 256
+_SCANNED = 256  # up to this top_k one scan with a short list is quicker than bins
+_COUNTING = 1e300  # the temperature at which each finite logit has a mass of exactly 1, and -inf next to nothing
 
 
 class CpuSampling:
@@ -52,9 +54,12 @@ class CpuSampling:
         return sums
 
     def largest(self, logits: Tensor, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        array = logits.numpy()
         ids = np.empty((len(rows), min(count, logits.shape[1])), np.int64)
-        _largest(logits.numpy(), rows, self._ids, self._values, self._kept_ids, ids)
-        return ids
+        _largest(array, rows, self._ids, self._values, self._kept_ids, ids)
+        # Stable, and the ids ascend: of equal logits the lower id comes first.
+        order = np.argsort(-array[rows[:, None], ids], axis=1, kind="stable")
+        return np.take_along_axis(ids, order, axis=1)
 
     def draw(self, logits: Tensor, best: NDArray[np.int64], batch: DrawBatch) -> NDArray[np.int64]:
         drawn = np.empty(len(batch.rows), np.int64)
@@ -90,11 +95,17 @@ def _draw(
             count = _keep(values, ids, count, cut, count, values_buffer, ids_buffer)
             values, ids = values_buffer, ids_buffer
         if 0 < top_k[r] < count:
-            cut, ties = _kth_largest(values, count, top_k[r])
+            if top_k[r] <= _SCANNED:
+                cut, ties = _kth_largest(values, count, top_k[r])
+            else:
+                _exponentials(values, count, maximum, _COUNTING, masses)
+                cut, ties = _crossing(values, count, maximum, _COUNTING, top_k[r] - 0.5, masses)
             count = _keep(values, ids, count, cut, ties, values_buffer, ids_buffer)
             values, ids = values_buffer, ids_buffer
         if top_p[r] < 1.0:
-            cut, ties = _nucleus(values, count, maximum, temperature[r], top_p[r], masses)
+            _exponentials(values, count, maximum, temperature[r], masses)
+            target = top_p[r] * _sum(masses, count)
+            cut, ties = _crossing(values, count, maximum, temperature[r], target, masses)
             count = _keep(values, ids, count, cut, ties, values_buffer, ids_buffer)
             values, ids = values_buffer, ids_buffer
         drawn[r] = _race(values, ids, count, maximum, temperature[r], best[r], keys[r])
@@ -171,29 +182,25 @@ def _kth_largest(values, count, k):
             best[filled] = values[i]
             filled += 1
             if filled == capacity and k < capacity:
-                best[:] = np.partition(best, capacity - k)
-                threshold = best[capacity - k]
-                best[:k] = best[capacity - k :].copy()
+                best[:k] = np.sort(best)[capacity - k :]  # numba compiles np.partition four times as long
+                threshold = best[0]
                 filled = k
     if filled < k:
         return np.float64(-np.inf), k - filled
-    ordered = np.partition(best[:filled], filled - k)
-    cut = ordered[filled - k]
-    ties = k
-    for i in range(filled - k, filled):
-        if ordered[i] > cut:
-            ties -= 1
-    return np.float64(cut), ties
+    ordered = np.sort(best[:filled])[filled - k :]
+    ties = 1
+    while ties < k and ordered[ties] == ordered[0]:
+        ties += 1
+    return np.float64(ordered[0]), ties
 
 
 @njit(cache=True, nogil=True)
-def _nucleus(values, count, maximum, temperature, top_p, masses):
-    """The value at which the mass of the largest reaches the share `top_p`, and how many of its equals that takes.
+def _crossing(values, count, maximum, temperature, target, masses):
+    """The value at which the mass of the largest reaches `target`, and how many of its equals that takes.
 
-    Masses are summed in bins of equal width; only the bin where the sum crosses is sorted.
+    `masses` are the values' `_exponentials`. They are summed in bins of equal width; only the bin where the sum crosses
+    is sorted.
     """
-    _exponentials(values, count, maximum, temperature, masses)
-    target = top_p * _sum(masses, count)
     # Beyond 64 natural units there is nothing to weigh; those share the last bin.
     span = min(maximum - _smallest_finite(values, count), 64.0 * temperature)
     bins_per_unit = _NUM_BINS / span if span > 0.0 else 0.0
@@ -289,11 +296,11 @@ def _log_sum_exp(logits, rows, masses, sums):
 
 @njit(cache=True, nogil=True)
 def _largest(logits, rows, all_ids, values_buffer, ids_buffer, largest):
+    """The ids of the largest of each row, in ascending order of ids."""
     count = largest.shape[1]
     for r in range(len(rows)):
         values = logits[rows[r]]
         cut, ties = _kth_largest(values, len(values), count)
         _keep(values, all_ids, len(values), cut, ties, values_buffer, ids_buffer)
-        order = np.argsort(-values_buffer[:count], kind="mergesort")  # stable: of equal ones the lower id
         for i in range(count):
-            largest[r, i] = ids_buffer[order[i]]
+            largest[r, i] = ids_buffer[i]
