@@ -70,12 +70,19 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
 
 
 async def run_until_lost(*parts: Coroutine[None, None, None]) -> str:
-    """Run the parts of a connection together until one raises ConnectionLost; returns why. All have ended then."""
-    reason = "the connection was closed"
+    """Run the parts of a connection together until one raises ConnectionLost; returns why. All have ended then.
+
+    Not a TaskGroup: that cancels in the order of a set, and a simulation has to replay exactly.
+    """
+    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
     try:
-        async with asyncio.TaskGroup() as group:
-            for part in parts:
-                group.create_task(part)
-    except* ConnectionLost as lost:
-        reason = str(lost.exceptions[0])
-    return reason
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, ConnectionLost):
+            raise error
+    return str(errors[0]) if errors else "the connection was closed"

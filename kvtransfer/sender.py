@@ -45,7 +45,7 @@ class KVSender:
         self._clock = clock
         self._digester = Digester()
         self._connections: dict[tuple[Peer, Address], SenderConnection] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation replays exactly
         self.stats = TransferStats()
 
     def open(
@@ -97,7 +97,7 @@ class KVSender:
         if connection is None:
             connection = self._connections[key] = self._new_connection(ticket)
             task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.decode.worker_id}")
-            self._tasks.add(task)
+            self._tasks[task] = None
             task.add_done_callback(self._ended)
         return connection
 
@@ -123,6 +123,6 @@ class KVSender:
             del self._connections[key]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)

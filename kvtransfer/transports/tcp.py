@@ -119,7 +119,7 @@ class TcpPendingLink:
         self, listener: socket.socket, host: str, join_timeout_s: float, make_link: Callable[[socket.socket], TcpLink]
     ):
         self._listener = listener
-        self._host = host
+        self._params: LinkParams = {"host": host, "port": int(listener.getsockname()[1])}
         self._join_timeout_s = join_timeout_s
         self._make_link = make_link
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -129,7 +129,7 @@ class TcpPendingLink:
 
     @property
     def params(self) -> LinkParams:
-        return {"host": self._host, "port": int(self._listener.getsockname()[1]), "token": self._token.hex()}
+        return {**self._params, "token": self._token.hex()}
 
     async def established(self) -> TcpLink:
         try:

@@ -1,0 +1,93 @@
+"""Leases, by a clock that the test moves."""
+
+import asyncio
+
+import pytest
+
+from kvtransfer.leased_connection import LeasedConnection, run_until_lost, within
+from protocol.errors import ConnectionLost
+from protocol.messages import Message, Ping
+
+
+class FakeConnection:
+    """Keeps what is sent; receives what is put."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self.is_closed = False
+        self.unsent_bytes = 0
+
+    def send(self, message: Message) -> None:
+        if self.is_closed:
+            raise ConnectionLost("closed")
+        self.sent.append(message)
+
+    async def drain(self) -> None:
+        pass
+
+    async def receive(self) -> Message:
+        return await self.inbox.get()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_silence_for_a_lease_ends_the_connection_and_pings_go_out_meanwhile() -> None:
+    connection = FakeConnection()
+    loop = asyncio.get_running_loop()
+    with pytest.raises(ConnectionLost, match="lease has ended"):
+        await LeasedConnection(connection, loop.time, 0.09).watch()
+    assert 2 <= len(connection.sent) <= 3
+    assert set(connection.sent) == {Ping()}
+
+
+async def test_time_in_which_this_process_slept_is_not_the_peers_silence() -> None:
+    connection = FakeConnection()
+    now = 100.0
+    leased = LeasedConnection(connection, lambda: now, 0.03)
+    watch = asyncio.create_task(leased.watch())
+    await asyncio.sleep(0)
+    now += 1000.0  # stopped, and woken
+    await asyncio.wait([watch], timeout=0.03)
+    assert not watch.done()
+    await connection.inbox.put(Ping())
+    await leased.receive()
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+
+
+async def test_posting_to_a_closed_connection_is_left_to_its_reader() -> None:
+    connection = FakeConnection()
+    await connection.close()
+    LeasedConnection(connection, asyncio.get_running_loop().time, 1).post(Ping())
+
+
+async def test_within_names_what_took_too_long() -> None:
+    with pytest.raises(ConnectionLost, match=r"the welcome took longer than 0\.01 s"):
+        await within(0.01, asyncio.Event().wait(), "the welcome")
+
+
+async def lose(reason: str) -> None:
+    raise ConnectionLost(reason)
+
+
+async def test_the_parts_of_a_connection_end_together() -> None:
+    ended = asyncio.Event()
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    assert await run_until_lost(wait_for_ever(), lose("gone")) == "gone"
+    assert ended.is_set()
+
+
+async def test_a_mistake_in_a_part_is_not_taken_for_a_lost_connection() -> None:
+    async def divide() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await run_until_lost(divide(), lose("gone"))
