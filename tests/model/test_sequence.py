@@ -159,6 +159,18 @@ def test_a_preempted_sequence_starts_over_and_finds_its_own_blocks() -> None:
     pool.check_integrity()
 
 
+def test_a_preempted_sequence_publishes_again_what_was_evicted_meanwhile() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    sequence = SequenceState(request(9), BLOCK_SIZE)
+    compute(sequence, pool, 9)
+    sequence.reset(pool)
+    pool.release(pool.allocate(3))
+    assert pool.lookup(sequence.block_hashes) == 0
+    compute(sequence, pool, 9)
+    assert pool.lookup(sequence.block_hashes) == 2
+    assert not pool.is_published(sequence.block_ids[2])
+
+
 def test_a_chunk_draws_only_at_the_end_of_the_tokens() -> None:
     pool = BlockPool(8, BLOCK_SIZE)
     sequence = SequenceState(request(10, num_prompt_tokens=9), BLOCK_SIZE)
