@@ -212,6 +212,7 @@ def _include_usage(asked: GenerationFields) -> bool:
 async def _answer(
     request: Request, asked: GenerationFields, jobs: Sequence[Job], form: Format, arrive: float
 ) -> Response:
+    _service(request).check_room(len(jobs))
     generation = Generation(
         _service(request),
         jobs,

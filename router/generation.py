@@ -59,6 +59,7 @@ class Generation:
         Fails like `whole` before the first event. Later, the last event has the error object, and no [DONE] follows.
         """
         opened: set[int] = set()
+        began = False
         try:
             async with aclosing(run_choices(self._jobs, self._generate)) as deltas:
                 async for delta in deltas:
@@ -66,18 +67,18 @@ class Generation:
                     if delta.index not in opened:
                         opened.add(delta.index)
                         opening = self._form.opening(delta.index)
-                    if self._says_something(delta):
-                        yield (opening or b"") + self._form.chunk(delta)
-                    elif opening is not None:
-                        yield opening
+                    written = (opening or b"") + (self._form.chunk(delta) if self._says_something(delta) else b"")
+                    if written:
+                        began = True
+                        yield written
         except TwostrokeError as error:
-            if not opened:
+            if not began:
                 raise
             _log.warning("a stream failed after it had begun: %s", error)
             yield event(error_object(error))
             return
         except Exception:
-            if not opened:
+            if not began:
                 raise
             _log.exception("a stream met a bug after it had begun")
             yield event(error_object(INTERNAL_ERROR))

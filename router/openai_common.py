@@ -88,7 +88,9 @@ def joined(deltas: Iterable[Delta]) -> str:
 def error_object(error: TwostrokeError) -> dict[str, Any]:
     """OpenAI's error object. Only a RequestError's own words go out; others may speak of our insides."""
     if isinstance(error, RequestError):
-        kind = "invalid_request_error" if error.status < 500 and error.status != 429 else "server_error"
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        if error.status == 429:
+            kind = "rate_limit_error"
         body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
     else:
         body = {

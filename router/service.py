@@ -41,6 +41,7 @@ class ServiceConfig:
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
     max_body_bytes: int = 8 * 1024 * 1024
+    max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=_version)
 
@@ -69,6 +70,7 @@ class RouterService:
         self._channels = channels
         self._pipeline = pipeline
         self._wall_clock = wall_clock
+        self._num_choices = 0
         self._following: asyncio.Task[None] | None = None
         self.started_at = int(wall_clock())
 
@@ -98,6 +100,13 @@ class RouterService:
                 param="model",
                 code="model_not_found",
                 status=404,
+            )
+
+    def check_room(self, num_choices: int) -> None:
+        """Raises RequestError (429) where the router has as much under way as it takes."""
+        if self._num_choices + num_choices > self.config.max_choices_in_flight:
+            raise RequestError(
+                "the server has as many requests as it can take; try again shortly", code="overloaded", status=429
             )
 
     def max_context(self) -> int:
@@ -141,6 +150,7 @@ class RouterService:
         writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
         last: float | None = None
+        self._num_choices += 1
         self.metrics.begun(job.request.num_prompt_tokens)
         try:
             async with aclosing(self._pipeline.generate(job.request, stages)) as events:
@@ -162,6 +172,7 @@ class RouterService:
             outcome = "error"
             raise
         finally:
+            self._num_choices -= 1
             self.metrics.ended(stages, outcome)
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
