@@ -1,0 +1,78 @@
+"""The `twostroke` command. Each subcommand's module is imported only when it is the one wanted."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from protocol.errors import ConfigError
+
+CONFIG_ERROR_EXIT = 2
+
+_COMMANDS = {
+    "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
+    "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
+}
+_BENCHES = {
+    "engine": ("cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong setting, file or folder."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser, run = _parser(arguments)
+    parsed = parser.parse_args(arguments)
+    try:
+        return run(parsed)
+    except ConfigError as error:
+        print(f"twostroke: {error}", file=sys.stderr)
+        return CONFIG_ERROR_EXIT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable[[argparse.Namespace], int]]:
+    """The parser, complete for the subcommand that `arguments` name, and what runs it."""
+    parser = argparse.ArgumentParser(
+        prog="twostroke", description="Disaggregated LLM inference: prefill workers read, decode workers write."
+    )
+    parser.add_argument("--version", action="version", version=f"twostroke {installed_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = [argument for argument in arguments if not argument.startswith("-")][:2]
+    chosen: Callable[[argparse.Namespace], int] = _nothing
+    for name, (module, help_text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        if wanted[:1] == [name]:
+            chosen = _prepare(module, command)
+    bench = commands.add_parser("bench", help="measure; the last line is one JSON object")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, (module, help_text) in _BENCHES.items():
+        command = benches.add_parser(name, help=help_text, description=f"Measure: {help_text}.")
+        if wanted == ["bench", name]:
+            chosen = _prepare(module, command)
+    return parser, chosen
+
+
+def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    loaded = import_module(module)
+    loaded.add_arguments(parser)
+    run: Callable[[argparse.Namespace], int] = loaded.run
+    return run
+
+
+def _nothing(_: argparse.Namespace) -> int:
+    raise AssertionError("argparse lets no unknown subcommand through")
+
+
+def installed_version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

