@@ -68,7 +68,16 @@ class FakeStore:
         self.block_size = block_size
         self.block_bytes = block_size * POSITION_BYTES
         self.fingerprint = f"fake/{num_layers}/{block_size}"
+        self.owner: BlockPool | None = None
+        self.violations: list[str] = []
         self.layers = [bytearray(_GARBAGE * (num_blocks * block_size)) for _ in range(num_layers)]
+
+    def touch(self, block_ids: Sequence[int], what: str) -> None:
+        """Note where somebody reads or writes blocks that nobody owns: they may be another request's any moment."""
+        if self.owner is not None:
+            unowned = [block for block in block_ids if self.owner.references(block) == 0]
+            if unowned:
+                self.violations.append(f"{what} blocks {unowned}, which nobody owns")
 
     def layer_bytes(self, layer: int) -> memoryview:
         return memoryview(self.layers[layer])
@@ -100,6 +109,7 @@ class SpoilingPool(BlockPool):
     def __init__(self, store: FakeStore):
         super().__init__(store.num_blocks, store.block_size)
         self._store = store
+        store.owner = self
 
     def allocate(self, count: int) -> list[int]:
         block_ids = super().allocate(count)
@@ -131,6 +141,7 @@ class FakeEngine(Engine):
             if self.num_steps == self.fail_at_step:
                 raise RuntimeError("the fake engine was told to fail")
             for one in batch:
+                self._store.touch(one.block_ids, "a step uses")
                 self._compute(one, layer)
             if on_layer is not None:
                 on_layer(layer)

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvtransfer.link import LinkParams
-from kvtransfer.store import KVStore
 from protocol.errors import ConnectionLost
+from tests.simulation.fake_model import FakeStore
 
 ESTABLISH_S = 5.0
 
@@ -55,7 +55,7 @@ class _Pipe:
 class MemoryLink:
     """One end of a pipe, on one store."""
 
-    def __init__(self, fabric: "LinkFabric", pipe: _Pipe, store: KVStore):
+    def __init__(self, fabric: "LinkFabric", pipe: _Pipe, store: FakeStore):
         self._fabric = fabric
         self._pipe = pipe
         self._store = store
@@ -70,6 +70,7 @@ class MemoryLink:
             for half in (block_ids[:middle], block_ids[middle:]):
                 if half:
                     await asyncio.sleep(len(half) * size / self._fabric.bytes_per_s)
+                self._store.touch(half, "a link reads")
                 for block_id in half:
                     data += memory[block_id * size : (block_id + 1) * size]
         except asyncio.CancelledError:
@@ -89,6 +90,7 @@ class MemoryLink:
                 if half:
                     await asyncio.sleep(len(half) * size / self._fabric.bytes_per_s)
                     self._pipe.check()
+                self._store.touch(half, "a link writes")
                 for index, block_id in enumerate(half, first):
                     memory[block_id * size : (block_id + 1) * size] = data[index * size : (index + 1) * size]
         except asyncio.CancelledError:
@@ -107,7 +109,7 @@ class MemoryLink:
 
 
 class _PendingMemoryLink:
-    def __init__(self, fabric: "LinkFabric", host: str, store: KVStore):
+    def __init__(self, fabric: "LinkFabric", host: str, store: FakeStore):
         self._fabric = fabric
         self._store = store
         self._token = fabric.next_token()
@@ -136,7 +138,7 @@ class _PendingMemoryLink:
 class LinkFabric:
     """All hosts' data links."""
 
-    def __init__(self, *, bytes_per_s: float = 2e6, delay_s: float = 0.0003, damage: Damage = lambda _: None):
+    def __init__(self, *, bytes_per_s: float, delay_s: float = 0.0003, damage: Damage = lambda _: None):
         self.bytes_per_s = bytes_per_s
         self.delay_s = delay_s
         self.damage = damage
@@ -165,7 +167,7 @@ class MemoryTransport:
 
     name = "memory"
 
-    def __init__(self, fabric: LinkFabric, host: str, store: KVStore):
+    def __init__(self, fabric: LinkFabric, host: str, store: FakeStore):
         self._fabric = fabric
         self._host = host
         self._store = store

@@ -86,7 +86,7 @@ class _Simulation:
         self._clock = loop.time
         scenario = self._scenario
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace)
-        self._links = LinkFabric()
+        self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
         self._fleet = SimFleet(scenario, self._fabric, self._links, self._trace)
         for _ in range(scenario.num_prefill):
             await self._fleet.start("prefill")
@@ -185,6 +185,8 @@ class _Simulation:
             process.pool.check_integrity()
             if process.pool.owned_blocks:
                 raise InvariantBroken(f"{process.pool.owned_blocks} blocks of {process.host} outlive it")
+            if process.store.violations:
+                raise InvariantBroken(f"{process.host}: " + "; ".join(process.store.violations))
             self._report.count(process.worker.stats())
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -24,8 +24,8 @@ FAULTS = (
     "cut_channel",  # a router loses its token channel to a worker
 )
 
-DECODE_FAULTS = ("kill_decode", "fail_engine")
-"""At most one of these in a run: with no decode worker left, requests fail, and rightly so."""
+DECODE_FAULTS = ("kill_decode", "fail_engine", "cut_channel")
+"""At most one of these in a run, which then has two decode workers: with none left, requests fail, and rightly so."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Scenario:
     prefill: PrefillConfig
     decode: DecodeConfig
     max_chunk_bytes: int
+    link_bytes_per_s: float
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...]
 
@@ -97,6 +98,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             integrity_interval_s=0.0,
         ),
         max_chunk_bytes=draw.choice((1, 64, 1024, 65536)),
+        link_bytes_per_s=draw.choice((5e4, 5e5, 5e6)),
         arrivals=arrivals,
         faults=faults,
     )

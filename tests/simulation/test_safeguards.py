@@ -1,0 +1,113 @@
+"""The simulation is worth something: with one safeguard switched off, it goes red within a few hundred seeds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from decode_worker.scheduler import DecodeJob, DecodeScheduler
+from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.outgoing import OutgoingTransfer
+from model.block_pool import BlockPool
+from model.sequence import SequenceState
+from prefill_worker.scheduler import PrefillJob, PrefillScheduler
+from protocol.errors import TransferFailed
+from protocol.messages import Chunk
+from tests.simulation.run import run_scenario
+from tests.simulation.scenario import make_scenario
+
+MOST_SEEDS = 400
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """One safeguard switched off: `target.name` becomes `replacement`."""
+
+    what: str
+    target: type
+    name: str
+    replacement: Callable[..., Any]
+    with_faults: bool = False
+
+
+def _believe_every_digest(transfer: IncomingTransfer, chunk: Chunk, *, is_intact: bool) -> None:
+    _end_chunk(transfer, chunk, is_intact=True)
+
+
+def _ignore_first_block(transfer: IncomingTransfer, chunk: Chunk) -> Any:
+    blocks = _begin_chunk(transfer, chunk)
+    return None if blocks is None else transfer._block_ids[: chunk.num_blocks]
+
+
+def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+    if job.has_ended and not job.in_step:
+        job.sequence.reset(scheduler._pool)
+
+
+def _release_in_the_middle_of_a_step(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+    if job.has_ended and not job.is_receiving:
+        job.sequence.reset(scheduler._pool)
+
+
+def _release_while_sending(scheduler: PrefillScheduler, job: PrefillJob) -> None:
+    if job.has_ended and not job.in_step:
+        job.sequence.reset(scheduler._pool)
+
+
+def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> None:
+    computed, sequence.num_computed = sequence.num_computed, len(sequence.block_ids) * sequence.block_size
+    sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids))
+    _publish(sequence, pool)
+    sequence.num_computed = computed
+
+
+def _forget_to_release(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+    if job.has_ended and job.request.request_id.endswith("3"):
+        return
+    _release_decode(scheduler, job)
+
+
+async def _call_a_transfer_done_at_once(transfer: OutgoingTransfer) -> None:
+    raise TransferFailed("not waited for")
+
+
+_end_chunk = IncomingTransfer.end_chunk
+_begin_chunk = IncomingTransfer.begin_chunk
+_publish = SequenceState.publish_full_blocks
+_release_decode = DecodeScheduler._release_if_unused
+
+SABOTAGES = [
+    Sabotage("digests are not checked", IncomingTransfer, "end_chunk", _believe_every_digest, with_faults=True),
+    Sabotage("chunks go to the table's start", IncomingTransfer, "begin_chunk", _ignore_first_block),
+    Sabotage(
+        "blocks are freed before the transfer into them is cancelled",
+        DecodeScheduler,
+        "_release_if_unused",
+        _release_while_receiving,
+    ),
+    Sabotage(
+        "blocks are freed while a step writes into them",
+        DecodeScheduler,
+        "_release_if_unused",
+        _release_in_the_middle_of_a_step,
+    ),
+    Sabotage(
+        "blocks are freed while they are being sent", PrefillScheduler, "_release_if_unused", _release_while_sending
+    ),
+    Sabotage("sent blocks are not waited for", OutgoingTransfer, "done", _call_a_transfer_done_at_once),
+    Sabotage("blocks are named too early", SequenceState, "publish_full_blocks", _publish_what_is_not_computed),
+    Sabotage("some blocks are never freed", DecodeScheduler, "_release_if_unused", _forget_to_release),
+]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.what)
+def test_the_simulation_goes_red_when(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sabotage.target, sabotage.name, sabotage.replacement)
+    for seed in range(MOST_SEEDS):
+        try:
+            run_scenario(make_scenario(seed, with_faults=sabotage.with_faults))
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{MOST_SEEDS} seeds did not notice that {sabotage.what}")
