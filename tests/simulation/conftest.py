@@ -1,11 +1,6 @@
-"""Makes `tests.simulation` importable, also where pytest is started without the repository's root on its path."""
-
-import sys
-from pathlib import Path
+"""For all simulations."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def test_a_deadlock_raises_and_names_who_waits_where():
 
 def test_timers_that_go_on_for_ever_are_stopped_by_the_limit():
     async def main() -> None:
-        while True:
+        while True:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     with pytest.raises(SimulationStuck, match="still running after 100"):
@@ -65,7 +65,7 @@ def test_timers_that_go_on_for_ever_are_stopped_by_the_limit():
 
 def test_tasks_that_run_without_time_passing_are_stopped():
     async def main() -> None:
-        while True:
+        while True:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     with pytest.raises(SimulationStuck, match="no time passes"):

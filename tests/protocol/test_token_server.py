@@ -1,0 +1,226 @@
+"""The worker's end of the token channel, on the network in memory and on virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from protocol.errors import ConfigError, ConnectionLost
+from protocol.messages import Cancel, Hello, Message, Ping, PrefillFailed, Refuse, StatsFrame, TokenFrame, Welcome
+from protocol.requests import SampledToken, TokenEvent
+from protocol.stats import WorkerStats
+from protocol.tickets import Address, Peer
+from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
+from tests.simulation.virtual_loop import run_virtually
+
+WORKER = Peer("decode-0", 7)
+CONFIG = TokenServerConfig(stats_interval_s=0.5, lease_s=3.0, max_unsent_bytes=100_000)
+STATS = WorkerStats(num_running=3)
+
+
+def event(index: int, size: int = 1) -> TokenEvent:
+    return TokenEvent("request", index, (SampledToken(5),) * size)
+
+
+@dataclass
+class Scene:
+    """A started server, and what it told its worker."""
+
+    fabric: MemoryFabric
+    server: TokenServer
+    address: Address
+    heard: list[tuple[str, str]] = field(default_factory=list)
+
+    async def connect(self, router_id: str = "router-0", receiver: Peer = WORKER) -> MemoryConnection:
+        """A connection that has said hello."""
+        connection = await self.fabric.at(router_id).connect(self.address)
+        connection.send(Hello(Peer(router_id, 1), receiver))
+        return connection
+
+    async def welcomed(self, router_id: str = "router-0") -> MemoryConnection:
+        """A connection that has read its welcome and the first statistics."""
+        connection = await self.connect(router_id)
+        assert await connection.receive() == Welcome(WORKER)
+        assert await connection.receive() == StatsFrame(STATS)
+        return connection
+
+
+def play(script: Callable[[Scene], Awaitable[None]]) -> None:
+    """Run `script` beside a server, and see that nothing is left of either."""
+
+    async def main() -> None:
+        fabric = MemoryFabric(seed=1)
+        heard: list[tuple[str, str]] = []
+        server = TokenServer(
+            peer=WORKER,
+            network=fabric.at("decode-0"),
+            config=CONFIG,
+            callbacks=TokenServerCallbacks(
+                cancel=lambda request: heard.append(("cancel", request)),
+                prefill_failed=lambda request: heard.append(("prefill failed", request)),
+                router_lost=lambda router: heard.append(("lost", router)),
+                stats=lambda: STATS,
+            ),
+        )
+        await script(Scene(fabric, server, await server.start("host"), heard))
+        await server.close()
+        await server.close()
+        for connection in list(fabric.connections):
+            await connection.close()
+        await asyncio.sleep(1.0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not fabric.listeners
+
+    run_virtually(main())
+
+
+async def next_but_stats(connection: MemoryConnection) -> Message:
+    while isinstance(message := await connection.receive(), StatsFrame):
+        pass
+    return message
+
+
+def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regularly():
+    async def script(scene: Scene) -> None:
+        connection = await scene.welcomed()
+        assert scene.server.is_connected("router-0")
+        began = asyncio.get_running_loop().time()
+        for _ in range(4):
+            assert await connection.receive() == StatsFrame(STATS)
+        assert 1.4 < asyncio.get_running_loop().time() - began < 2.2
+
+    play(script)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (Hello(Peer("router-0", 1), Peer("decode-0", 8)), "restarted"),
+        (Hello(Peer("router-0", 1), Peer("decode-9", 7)), "this is worker decode-0"),
+        (Ping(), "expected a Hello"),
+    ],
+)
+def test_whoever_looks_for_somebody_else_is_refused(hello: Message, reason: str):
+    async def script(scene: Scene) -> None:
+        connection = await scene.fabric.at("router-0").connect(scene.address)
+        connection.send(hello)
+        answer = await connection.receive()
+        assert isinstance(answer, Refuse)
+        assert reason in answer.reason
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+        assert not scene.server.is_connected("router-0")
+        assert scene.heard == []
+
+    play(script)
+
+
+def test_all_events_of_a_step_travel_in_one_frame_to_their_own_router():
+    async def script(scene: Scene) -> None:
+        connections = {name: await scene.welcomed(name) for name in ("router-0", "router-1")}
+        scene.server.emit("router-0", [event(0), event(1)])
+        scene.server.emit("router-1", [event(2)])
+        scene.server.emit("nobody", [event(3)])
+        assert await next_but_stats(connections["router-0"]) == TokenFrame((event(0), event(1)))
+        assert await next_but_stats(connections["router-1"]) == TokenFrame((event(2),))
+
+    play(script)
+
+
+def test_the_worker_hears_of_cancels_and_failed_prefills():
+    async def script(scene: Scene) -> None:
+        connection = await scene.welcomed()
+        connection.send(Cancel("a"))
+        connection.send(Ping())
+        connection.send(PrefillFailed("b"))
+        await asyncio.sleep(0.1)
+        assert scene.heard == [("cancel", "a"), ("prefill failed", "b")]
+
+    play(script)
+
+
+def test_a_lost_router_is_told_once():
+    async def script(scene: Scene) -> None:
+        connection = await scene.welcomed()
+        await connection.close()
+        await asyncio.sleep(0.1)
+        assert scene.heard == [("lost", "router-0")]
+        assert not scene.server.is_connected("router-0")
+        scene.server.emit("router-0", [event(0)])
+
+    play(script)
+
+
+def test_a_newer_connection_of_a_router_replaces_the_older():
+    async def script(scene: Scene) -> None:
+        older = await scene.welcomed()
+        newer = await scene.welcomed()
+        assert scene.heard == [("lost", "router-0")], "requests that relied on the older one are lost"
+        with pytest.raises(ConnectionLost):
+            await next_but_stats(older)
+        scene.server.emit("router-0", [event(0)])
+        assert await next_but_stats(newer) == TokenFrame((event(0),))
+        await asyncio.sleep(1.0)
+        assert scene.server.is_connected("router-0")
+        assert scene.heard == [("lost", "router-0")]
+
+    play(script)
+
+
+def test_a_router_that_does_not_read_is_dropped():
+    async def script(scene: Scene) -> None:
+        await scene.welcomed("router-0")  # and never reads again
+        other = await scene.welcomed("router-1")
+        frames = 0
+        while scene.server.is_connected("router-0"):
+            scene.server.emit("router-0", [event(frames, size=500)])
+            frames += 1
+            assert frames < 1000
+        assert scene.heard == [("lost", "router-0")]
+        scene.server.emit("router-1", [event(0)])
+        assert await next_but_stats(other) == TokenFrame((event(0),))
+
+    play(script)
+
+
+def test_a_silent_router_is_dropped_after_a_lease_and_one_that_pings_is_not():
+    async def script(scene: Scene) -> None:
+        await scene.welcomed("router-0")
+        pinging = await scene.welcomed("router-1")
+        for _ in range(5):
+            await asyncio.sleep(1.0)
+            pinging.send(Ping())
+        assert scene.heard == [("lost", "router-0")]
+        assert scene.server.is_connected("router-1")
+
+    play(script)
+
+
+def test_a_router_that_sends_what_it_must_not_is_dropped():
+    async def script(scene: Scene) -> None:
+        connection = await scene.welcomed()
+        connection.send(TokenFrame((event(0),)))
+        await asyncio.sleep(0.1)
+        assert scene.heard == [("lost", "router-0")]
+
+    play(script)
+
+
+def test_a_connection_that_never_says_hello_ends_after_a_lease():
+    async def script(scene: Scene) -> None:
+        connection = await scene.fabric.at("router-0").connect(scene.address)
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+        assert asyncio.get_running_loop().time() < 4.0
+        assert scene.heard == []
+
+    play(script)
+
+
+def test_statistics_too_rare_for_the_lease_are_a_config_error():
+    with pytest.raises(ConfigError, match="stats_interval_s"):
+        TokenServerConfig(stats_interval_s=2.0, lease_s=3.0)
+    with pytest.raises(ConfigError, match="max_unsent_bytes"):
+        TokenServerConfig(max_unsent_bytes=0)
