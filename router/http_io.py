@@ -1,6 +1,7 @@
 """What HTTP needs beside the endpoints: bounded bodies, request ids, responses that end when the client leaves."""
 
 import asyncio
+import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -13,8 +14,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import RequestError, TwostrokeError
-from router.openai_common import encode_json, error_object, error_status
+from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status
 from router.policy import NoPath
+
+_log = logging.getLogger(__name__)
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
@@ -122,14 +125,20 @@ class EventStream(Response):
             try:
                 first = await anext(events)
             except TwostrokeError as error:
-                self._on_error(error_status(error))
-                return error_response(error)
+                return self._refused(error)
+            except Exception:
+                _log.exception("a stream met a bug before it began")
+                return self._refused(INTERNAL_ERROR)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return None
+
+    def _refused(self, error: TwostrokeError) -> Response:
+        self._on_error(error_status(error))
+        return error_response(error)
 
 
 class RequestIds:

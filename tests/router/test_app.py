@@ -267,6 +267,19 @@ async def test_a_bug_is_a_500_with_fixed_words(site_of, monkeypatch, caplog):
         assert "the insides" in caplog.text
 
 
+async def test_a_bug_before_a_stream_began_is_a_500(site_of, monkeypatch):
+    async with site_of(0, 1) as site:
+
+        async def buggy(job, stages):
+            raise ZeroDivisionError("the insides")
+            yield
+
+        monkeypatch.setattr(site.service, "generate", buggy)
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "stream": True})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+
+
 async def test_a_bug_in_a_stream_is_an_error_event(site_of, monkeypatch):
     async with site_of(0, 1) as site:
         original = site.service.generate
