@@ -8,7 +8,7 @@ class TransferConfig:
     """The same values belong on both sides; a peer with other ones is merely given up sooner or later."""
 
     lease_s: float = 5.0  # a peer that is silent for so long is gone; so is one that needs longer for one chunk's bytes
-    progress_s: float = 30.0  # a transfer on which the peer makes no step for so long is given up
+    progress_s: float = 60.0  # a transfer on which the peer makes no step for so long is given up
     max_chunk_bytes: int = 4 * 1024 * 1024  # a chunk's size at most, but at least one block
     max_pending_offers: int = 4096  # offers that wait for their request, of all peers
     max_queued_messages: int = 65536  # chunks and commits of one peer that wait for their bytes

@@ -7,7 +7,7 @@ Blocks travel packed in a staging buffer, and only this side's threads touch the
 in gloo (a peer killed while it sends is noticed only at the operation's time-out) can be abandoned safely, since what
 it still receives goes into staging memory and nowhere else. Its thread ends with the time-out.
 
-Not confirmed on hardware: everything about CUDA and NCCL here has been written and type-checked, but not yet run.
+Not confirmed on hardware: what concerns NCCL here is written and type-checked, but was not yet run on GPUs.
 """
 
 import asyncio
@@ -18,105 +18,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from kvtransfer.block_views import block_views
 from kvtransfer.link import LinkParams
 from kvtransfer.store import DeviceStore, KVStore
+from kvtransfer.transports.staging import CudaStaging, HostStaging, Staging
 from protocol.errors import ConnectionLost
 
 T = TypeVar("T")
 
 RECEIVER_RANK, SENDER_RANK = 0, 1
 _JOINED_KEY = "joined"
-
-
-class Staging(Protocol):
-    """A contiguous buffer on the device whose group moves it, and the way between it and the blocks."""
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], the same memory each time; grown where needed."""
-
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        """Blocks -> packed, uint8 [len(block_ids) * block_bytes]; complete when it returns."""
-
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        """packed -> blocks; complete when it returns."""
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait on the calling thread until a send or receive is complete. Raises RuntimeError."""
-
-
-class HostStaging:
-    """For stores in host memory."""
-
-    def __init__(self, store: KVStore):
-        self._store = store
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[:num_bytes]
-
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        array, at = packed.numpy(), 0
-        for view in block_views(self._store, layer, block_ids):
-            np.copyto(array[at : at + view.nbytes], np.frombuffer(view, np.uint8))
-            at += view.nbytes
-
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        array, at = packed.numpy(), 0
-        for view in block_views(self._store, layer, block_ids):
-            np.copyto(np.frombuffer(view, np.uint8), array[at : at + view.nbytes])
-            at += view.nbytes
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
-
-
-class CudaStaging:
-    """For stores in GPU memory; works on a stream of its own, beside the model's. Not confirmed on hardware."""
-
-    def __init__(self, store: DeviceStore):
-        self._store = store
-        self._device = torch.device(store.device)
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._memory[:num_bytes]
-
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            blocks, index = self._blocks(layer, block_ids)
-            torch.index_select(blocks, 0, index, out=packed.view(torch.int64).view(len(block_ids), -1))
-        self._stream.synchronize()
-
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            blocks, index = self._blocks(layer, block_ids)
-            blocks.index_copy_(0, index, packed.view(torch.int64).view(len(block_ids), -1))
-        self._stream.synchronize()
-
-    def wait(self, work: dist.Work) -> None:
-        with torch.cuda.stream(self._stream):
-            work.wait()
-        self._stream.synchronize()
-
-    def _blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Blocks as int64 words, [num_blocks, block_bytes / 8]: index operations on bytes are several times slower."""
-        tensor: Tensor = self._store.layer_tensor(layer)
-        words = tensor.view(self._store.num_blocks, -1).view(torch.int64)
-        return words, torch.tensor(block_ids, dtype=torch.int64, device=self._device)
 
 
 class GroupLink:
