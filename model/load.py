@@ -78,8 +78,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of weights, activations and cache.
 
-    `auto` on CUDA is the checkpoint's; on a CPU bf16 where it has instructions for it and the checkpoint is of 16 bits,
-    else fp32 (fp16 has no fast CPU kernels, so it is widened).
+    `auto` on CUDA is the checkpoint's; on a CPU bf16 where the checkpoint is bf16 and the CPU has instructions for it,
+    else fp32 (fp16 has no fast CPU kernels, and bf16 would lose bits of it).
     """
     if choice == "bfloat16":
         return torch.bfloat16
@@ -87,8 +87,12 @@ def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.devi
         return torch.float32
     if device.type == "cuda":
         return checkpoint_dtype
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast and checkpoint_dtype.itemsize == 2 else torch.float32
+    return torch.bfloat16 if checkpoint_dtype == torch.bfloat16 and has_fast_bf16() else torch.float32
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -1,0 +1,68 @@
+"""Decode and prefill attention over paged KV against the plain torch reference."""
+
+import pytest
+import torch
+
+from model.kernels import cpu_attention, cpu_reference
+from model.runner import make_layout
+from model.step import SequenceStep
+
+CPU = torch.device("cpu")
+SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128)]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 33])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    contexts = [1, 2, block_size, block_size + 1, 200]
+    num_blocks = sum(-(-context // block_size) for context in contexts)
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    steps = [
+        SequenceStep([0], context - 1, [free.pop() for _ in range(-(-context // block_size))], None)
+        for context in contexts
+    ]
+    layout = make_layout(steps, block_size, CPU)
+    q = torch.randn(len(contexts), heads, dim, generator=generator).to(dtype)
+    # Scores of +-20 in fp32: the running maximum has to move more than once.
+    kv_layer = (torch.randn(num_blocks, 2, kv_heads, block_size, dim, generator=generator) * 3).to(dtype)
+    out = torch.empty_like(q)
+    cpu_attention.decode_attention(q, kv_layer, layout, out)
+    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (150, 33), (3, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_after_a_cached_prefix_equals_the_reference(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, start: int, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    steps = [
+        SequenceStep([0] * count, start, range(13, 0, -1), None),
+        SequenceStep([0] * 20, 5, [14, 15], None),
+    ]
+    layout = make_layout(steps, 16, CPU)
+    q = torch.randn(count + 20, heads, dim, generator=generator).to(dtype)
+    kv_layer = torch.randn(16, 2, kv_heads, 16, dim, generator=generator).to(dtype)
+    out = torch.empty_like(q)
+    cpu_attention.prefill_attention(q, kv_layer, layout, out)
+    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_lies_beyond_the_context_is_not_read() -> None:
+    layout = make_layout([SequenceStep([0], 4, [1], None), SequenceStep([0, 0], 2, [0], None)], 8, CPU)
+    q = torch.randn(3, 2, 16)
+    kv_layer = torch.randn(2, 2, 1, 8, 16)
+    out, again = torch.empty_like(q), torch.empty_like(q)
+    for result in (out, again):
+        cpu_attention.decode_attention(q, kv_layer, layout, result)
+        cpu_attention.prefill_attention(q, kv_layer, layout, result)
+        kv_layer[1, :, :, 5:] = float("nan")
+        kv_layer[0, :, :, 4:] = float("nan")
+    assert torch.equal(out, again)

@@ -1,0 +1,181 @@
+"""The engine's thread: order of announcements, cancellation, failure and end; and loading a folder into one."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import model.load
+from model.engine import ThreadEngine
+from model.load import EngineConfig, load_engine, resolve_dtype
+from model.step import Draw, SequenceStep
+from protocol.errors import ConfigError, WorkerLost
+from protocol.requests import SampledToken, SamplingParams
+
+BATCH = [SequenceStep([1], 0, [0], None)]
+
+
+class FakeRunner:
+    """Announces two layers, waiting for `gate` between them; records what it ran."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.ran: list[Sequence[SequenceStep]] = []
+        self.threads: set[str] = set()
+        self.error: Exception | None = None
+
+    def run(self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None) -> list[Any]:
+        self.threads.add(threading.current_thread().name)
+        if on_layer is not None:
+            on_layer(0)
+        self.entered.set()
+        if not self.gate.wait(30):
+            raise TimeoutError("the test never opened the gate")
+        if self.error is not None:
+            raise self.error
+        if on_layer is not None:
+            on_layer(1)
+        self.ran.append(batch)
+        return [SampledToken(len(self.ran))]
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def engine(runner: FakeRunner) -> Any:
+    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
+    yield engine
+    runner.gate.set()
+    engine.close()
+
+
+async def test_layers_are_announced_on_the_loop_while_the_step_runs(engine: ThreadEngine, runner: FakeRunner) -> None:
+    seen: list[tuple[int, str]] = []
+    first = asyncio.Event()
+
+    def on_layer(layer: int) -> None:
+        seen.append((layer, threading.current_thread().name))
+        first.set()
+
+    step = asyncio.create_task(engine.step(BATCH, on_layer))
+    await first.wait()
+    assert not step.done()
+    runner.gate.set()
+    assert await step == [SampledToken(1)]
+    here = threading.current_thread().name
+    assert seen == [(0, here), (1, here)]
+    assert here not in runner.threads
+
+
+async def test_a_cancelled_step_runs_to_its_end_and_the_next_one_waits(
+    engine: ThreadEngine, runner: FakeRunner
+) -> None:
+    layers: list[int] = []
+    cancelled = asyncio.create_task(engine.step(BATCH, layers.append))
+    await asyncio.to_thread(runner.entered.wait, 30)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    announced = list(layers)
+    following = asyncio.create_task(engine.step(BATCH))
+    runner.gate.set()
+    assert await following == [SampledToken(2)]
+    assert layers == announced  # nobody wants to hear of the cancelled step any more
+    assert len(runner.threads) == 1
+
+
+async def test_after_a_failed_step_the_engine_is_dead(engine: ThreadEngine, runner: FakeRunner) -> None:
+    runner.gate.set()
+    runner.error = RuntimeError("out of memory")
+    with pytest.raises(WorkerLost, match="RuntimeError: out of memory"):
+        await engine.step(BATCH)
+    runner.error = None
+    with pytest.raises(WorkerLost, match="dead since"):
+        await engine.step(BATCH)
+    assert runner.ran == []
+
+
+async def test_closing_waits_for_the_step_under_way_and_ends_the_thread(runner: FakeRunner) -> None:
+    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
+    step = asyncio.create_task(engine.step(BATCH))
+    await asyncio.to_thread(runner.entered.wait, 30)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    runner.gate.set()
+    await closing
+    assert await step == [SampledToken(1)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+    with pytest.raises(RuntimeError):
+        await engine.step(BATCH)
+
+
+def test_an_error_of_the_builder_leaves_no_thread() -> None:
+    def fail() -> Any:
+        raise ConfigError("no such folder")
+
+    with pytest.raises(ConfigError, match="no such folder"):
+        ThreadEngine(fail, threads=1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) -> None:
+    loaded = load_engine(EngineConfig(write_checkpoint(dtype=dtype), num_blocks=8, block_size=4, threads=1))
+    try:
+        assert (loaded.num_blocks, loaded.max_context) == (8, 32)
+        assert "block_size=4" in loaded.kv_cache.fingerprint
+        draw = Draw(SamplingParams(temperature=0.0), [1, 2, 3], 3)
+        (token,) = await loaded.engine.step([SequenceStep([1, 2, 3], 0, [5], draw)])
+        assert token is not None
+        assert 0 <= token.token_id < loaded.model_config.vocab_size
+    finally:
+        loaded.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, "either num_blocks or kv_cache_bytes"),
+        ({"num_blocks": 4, "kv_cache_bytes": 4096}, "either num_blocks or kv_cache_bytes"),
+        ({"num_blocks": 0}, "num_blocks: 0"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size: 0"),
+        ({"kv_cache_bytes": 100}, "don't hold one block"),
+        ({"num_blocks": 4, "max_context": 65}, "65 tokens don't fit into 4 blocks of 16"),
+        ({"num_blocks": 4, "max_context": 2000}, "1 to 1024"),
+        ({"kv_cache_bytes": 2**60}, r"too little memory on cpu: weights .* \+ KV cache .* = .*, but only .* are free"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(settings: Any, complaint: str, write_checkpoint: Any) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_engine(EngineConfig(write_checkpoint(), threads=1, **settings))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "checkpoint", "device", "fast", "expected"),
+    [
+        ("auto", torch.bfloat16, "cpu", True, torch.bfloat16),
+        ("auto", torch.float16, "cpu", True, torch.float32),
+        ("auto", torch.bfloat16, "cpu", False, torch.float32),
+        ("auto", torch.float32, "cpu", True, torch.float32),
+        ("auto", torch.float16, "cuda", True, torch.float16),
+        ("bfloat16", torch.float32, "cpu", False, torch.bfloat16),
+        ("float32", torch.bfloat16, "cuda", True, torch.float32),
+    ],
+)
+def test_the_dtype_follows_choice_checkpoint_and_device(
+    choice: str,
+    checkpoint: torch.dtype,
+    device: str,
+    fast: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model.load, "has_fast_bf16", lambda: fast)
+    assert resolve_dtype(choice, checkpoint, torch.device(device)) == expected

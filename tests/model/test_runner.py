@@ -1,0 +1,111 @@
+"""From sequence steps to tensors and back: layouts, order of results, and batches that can't be right."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import load_model_config
+from model.cpu_backend import CpuBackend
+from model.decoder import Decoder, load_decoder_weights
+from model.kv_cache import KVCache
+from model.runner import ModelRunner, make_layout
+from model.step import Draw, SequenceStep
+from model.weights import Checkpoint
+from protocol.requests import SampledToken, SamplingParams
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class ArgmaxSampler:
+    """Remembers the positions it was asked for."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+
+    def sample(self, logits: Tensor, draws: Any, positions: Any) -> list[SampledToken]:
+        assert logits.dtype == torch.float32
+        assert len(logits) == len(draws) == len(positions)
+        self.positions = list(positions)
+        return [SampledToken(token) for token in logits.argmax(-1).tolist()]
+
+
+@pytest.fixture(scope="module")
+def model(write_checkpoint: Any) -> tuple[ModelRunner, ArgmaxSampler]:
+    folder = write_checkpoint()
+    config = load_model_config(folder)
+    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, 64)
+    cache = KVCache(config, num_blocks=16, block_size=4, dtype=torch.float32, device=CPU, model_digest="")
+    sampler = ArgmaxSampler()
+    return ModelRunner(Decoder(config, weights, CpuBackend()), sampler, cache, max_context=64), sampler
+
+
+def draw() -> Draw:
+    return Draw(GREEDY, [1], 1)
+
+
+def test_a_layout_places_every_token() -> None:
+    steps = [
+        SequenceStep([1], 5, [7, 2, 9], None),
+        SequenceStep([1, 2, 3], 2, [4, 6], None),
+        SequenceStep([1, 2], 0, [5], None),
+    ]
+    layout = make_layout(steps, 4, CPU)
+    assert layout.positions.tolist() == [5, 2, 3, 4, 0, 1]
+    assert layout.slots.tolist() == [2 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 6 * 4, 5 * 4, 5 * 4 + 1]
+    assert layout.query_starts.tolist() == [0, 1, 4, 6]
+    assert layout.context_lens.tolist() == [6, 5, 2]
+    assert layout.block_tables.tolist() == [[7, 2], [4, 6], [5, 0]]
+    assert (layout.num_decodes, layout.max_query_len, layout.max_context_len) == (1, 3, 6)
+    assert layout.positions.dtype == layout.slots.dtype == torch.int64
+    assert layout.query_starts.dtype == layout.context_lens.dtype == layout.block_tables.dtype == torch.int32
+
+
+def test_results_come_in_the_callers_order(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
+    runner, sampler = model
+    steps = [
+        SequenceStep([5, 6, 7], 0, [0], draw()),
+        SequenceStep([8], 0, [1], draw()),
+        SequenceStep([9, 10], 0, [2], None),
+        SequenceStep([11], 0, [3], draw()),
+    ]
+    together = runner.run(steps)
+    assert sampler.positions == [1, 1, 3]  # decodes first
+    assert together[2] is None
+    assert together == [runner.run([step])[0] for step in steps]
+
+
+def test_neighbours_and_chunks_do_not_change_a_result(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
+    runner, _ = model
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    (whole,) = runner.run([SequenceStep(tokens, 0, [0, 1, 2], draw())])
+    runner.run([SequenceStep(tokens[:3], 0, [9, 4, 6], None), SequenceStep([1, 2], 0, [0], None)])
+    runner.run([SequenceStep([7], 2, [0], draw()), SequenceStep(tokens[3:9], 3, [9, 4, 6], None)])
+    assert runner.run([SequenceStep(tokens[9:], 9, [9, 4, 6], draw())]) == [whole]
+
+
+def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
+    layers: list[int] = []
+    assert model[0].run([SequenceStep([1, 2], 0, [0], None)], layers.append) == [None]
+    assert layers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        ([], "at least one sequence"),
+        ([SequenceStep([], 0, [0], None)], "0 tokens"),
+        ([SequenceStep([1], -1, [0], None)], "position -1"),
+        ([SequenceStep([1] * 5, 0, [0], None)], "don't hold 5 tokens"),
+        ([SequenceStep([1], 0, [16], None)], "outside the 16"),
+        ([SequenceStep([1], 0, [-1], None)], "outside the 16"),
+        ([SequenceStep([1], 64, range(17), None)], "over the context of 64"),
+    ],
+)
+def test_a_batch_that_cannot_be_right_is_refused(
+    model: tuple[ModelRunner, ArgmaxSampler], batch: list[SequenceStep], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        model[0].run(batch)
