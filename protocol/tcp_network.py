@@ -1,7 +1,6 @@
 """The live network: authenticated frames over TCP, on asyncio."""
 
 import asyncio
-import contextlib
 import socket
 
 from protocol.errors import ConnectionLost
@@ -11,6 +10,7 @@ from protocol.network import Handler
 from protocol.tickets import Address
 
 HANDSHAKE_S = 5.0
+FLUSH_S = 1.0  # how long a closing connection tries to get rid of what was sent
 _STREAM_ERRORS = (OSError, asyncio.IncompleteReadError, EOFError)
 
 
@@ -47,9 +47,13 @@ class TcpConnection:
 
     async def close(self) -> None:
         self._writer.close()
-        # A peer that died already leaves an error here that says nothing new.
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            self._writer.transport.abort()  # the peer does not read: what is left would never go out
+        except OSError:
+            return  # a peer that died already leaves an error here that says nothing new
 
 
 class TcpListener:

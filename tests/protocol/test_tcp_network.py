@@ -56,6 +56,19 @@ async def test_sending_on_a_closed_connection_is_an_error():
             client.send(Cancel("r"))
 
 
+async def test_closing_towards_a_peer_that_does_not_read_ends_soon():
+    async with connected_pair() as (client, server):
+        while server.unsent_bytes < 20_000_000:
+            server.send(Refuse("x" * 1_000_000))
+        async with asyncio.timeout(30.0):
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                await server.receive()
+        with pytest.raises(ConnectionLost):
+            while True:
+                await client.receive()
+
+
 async def test_nobody_listening_is_a_lost_connection():
     async with connected_pair() as (_client, _):
         pass
