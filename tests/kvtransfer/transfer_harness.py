@@ -57,6 +57,10 @@ FAST = TransferConfig(lease_s=20.0, progress_s=20.0)
 """Leases that never end within a test: for tests of anything else."""
 
 
+LIMIT_S = 60.0
+"""A test that waits for what never comes fails, instead of holding up the others."""
+
+
 @dataclass
 class Pair:
     """A prefill worker's sender and a decode worker's receiver."""
@@ -123,7 +127,8 @@ async def make_pair(
     pair = Pair(None, receiver, source, target, address, network, transports)  # type: ignore[arg-type]
     pair.sender = pair.make_sender(config=sender_config if sender_config is not None else config)
     try:
-        yield pair
+        async with asyncio.timeout(LIMIT_S):
+            yield pair
     finally:
         await pair.sender.close()
         await receiver.close()
