@@ -1,0 +1,194 @@
+"""The prefill scheduler: chunks, the queue, the prefix cache, and blocks that come back on every path."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.block_pool import BlockPool
+from prefill_worker.scheduler import PrefillJob, PrefillScheduler, PrefillStep
+from protocol.errors import RequestError
+from protocol.requests import GenerateRequest, SamplingParams
+
+BLOCK = 4
+
+
+def request(length: int, first: int = 0) -> GenerateRequest:
+    tokens = tuple(range(first, first + length))
+    return GenerateRequest(
+        request_id=f"{first}+{length}",
+        router_id="router-0",
+        token_ids=tokens,
+        num_prompt_tokens=length,
+        sampling=SamplingParams(),
+        max_tokens=5,
+    )
+
+
+def scheduler(num_blocks: int = 64, max_step_tokens: int = 16, max_batch: int = 8, **options) -> PrefillScheduler:
+    return PrefillScheduler(
+        BlockPool(num_blocks, BLOCK),
+        max_step_tokens=max_step_tokens,
+        max_batch=max_batch,
+        max_context=200,
+        **options,
+    )
+
+
+def shape(step: PrefillStep) -> list[tuple[int, int]]:
+    """(arrival, tokens) of each chunk."""
+    return [(chunk.job.arrival, len(chunk.step.token_ids)) for chunk in step.chunks]
+
+
+def run(scheduler: PrefillScheduler) -> list[tuple[int, int]]:
+    """Run one step, end what is computed."""
+    step = scheduler.schedule()
+    for job in scheduler.complete(step):
+        scheduler.end(job)
+    return shape(step)
+
+
+def test_prompts_share_a_step_up_to_its_token_budget():
+    one = scheduler()
+    for length, first in ((6, 0), (30, 100), (3, 50)):
+        one.add(request(length, first))
+    assert [run(one) for _ in range(4)] == [[(0, 6), (1, 10)], [(1, 16)], [(1, 4), (2, 3)], []]
+
+
+def test_only_the_last_chunk_draws_a_token():
+    one = scheduler()
+    one.add(request(20))
+    draws = []
+    for _ in range(2):
+        step = one.schedule()
+        draws.append([chunk.step.draw is not None for chunk in step.chunks])
+        one.complete(step)
+    assert draws == [[False], [True]]
+
+
+def test_no_more_prompts_share_a_step_than_the_batch_allows():
+    one = scheduler(max_batch=2)
+    for first in (0, 50, 100):
+        one.add(request(2, first))
+    assert run(one) == [(0, 2), (1, 2)]
+    assert run(one) == [(2, 2)]
+
+
+def test_a_prompt_computed_before_costs_only_what_lies_behind_its_full_blocks():
+    one = scheduler()
+    one.add(request(10))
+    run(one)
+    job = one.add(request(10))
+    assert run(one) == [(1, 2)]
+    assert job.num_cached_tokens == 8
+    assert (one.prefix_queries, one.prefix_hits) == (20, 8)
+
+
+def test_a_wholly_cached_prompt_still_computes_its_last_block_to_draw_a_token():
+    one = scheduler()
+    one.add(request(8))
+    run(one)
+    one.add(request(8))
+    step = one.schedule()
+    assert shape(step) == [(1, 4)]
+    assert step.chunks[0].ends_prompt
+
+
+def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it():
+    one = scheduler(num_blocks=4)
+    first, large, small = (one.add(request(length, start)) for length, start in ((8, 0), (16, 50), (4, 100)))
+    step = one.schedule()
+    assert shape(step) == [(0, 8)]
+    one.begin_sending(first)
+    one.complete(step)
+    one.end(first)
+    assert one.schedule().chunks == (), "the first prompt's blocks are still being sent"
+    one.end_sending(first)
+    assert run(one) == [(large.arrival, 16)]
+    assert run(one) == [(small.arrival, 4)]
+
+
+def test_another_policy_takes_another_order():
+    one = scheduler(max_step_tokens=200, max_batch=1, policy=lambda job: (job.num_tokens, job.arrival))
+    for length, first in ((9, 0), (3, 50), (6, 100)):
+        one.add(request(length, first))
+    assert [run(one) for _ in range(3)] == [[(1, 3)], [(2, 6)], [(0, 9)]]
+
+
+def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run():
+    pool = BlockPool(8, BLOCK)
+    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200)
+    job = one.add(request(10))
+    step = one.schedule()
+    one.end(job)
+    assert pool.owned_blocks == 3
+    assert one.complete(step) == [], "nobody waits for its token"
+    assert pool.owned_blocks == 0
+
+
+def test_an_abandoned_step_gives_the_blocks_of_ended_jobs_back_unnamed():
+    pool = BlockPool(8, BLOCK)
+    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200)
+    job = one.add(request(10))
+    step = one.schedule()
+    one.abandon(step)
+    one.end(job)
+    assert pool.owned_blocks == pool.cached_blocks == 0
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(0, 64), (200, 64), (17, 4)])
+def test_a_prompt_that_can_never_run_is_refused(length: int, blocks: int):
+    with pytest.raises(RequestError):
+        scheduler(num_blocks=blocks).add(request(length))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 40), st.integers(1, 6))
+def test_whatever_happens_blocks_are_accounted_for_and_every_prompt_is_computed_once(
+    seed: int, num_prompts: int, max_step_tokens: int, max_batch: int
+):
+    draw = random.Random(seed)
+    pool = BlockPool(12, BLOCK)
+    one = PrefillScheduler(pool, max_step_tokens=max_step_tokens, max_batch=max_batch, max_context=200)
+    live: list[PrefillJob] = []
+    sending: list[PrefillJob] = []
+    computed: set[int] = set()
+    ended: set[int] = set()
+    for round_number in range(1000):
+        if num_prompts and (draw.random() < 0.5 or not live):
+            live.append(one.add(request(draw.randint(1, 48), first=draw.choice((0, 0, 100)))))
+            num_prompts -= 1
+        step = one.schedule()
+        assert sum(len(chunk.step.token_ids) for chunk in step.chunks) <= max_step_tokens
+        assert len(step.chunks) <= max_batch
+        for job in step.admitted:
+            if draw.random() < 0.5:
+                one.begin_sending(job)
+                sending.append(job)
+        if live and draw.random() < 0.1:
+            victim = live.pop(draw.randrange(len(live)))
+            one.end(victim)
+            ended.add(victim.arrival)
+        if draw.random() < 0.05:
+            one.abandon(step)  # as if the engine had failed, but only the accounting is of interest here
+            for chunk in step.chunks:
+                one.end(chunk.job)
+                ended.add(chunk.job.arrival)
+                live = [job for job in live if job is not chunk.job]
+        else:
+            for job in one.complete(step):
+                assert job.arrival not in computed | ended
+                computed.add(job.arrival)
+                one.end(job)
+                live.remove(job)
+        while sending and draw.random() < 0.5:
+            one.end_sending(sending.pop(draw.randrange(len(sending))))
+        pool.check_integrity()
+        if not live and not num_prompts:
+            break
+    for job in sending:
+        one.end_sending(job)
+    assert not live, f"prompts are still waiting after {round_number} steps"
+    assert pool.owned_blocks == 0
+    assert one.num_waiting == one.num_running == one.num_waiting_tokens == 0
