@@ -26,7 +26,7 @@ class IncomingObserver(Protocol):
 
 
 class IncomingTransfer:
-    """KV of one request on its way into reserved blocks. The worker awaits `verified`, or calls `cancel`."""
+    """KV of one request on its way into reserved blocks. The worker awaits `verified`; `cancel` and `abort` give up."""
 
     def __init__(
         self,
@@ -74,6 +74,10 @@ class IncomingTransfer:
         """Give the transfer up; returns when nothing can write into the blocks any more. Any number of times."""
         self.abort("the decode worker cancelled the transfer")
         await self._over.wait()
+
+    def abort(self, reason: str) -> None:
+        """Give the transfer up without waiting; `verified` raises once nothing can write into the blocks any more."""
+        self._end(ReceiverEvent.ABORT, reason, tell_peer=True)
 
     # --- the receiver's and the connection's calls ---
 
@@ -129,10 +133,6 @@ class IncomingTransfer:
         self._first_token = message.first_token
         self._apply(ReceiverEvent.COMMIT)
         return True
-
-    def abort(self, reason: str) -> None:
-        """Give the transfer up; the peer is told."""
-        self._end(ReceiverEvent.ABORT, reason, tell_peer=True)
 
     def peer_aborted(self, reason: str) -> None:
         """The peer has given the transfer up, or it never was the peer's."""

@@ -37,7 +37,7 @@ async def test_silence_for_a_lease_ends_the_connection_and_pings_go_out_meanwhil
     connection = FakeConnection()
     loop = asyncio.get_running_loop()
     with pytest.raises(ConnectionLost, match="lease has ended"):
-        await LeasedConnection(connection, loop.time, 0.09).watch()
+        await asyncio.wait_for(LeasedConnection(connection, loop.time, 0.09).watch(), 20)
     assert 2 <= len(connection.sent) <= 3
     assert set(connection.sent) == {Ping()}
 
