@@ -13,10 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.descendants import become_subreaper, end_descendants
-
 SERVE_SHUTDOWN_S = 4.0
-ENDING_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -85,11 +82,11 @@ def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def local_ray(options: LocalRayOptions) -> Iterator[None]:
-    """Ray with Serve's HTTP listener, for as long as the context lasts. At its end no process of it is left.
+    """Ray with Serve's HTTP listener, for as long as the context lasts.
 
-    Call it once per process, on its main thread and before Ray is imported.
+    Call it once per process, on its main thread and before Ray is imported. Ray may end this process itself when it
+    loses its head, so whoever must be sure that no process is left is another process (`commands/serve.py`).
     """
-    become_subreaper()
     with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
         for name, value in _environment(options, Path(folder)).items():
             os.environ.setdefault(name, value)
@@ -113,7 +110,6 @@ def local_ray(options: LocalRayOptions) -> Iterator[None]:
             closing.start()
             closing.join(SERVE_SHUTDOWN_S)
             ray.shutdown()
-            end_descendants(ENDING_S)
 
 
 def _shut_serve_down() -> None:

@@ -12,8 +12,8 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def resolve_model_folder(path: str) -> Path:
-    """The folder that `path` names; downloads a hub id. Raises ConfigError with one line that a user can act on."""
+def check_model_path(path: str) -> Path | None:
+    """The folder that `path` names, or None for a hub id. Raises ConfigError for a folder that does not exist."""
     if path == BUNDLED_MODEL:
         return Path(__file__).resolve().parent.parent / "model" / "bundled"
     folder = Path(path).expanduser()
@@ -21,7 +21,12 @@ def resolve_model_folder(path: str) -> Path:
         return folder.resolve()
     if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: folder {path} does not exist")
-    return _download(path)
+    return None
+
+
+def resolve_model_folder(path: str) -> Path:
+    """The folder that `path` names; downloads a hub id. Raises ConfigError with one line that a user can act on."""
+    return check_model_path(path) or _download(path)
 
 
 def served_name(model: ModelSection, folder: Path) -> str:

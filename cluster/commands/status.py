@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     time.sleep(arguments.interval)
     after = fetch_status(arguments.url)
     console = Console()
-    # Into a file or a pipe, a row is one line.
-    width = None if console.is_terminal else PIPE_COLUMNS
-    console.print(status_table(before, after, time.monotonic() - began), width=width)
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)  # into a file or a pipe, a row is one line
+    console.print(status_table(before, after, time.monotonic() - began))
     return 0 if after["ready"] else 1
 
 

@@ -1,0 +1,164 @@
+"""The process that drives Ray for `twostroke serve`; `commands/serve.py` starts it and looks after it.
+
+It takes one line of JSON on its standard input, and serves until that input ends: so it ends with its starter, however
+that ends. What it has to tell goes as lines of JSON to the file descriptor that its only argument names.
+"""
+
+import _thread
+import os
+import re
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from cluster.config import ClusterConfig, read_config
+from cluster.local_ray import LocalRayOptions, local_ray
+from cluster.model_folder import resolve_model_folder, served_name
+from cluster.preflight import check_model
+from protocol.errors import ConfigError
+
+READY_S = 120.0
+_CONFIG_ERROR = re.compile(r"protocol\.errors\.ConfigError: (.+)")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to serve: the one line of input."""
+
+    settings: dict[str, Any]  # the configuration, as YAML gives it
+    host: str
+    port: int
+    haproxy: bool
+    verbose: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A line of output."""
+
+    event: Literal["step", "ready", "wrong", "failed"]  # wrong: a setting, file or folder is
+    text: str  # ready: the model's name; else for people
+
+
+class StartFailed(Exception):
+    """The application did not come up. The message is for people."""
+
+
+class _Starter:
+    """Who started this process: gone when our standard input ends."""
+
+    def __init__(self) -> None:
+        self._gone = threading.Event()
+        self._interrupts = True
+        threading.Thread(target=self._watch, name="starter", daemon=True).start()
+
+    def wait_until_gone(self) -> None:
+        self._interrupts = False
+        self._gone.wait()
+
+    def _watch(self) -> None:
+        sys.stdin.buffer.read()
+        self._gone.set()
+        if self._interrupts:  # the main thread is in the middle of starting something
+            _thread.interrupt_main()
+
+
+def main() -> int:
+    """Serve; returns 0 when the input has ended, 1 after a failure, 2 where a setting, file or folder is wrong."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as reports:
+        starter = _Starter()
+        try:
+            _serve(order, starter, reports)
+        except KeyboardInterrupt:
+            return 0
+        except ConfigError as error:
+            _report(reports, Report("wrong", str(error)))
+            return 2
+        except StartFailed as error:
+            _report(reports, Report("failed", str(error)))
+            return 1
+    return 0
+
+
+def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
+    config = read_config(order.settings)
+    folder = resolve_model_folder(config.model.path)
+    name = served_name(config.model, folder)
+    _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
+    with local_ray(_ray_options(order, config)):
+        _report(reports, Report("step", "Ray is up"))
+        _deploy(config)
+        _await_ready(own_url(order.host, order.port))
+        workers = f"{config.prefill.replicas} prefill and {config.decode.replicas} decode"
+        _report(reports, Report("step", f"Workers are up: {workers}"))
+        _report(reports, Report("ready", name))
+        starter.wait_until_gone()
+
+
+def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
+    sections = (config.prefill, config.decode)
+    cores = sum(section.replicas * config.threads(section.resources) for section in sections)
+    gpus = sum(section.replicas * section.resources.num_gpus for section in sections)
+    return LocalRayOptions(
+        host=order.host,
+        port=order.port,
+        num_cpus=max(cores, len(os.sched_getaffinity(0))),
+        num_gpus=-int(-gpus // 1),
+        haproxy=order.haproxy,
+        verbose=order.verbose,
+    )
+
+
+def _deploy(config: ClusterConfig) -> None:
+    """Start the application. Raises StartFailed or ConfigError."""
+    # Ray may be imported now: its switches are set.
+    from ray import serve
+    from ray.exceptions import RayError
+
+    from cluster.serve_app import application, cluster_secret
+
+    try:
+        serve.run(application(config, cluster_secret()), name="twostroke", route_prefix="/")
+    except (RuntimeError, RayError) as error:
+        # Serve tells a replica's traceback as text.
+        told = _CONFIG_ERROR.search(str(error))
+        if told is not None:
+            raise ConfigError(told[1]) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
+
+
+def _await_ready(url: str) -> None:
+    """Return once a whole path works. Raises StartFailed where none does in time."""
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            missing = error.read().decode(errors="replace")[:300] or f"/ready answers {error.code}"
+        except OSError as error:
+            missing = f"/ready: {error}"
+        if time.monotonic() > deadline:
+            raise StartFailed(missing)
+        time.sleep(0.1)
+
+
+def own_url(host: str, port: int) -> str:
+    """Where this machine itself reaches a listener on `host`."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _report(reports: TextIO, report: Report) -> None:
+    reports.write(msgspec.json.encode(report).decode() + "\n")
+    reports.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
