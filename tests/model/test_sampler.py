@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.kernels.cpu_sampling import CpuSampling
-from model.kernels.sampling import DrawBatch, TorchSampling, row_keys
+from model.kernels.cpu_sampling import CpuSampling, _uniform
+from model.kernels.sampling import DrawBatch, TorchSampling, _gumbel, row_keys
 from model.sampler import LEAST_LOGPROB, Sampler
 from model.step import Draw
 from protocol.requests import SampledToken, SamplingParams
@@ -223,6 +223,16 @@ def test_the_oracles_generator_is_splitmix64() -> None:
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
+def test_both_kernels_noise_is_the_oracles_to_the_last_bits() -> None:
+    # A wrong shift can hide in bits that seldom change which token wins.
+    seeds, positions = [0, 3, 2**64 - 1], [0, 1, 2**33]
+    keys = row_keys(np.array(seeds, np.uint64), np.array(positions, np.uint64))
+    expected = [[gumbel(seed, at, token) for token in range(500)] for seed, at in zip(seeds, positions, strict=True)]
+    assert _gumbel(keys, 500, CPU).numpy() == pytest.approx(np.array(expected), rel=1e-13, abs=1e-13)
+    numba = [[-math.log(-math.log(_uniform(key, token))) for token in range(500)] for key in keys]
+    assert numba == expected
+
+
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 @pytest.mark.parametrize(
     "parameters", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str
@@ -300,6 +310,17 @@ def test_the_narrowest_filters_are_greedy_even_among_equals(sampler: Sampler, pa
     logits[:, [8, 20, 33]] = 4.0
     results = sampler.sample(logits, [draw(seed=i, **parameters) for i in range(20)], [0] * 20)  # type: ignore[arg-type]
     assert {result.token_id for result in results} == {8}
+
+
+@pytest.mark.parametrize("equals", [True, False])
+@pytest.mark.parametrize("top_k", [2, 256, 257, 399, 400])
+def test_top_k_keeps_exactly_k_tokens(sampler: Sampler, top_k: int, equals: bool) -> None:
+    vocab, rows = 400, 6000
+    row = torch.zeros(vocab) if equals else torch.arange(vocab, 0, -1) / 1e4
+    wide = make_sampler(vocab_size=vocab)
+    wide._kernels = CpuSampling(vocab) if isinstance(sampler._kernels, CpuSampling) else TorchSampling()
+    results = wide.sample(row.repeat(rows, 1), [draw(seed=i, top_k=top_k) for i in range(rows)], [0] * rows)
+    assert {result.token_id for result in results} == set(range(top_k))
 
 
 def test_min_p_of_one_keeps_all_of_the_likeliest(sampler: Sampler) -> None:
