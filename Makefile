@@ -1,0 +1,92 @@
+# make serve      a server on this machine, with the bundled model, until Ctrl-C
+# make test       everything that runs without a GPU: style, types, unit tests, simulation, kernels, end to end
+# make test-gpu   the tests that need a CUDA device
+# make bench      figures of this machine
+# Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+ARGS ?=
+PYTEST_ARGS ?=
+PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+# uv takes its own variable for what pip calls PIP_FIND_LINKS.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint types unit simulation kernels e2e test-gpu bench constraints clean
+
+help:
+	@sed -n 's/^# \(make\)/\1/p' Makefile
+
+setup: $(STAMP)
+
+# Only a change of what is installed sets up anew, so that the second start is quick.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "--> Setting up $(VENV) (some minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": name one with make PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null \
+		&& $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[test]' \
+		|| { echo "    uv can't be had or did not manage; pip is slower"; \
+			$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[test]'; }
+	@touch $(STAMP)
+
+serve: $(STAMP)
+	@exec $(BIN)/twostroke serve $(ARGS)
+
+# In this order, each only if those before it went well.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory simulation
+	@$(MAKE) --no-print-directory kernels
+	@$(MAKE) --no-print-directory e2e
+	@echo "--> All steps passed: lint, types, unit, simulation, kernels, e2e"
+
+lint: $(STAMP)
+	@echo "--> Style: ruff"
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(STAMP)
+	@echo "--> Types: mypy"
+	@$(BIN)/mypy
+
+unit: $(STAMP)
+	@echo "--> Unit tests"
+	@$(PYTEST) tests --ignore=tests/simulation --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+
+simulation: $(STAMP)
+	@echo "--> Simulation on virtual time"
+	@$(PYTEST) tests/simulation
+
+kernels: $(STAMP)
+	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"
+	@$(PYTEST) tests/kernels
+
+e2e: $(STAMP)
+	@echo "--> End to end, on a real local cluster"
+	@$(PYTEST) tests/e2e
+
+test-gpu: $(STAMP)
+	@echo "--> Tests that need a CUDA device"
+	@$(PYTEST) tests/gpu -m gpu
+
+bench: $(STAMP)
+	@echo "--> Engine"
+	@$(BIN)/twostroke bench engine
+	@echo "--> Serving"
+	@$(BIN)/twostroke bench serving
+
+# Pins what is installed now. Left to pyproject.toml's ranges: torch and triton, whose builds differ by machine.
+constraints: $(STAMP)
+	@{ echo "# Made by \`make constraints\`: the versions that the tests passed with."; \
+		$(BIN)/python -m pip freeze --exclude-editable | grep -Eiv '^(torch|triton|pip|setuptools|uv|nvidia-.*|cuda-.*)(=| @)' \
+		| sed -E 's/\+[^ ;]*//'; } > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
