@@ -14,6 +14,9 @@ from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rope_kv import rope_and_write_kv
 from model.kernels.silu_mul import silu_mul
 
+# Enough tokens that a context is split and a chunk takes large tiles.
+_MANY = 1 << 16
+
 
 class CudaBackend:
     """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called.
@@ -30,6 +33,7 @@ class CudaBackend:
         if target is None:
             target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
         self._target = target
+        self._compiled: set[tuple[object, ...]] = set()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -44,6 +48,7 @@ class CudaBackend:
         tokens, heads, dim = q.shape
         groups = kv_layer.shape[2]
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+        self._compile_once(q, kv_layer)
         decodes = layout.num_decodes
         if decodes:
             decode_attention(
@@ -66,6 +71,28 @@ class CudaBackend:
                 prefill_config(self._target.architecture, dim, q.dtype, heads // groups, layout.max_query_len),
             )
         return out
+
+    def _compile_once(self, q: Tensor, kv_layer: Tensor) -> None:
+        """Compile every variant of the attention kernels for these shapes, by launching each on an empty sequence.
+
+        Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
+        seconds for a compiler.
+        """
+        _, heads, dim = q.shape
+        groups = kv_layer.shape[2]
+        key = (heads, dim, q.dtype, kv_layer.shape[1:], kv_layer.stride())
+        if key in self._compiled:
+            return
+        self._compiled.add(key)
+        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
+        table = nothing[:1].view(1, 1)
+        out = torch.empty((1, heads * dim), dtype=q.dtype, device=q.device)
+        one = torch.zeros((1, heads, dim), dtype=q.dtype, device=q.device)
+        for most_tokens in (1, _MANY):
+            decode = decode_config(self._target, dim, q.dtype, groups, 1, most_tokens)
+            decode_attention(one, kv_layer, nothing[:1], table, out, decode)
+            prefill = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, most_tokens)
+            prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, out, prefill)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

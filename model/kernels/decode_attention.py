@@ -24,7 +24,7 @@ class DecodeConfig:
     block_n: int  # keys a loop step
     num_warps: int
     num_stages: int
-    num_segments: int  # a power of two; 1 writes the result without the merging kernel
+    num_segments: int  # at most MOST_SEGMENTS; 1 writes the result without the merging kernel
 
 
 # For 16-bit types, by architecture and padded head dimension; the least sufficient row wins: keys a step, warps,
@@ -38,7 +38,7 @@ _CONFIGS: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
 _FP32_CONFIGS = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_MOST_SEGMENTS = 128
+MOST_SEGMENTS = 128
 _LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
 _MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 
@@ -52,8 +52,7 @@ def decode_config(
         if head_dim <= widest:
             fit = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // (num_sequences * groups)
             useful = max_context_len // (block_n * _LEAST_SEGMENT_STEPS)
-            segments = max(1, min(fit, useful, _MOST_SEGMENTS))
-            return DecodeConfig(block_n, warps, stages, 1 << (segments.bit_length() - 1))
+            return DecodeConfig(block_n, warps, stages, max(1, min(fit, useful, MOST_SEGMENTS)))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
@@ -64,13 +63,14 @@ def decode_attention_reference(q: Tensor, kv_layer: Tensor, context_lens: Tensor
 
 
 @triton.jit
-def segment_len(context_len, NUM_SEGMENTS: tl.constexpr, BLOCK_N: tl.constexpr):
+def segment_len(context_len, num_segments, BLOCK_N: tl.constexpr):
     """Keys of a segment: whole steps, the same for all segments of a sequence; at least one step."""
-    per_segment = (context_len + NUM_SEGMENTS - 1) // NUM_SEGMENTS
+    per_segment = (context_len + num_segments - 1) // num_segments
     return tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# As for prefill: nothing that changes from step to step, nor the number of segments, may cause a compilation.
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride"])
 def decode_attention_kernel(
     q,
     kv_layer,
@@ -93,22 +93,23 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program a KV group, a segment and a sequence; its rows are the group's heads.
 
-    With one segment the result goes to out. With more, the segment's own softmax average goes to partial_out
-    [B, H, NUM_SEGMENTS, D] and the base-2 logarithm of its sum to partial_log_sums [B, H, NUM_SEGMENTS]; segments past
-    the context write neither.
+    Without SPLIT there is one segment, and the result goes to out. With it, the segment's own softmax average goes to
+    partial_out [B, H, segments, D] and the base-2 logarithm of its sum to partial_log_sums [B, H, segments]; segments
+    past the context write neither.
     """
     group = tl.program_id(0)
     segment = tl.program_id(1)
+    num_segments = tl.num_programs(1)
     sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    length = segment_len(context_len, NUM_SEGMENTS, BLOCK_N)
+    length = segment_len(context_len, num_segments, BLOCK_N)
     begin = segment * length
-    if NUM_SEGMENTS > 1 and begin >= context_len:
+    if SPLIT and begin >= context_len:
         return
     end = tl.minimum(begin + length, context_len)
     block_table = block_tables + sequence * table_stride
@@ -132,36 +133,37 @@ def decode_attention_kernel(
         )  # fmt: skip
     # An empty context (a padding row of a captured graph) gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if NUM_SEGMENTS == 1:
-        tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
-    else:
-        partial = (sequence * NUM_HEADS + heads) * NUM_SEGMENTS + segment
+    if SPLIT:
+        partial = (sequence * NUM_HEADS + heads) * num_segments + segment
         tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
         tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
+    else:
+        tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["context_lens", "num_segments"])
 def merge_segments_kernel(
     partial_out,
     partial_log_sums,
     context_lens,
     out,
     out_stride,
+    num_segments,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
+    MOST_SEGMENTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """One program a head and a sequence: the segments' averages, weighted by their sums, to out [B, H * D]."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    length = segment_len(context_len, NUM_SEGMENTS, BLOCK_N)
+    length = segment_len(context_len, num_segments, BLOCK_N)
     used = (context_len + length - 1) // length
-    partial = (sequence * NUM_HEADS + head) * NUM_SEGMENTS
-    segments = tl.arange(0, NUM_SEGMENTS)
+    partial = (sequence * NUM_HEADS + head) * num_segments
+    segments = tl.arange(0, MOST_SEGMENTS)
     log_sums = tl.load(partial_log_sums + partial + segments, mask=segments < used, other=float("-inf"))
     # Without any segment the maximum is -inf; a finite stand-in makes all weights 0 instead of NaN.
     best = tl.maximum(tl.max(log_sums, axis=0), -1.0e30)
@@ -169,7 +171,7 @@ def merge_segments_kernel(
     dims = tl.arange(0, HEAD_DIM_PADDED)
     real = dims < HEAD_DIM
     acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
-    for first in range(0, NUM_SEGMENTS, STEP):
+    for first in range(0, used, STEP):
         some = first + tl.arange(0, STEP)
         weights = tl.exp2(tl.load(partial_log_sums + partial + some, mask=some < used, other=float("-inf")) - best)
         values = tl.load(
@@ -205,12 +207,12 @@ def decode_attention(
         q.stride(0), out.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), block_tables.stride(0),
         NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
-        NUM_SEGMENTS=segments, PRECISION=dot_precision(q.dtype),
+        SPLIT=segments > 1, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if segments > 1:
         merge_segments_kernel[(heads, sequences)](
-            partial_out, partial_log_sums, context_lens, out, out.stride(0),
+            partial_out, partial_log_sums, context_lens, out, out.stride(0), segments,
             NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
-            NUM_SEGMENTS=segments, STEP=min(_MERGE_SEGMENTS, segments), num_warps=4,
+            MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
         )  # fmt: skip

@@ -46,7 +46,8 @@ _FP32_CONFIGS = (
     (128, PrefillConfig(16, 16, 4, 3)),
     (256, PrefillConfig(16, 16, 4, 3)),
 )
-# Chunks of at most this many rows take tiles of as many: half of a larger one would be padding.
+# Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
+# a step, since half the warps hold half the registers.
 _SHORT_ROWS, _SHORT_WARPS = 64, 4
 
 
@@ -57,7 +58,7 @@ def prefill_config(
     for widest, config in _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[architecture]:
         if head_dim <= widest:
             if max_query_len * heads_per_group <= _SHORT_ROWS < config.block_m:
-                config = replace(config, block_m=_SHORT_ROWS, num_warps=_SHORT_WARPS)
+                config = replace(config, block_m=_SHORT_ROWS, block_n=config.block_n // 2, num_warps=_SHORT_WARPS)
             # A tile holds at least all heads of one token.
             return replace(config, block_m=max(config.block_m, power_of_two(heads_per_group)))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
@@ -176,8 +177,9 @@ def attend_tile(
     return new_best, total, acc
 
 
-# The table's width changes from step to step: specialised on it, the kernel would be compiled in the midst of serving.
-@triton.jit(do_not_specialize=["table_stride"])
+# The table's width and where slices of the layout start change from step to step: specialised on them, the kernel would
+# be compiled again in the midst of serving.
+@triton.jit(do_not_specialize=["query_starts", "context_lens", "block_tables", "table_stride"])
 def prefill_attention_kernel(
     q,
     kv_layer,

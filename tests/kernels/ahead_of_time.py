@@ -35,7 +35,7 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 _OPTIONS = {"num_warps", "num_stages"}
-_DESCRIBED = ("HEAD_DIM", "BLOCK_SIZE", "BLOCK_M", "BLOCK_N", "HEADS_PER_GROUP", "NUM_SEGMENTS", "HIDDEN", "ADD")
+_DESCRIBED = ("HEAD_DIM", "BLOCK_SIZE", "BLOCK_M", "BLOCK_N", "HEADS_PER_GROUP", "SPLIT", "HIDDEN", "ADD")
 
 
 @contextmanager
@@ -95,7 +95,8 @@ def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: i
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
-            aligned[(index,)] = [["tt.divisibility", 16]]
+            if special:
+                aligned[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             if special and value % 16 == 0:

@@ -83,7 +83,7 @@ def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, segme
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
-@pytest.mark.parametrize("segments", [1, 2, 8])
+@pytest.mark.parametrize("segments", [1, 2, 7])
 def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
     block_size: int, block_n: int, segments: int
 ) -> None:
@@ -100,7 +100,7 @@ def test_decode_attention_packs_any_number_of_heads_of_a_group(heads: int, group
 
 def test_decode_attention_merges_more_segments_than_one_step_of_the_merge() -> None:
     case = paged_case([(1, 600), (1, 17), (1, 320)], heads=1, groups=1, dim=16)
-    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=64))
+    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=37))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -133,10 +133,10 @@ def test_contexts_are_split_as_far_as_their_segments_run_at_once() -> None:
         return decode_config(target, 128, torch.bfloat16, 8, sequences, context).num_segments
 
     assert segments(H100, 1, 100) == 1
-    assert segments(H100, 1, 16384) == 32
+    assert segments(H100, 1, 16384) == 33
     assert segments(H100, 8, 16384) == 4
     assert segments(H100, 64, 16384) == 1
-    assert segments(A100, 1, 131072) == 16
+    assert segments(A100, 1, 131072) == 27
 
 
 def test_heads_wider_than_the_tables_are_refused() -> None:

@@ -7,17 +7,14 @@ import triton
 import triton.language as tl
 from safetensors.torch import save_file
 
-from model.backend import Backend, BatchLayout
+from model.backend import Backend
 from model.config import load_model_config, parse_model_config
 from model.cuda_backend import CudaBackend
 from model.decoder import Decoder, load_decoder_weights
 from model.kernels.launch import A100, H100
-from model.kernels.prefill_attention import paged_attention_reference
-from model.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from model.kernels.rope_kv import rope_and_write_kv_reference
-from model.kernels.silu_mul import silu_mul_reference
 from model.weights import SINGLE_FILE, Checkpoint, expected_shapes
 from tests.kernels.paged_cases import assert_close, make_layout, paged_case
+from tests.kernels.reference_backend import ReferenceBackend
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -42,36 +39,12 @@ LENGTHS = {
 }
 
 
-class References:
-    """The backend made of the kernels' references."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm_reference(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm_reference(x, residual, weight, eps)
-
-    def rope_and_write_kv(
-        self, qkv: torch.Tensor, cos_sin: torch.Tensor, kv_layer: torch.Tensor, layout: BatchLayout
-    ) -> torch.Tensor:
-        return rope_and_write_kv_reference(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
-
-    def attention(self, q: torch.Tensor, kv_layer: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-        tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
-        return paged_attention_reference(q, kv_layer, *tensors)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul_reference(gate_up)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, dtype: torch.dtype) -> None:
     case = paged_case(LENGTHS[kind], heads=6, groups=2, dim=64, dtype=dtype)
     actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
-    assert_close(actual, References().attention(case.q, case.kv_layer, case.layout))
+    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout))
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
@@ -101,7 +74,7 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(k
         assert logits is not None
         return logits, caches
 
-    expected_logits, expected_caches = run(References())
+    expected_logits, expected_caches = run(ReferenceBackend())
     logits, caches = run(CudaBackend(A100))
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(caches, expected_caches, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,29 @@
+"""The kernels' references as a backend."""
+
+from torch import Tensor
+
+from model.backend import BatchLayout
+from model.kernels.prefill_attention import paged_attention_reference
+from model.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from model.kernels.rope_kv import rope_and_write_kv_reference
+from model.kernels.silu_mul import silu_mul_reference
+
+
+class ReferenceBackend:
+    """Implements `Backend` in plain torch, on any device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm_reference(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm_reference(x, residual, weight, eps)
+
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        return rope_and_write_kv_reference(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+
+    def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
+        return paged_attention_reference(q, kv_layer, *tensors)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul_reference(gate_up)
