@@ -2,7 +2,8 @@
 
 Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs that walks the block table once, with the
 online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
-Prefill chunks: the context is gathered sequence by sequence, then torch's own flash attention.
+Prefill chunks: the context is gathered sequence by sequence, then flash attention: ours in bf16 where the CPU has the
+instructions (cpu_prefill), else torch's.
 Reference: model/kernels/cpu_reference.py.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.backend import BatchLayout
+from model.kernels import cpu_dot, cpu_prefill
 from model.kernels.cpu_floats import exponential, store, widen
 from model.kernels.cpu_launch import (
     KernelPair,
@@ -149,20 +151,29 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     starts = layout.query_starts[layout.num_decodes :].tolist()
     contexts = layout.context_lens[layout.num_decodes :].tolist()
     tables = layout.block_tables[layout.num_decodes :].long()
+    use_tiles = q.dtype == torch.bfloat16 and cpu_dot.is_supported()
     for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
         blocks = kv_layer[table[: -(-context // block_size)]]
-        # [blocks, 2, G, block_size, D] -> [2, 1, G, context, D]
-        kv = blocks.permute(1, 2, 0, 3, 4).reshape(2, 1, kv_heads, -1, dim)[:, :, :, :context]
-        chunk = end - begin
-        mask = None
-        if chunk < context:  # torch's is_causal aligns the diagonal to the top left
-            mask = torch.ones(chunk, context, dtype=torch.bool).tril_(context - chunk)
-        mixed = functional.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1).unsqueeze(0),
-            kv[0],
-            kv[1],
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[1] != kv_heads,
-        )
-        out[begin:end] = mixed[0].transpose(0, 1)
+        # [blocks, 2, G, block_size, D] -> [2, G, context, D]
+        keys, values = blocks.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :context]
+        if use_tiles:
+            cpu_prefill.attend(q[begin:end], keys, values, out[begin:end])
+        else:
+            _attend_by_torch(q[begin:end], keys, values, out[begin:end])
+
+
+def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    """q, out [rows, H, D]; keys, values [G, tokens, D]."""
+    rows, tokens = q.shape[0], keys.shape[1]
+    mask = None
+    if rows < tokens:  # torch's is_causal aligns the diagonal to the top left
+        mask = torch.ones(rows, tokens, dtype=torch.bool).tril_(tokens - rows)
+    mixed = functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[1] != keys.shape[0],
+    )
+    out.copy_(mixed[0].transpose(0, 1))

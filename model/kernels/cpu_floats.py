@@ -66,3 +66,11 @@ def exponential(x):
     series = series * part + np.float32(5.0000001201e-1)
     value = series * part * part + part + np.float32(1.0)
     return value * float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
+
+
+@njit(nogil=True, fastmath={"nnan", "nsz"}, error_model="numpy")
+def largest(values, count, floor):
+    """The largest of `floor` and the first `count` values, none of which may be NaN."""
+    for i in range(count):
+        floor = values[i] if values[i] > floor else floor
+    return floor

@@ -1,0 +1,167 @@
+"""Prefill attention of one sequence in bf16, on AVX512-BF16: FlashAttention's online softmax over tiles of 32 queries
+and 256 keys (Dao et al. 2022), scores and sums in fp32. torch's own CPU flash attention multiplies at fp32's rate.
+
+Reference: model/kernels/cpu_reference.py.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+from torch.nn import functional
+
+from model.kernels.cpu_dot import LANES, TILE_ROWS, dot_tile_16, dot_tile_32, dot_tile_48, dot_tile_64
+from model.kernels.cpu_floats import exponential, largest, store
+from model.kernels.cpu_launch import Kernel, as_halves, compiled, float_bits, float_of_bits, take_items
+
+QUERY_TILE = 32
+KEY_TILE = 256
+KEY_PADDING = 64
+
+
+@compiled
+def _multiply(a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
+    """c[QUERY_TILE, columns] (+)= a b in tiles; addresses, strides in bytes; `columns` is a multiple of 16."""
+    for row in range(0, QUERY_TILE, TILE_ROWS):
+        left, result = a + row * a_stride, c + row * c_stride
+        column = np.int64(0)
+        while column < columns:
+            right, place = b + 4 * column, result + 4 * column
+            rest = columns - column
+            if rest >= 64:
+                dot_tile_64(left, a_stride, right, b_stride, pairs, place, c_stride, add)
+                column += 64
+            elif rest >= 48:
+                dot_tile_48(left, a_stride, right, b_stride, pairs, place, c_stride, add)
+                column += 48
+            elif rest >= 32:
+                dot_tile_32(left, a_stride, right, b_stride, pairs, place, c_stride, add)
+                column += 32
+            else:
+                dot_tile_16(left, a_stride, right, b_stride, pairs, place, c_stride, add)
+                column += 16
+
+
+@compiled
+def _soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities):
+    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed; returns new best and sum."""
+    for i in range(visible):
+        scores[i] *= scale
+    highest = largest(scores, visible, best)
+    if highest > best:
+        shrink = exponential(best - highest)
+        weight_sum *= shrink
+        for i in range(mixed.shape[0]):
+            mixed[i] *= shrink
+    total = np.float32(0)
+    for i in range(visible):
+        probability = exponential(scores[i] - highest)
+        total += probability
+        store(probabilities, i, probability)
+    for i in range(visible, width):
+        probabilities[i] = 0
+    return highest, weight_sum + total
+
+
+def _prefill(words):
+    """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, padded dim, tokens, padded tokens, scale."""
+    items, grain = words[1], words[2]
+    rows, heads, kv_heads, dim, padded_dim = words[7], words[8], words[9], words[10], words[11]
+    tokens, padded_tokens = words[12], words[13]
+    scale = float_of_bits(np.uint32(words[14]))
+    q, out = carray(as_halves(words[3]), (rows, heads, dim)), carray(as_halves(words[6]), (rows, heads, dim))
+    queries = np.zeros((QUERY_TILE, dim), np.uint16)
+    scores = np.empty((QUERY_TILE, KEY_TILE), np.float32)
+    probabilities = np.zeros((QUERY_TILE, KEY_TILE), np.uint16)
+    mixed = np.empty((QUERY_TILE, padded_dim), np.float32)
+    best, weight_sum = np.empty(QUERY_TILE, np.float32), np.empty(QUERY_TILE, np.float32)
+    tiles = (rows + QUERY_TILE - 1) // QUERY_TILE
+    while True:
+        begin = take_items(words)
+        if begin >= items:
+            return
+        for item in range(begin, min(begin + grain, items)):
+            head, first = item // tiles, (tiles - 1 - item % tiles) * QUERY_TILE  # the longest first
+            count = min(QUERY_TILE, rows - first)
+            for row in range(count):
+                for i in range(dim):
+                    queries[row, i] = q[first + row, head, i]
+            mixed[:] = np.float32(0)
+            best[:] = np.float32(-np.inf)
+            weight_sum[:] = np.float32(0)
+            group = head * kv_heads // heads
+            keys = words[4] + group * (dim // 2) * padded_tokens * 4
+            values = words[5] + group * (padded_tokens // 2) * padded_dim * 4
+            seen = tokens - rows + first  # keys before this tile's first query
+            for start in range(0, seen + count, KEY_TILE):
+                width = min(KEY_TILE, (seen + count - start + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING)
+                _multiply(
+                    queries.ctypes.data,
+                    2 * dim,
+                    keys + 4 * start,
+                    4 * padded_tokens,
+                    dim // 2,
+                    scores.ctypes.data,
+                    4 * KEY_TILE,
+                    width,
+                    0,
+                )
+                for row in range(count):
+                    visible = max(0, min(width, seen + row + 1 - start))
+                    best[row], weight_sum[row] = _soften(
+                        scores[row], visible, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
+                    )
+                _multiply(
+                    probabilities.ctypes.data,
+                    2 * KEY_TILE,
+                    values + 2 * start * padded_dim,
+                    4 * padded_dim,
+                    width // 2,
+                    mixed.ctypes.data,
+                    4 * padded_dim,
+                    padded_dim,
+                    1,
+                )
+            for row in range(count):
+                for i in range(dim):
+                    store(out[first + row, head], i, mixed[row, i] / weight_sum[row])
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    """Causal attention of the last rows of a context, all in contiguous bf16 but `keys` and `values` (any strides).
+
+    q and out [rows, H, D]; keys and values [G, tokens, D], those of the queries included. D is even.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, tokens, _ = keys.shape
+    padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING
+    padded_dim = -(-dim // LANES) * LANES
+    # Pairs along the inner dimension of each product go into one 32-bit lane: see cpu_dot.
+    packed_keys = torch.zeros((kv_heads, dim // 2, padded_tokens), dtype=torch.int32)
+    packed_keys[:, :, :tokens] = keys.contiguous().view(torch.int32).transpose(1, 2)
+    padded = functional.pad(values, (0, padded_dim - dim, 0, padded_tokens - tokens))
+    packed_values = padded.view(kv_heads, padded_tokens // 2, 2, padded_dim).transpose(2, 3).contiguous()
+    _kernel().run(
+        heads * -(-rows // QUERY_TILE),
+        1,
+        q.data_ptr(),
+        packed_keys.data_ptr(),
+        packed_values.data_ptr(),
+        out.data_ptr(),
+        rows,
+        heads,
+        kv_heads,
+        dim,
+        padded_dim,
+        tokens,
+        padded_tokens,
+        float_bits(dim**-0.5),
+    )
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    """Compiled at first use: other CPUs can't compile it."""
+    return Kernel(_prefill)
