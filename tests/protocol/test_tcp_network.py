@@ -57,7 +57,7 @@ async def test_sending_on_a_closed_connection_is_an_error():
 
 
 async def test_closing_towards_a_peer_that_does_not_read_ends_soon():
-    async with connected_pair() as (client, server):
+    async with connected_pair() as (_client, server):
         while server.unsent_bytes < 20_000_000:
             server.send(Refuse("x" * 1_000_000))
         async with asyncio.timeout(30.0):

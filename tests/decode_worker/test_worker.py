@@ -1,0 +1,269 @@
+"""The decode worker alone: its calls, its frames, and what becomes of blocks when things end early."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from protocol.errors import RequestError, TicketRefused, WorkerLost
+from protocol.messages import Cancel, PrefillFailed
+from protocol.requests import DecodeReply
+from tests.simulation.fake_model import expected_tokens
+from tests.simulation.worker_rig import DECODE, LAYERS, ROUTER, Rig, a_request, begin, play
+
+
+def expected(request) -> list[tuple[int, int]]:
+    return list(enumerate(expected_tokens(request, LAYERS)))
+
+
+async def a_moment() -> None:
+    """Until frames under way have arrived."""
+    await asyncio.sleep(0.1)
+
+
+def test_a_request_without_a_ticket_is_computed_here_to_its_end():
+    async def script(rig: Rig) -> None:
+        request = a_request(max_tokens=20, stop_token_ids=(4, 9, 17), min_tokens=2)
+        reply: DecodeReply = await rig.worker.decode(request, None)
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+        assert reply.num_output_tokens == len(expected(request))
+        assert reply.finish_reason == rig.frames[-1].events[0].finish_reason
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_requests_that_decode_together_share_one_frame_a_step():
+    async def script(rig: Rig) -> None:
+        requests = [a_request(10, name) for name in ("a", "b", "c")]
+        await asyncio.gather(*(rig.worker.decode(request, None) for request in requests))
+        await a_moment()
+        for request in requests:
+            assert rig.events()[request.request_id] == expected(request)
+        assert len(rig.frames) < 12, "18 tokens came in frames of up to three"
+
+    play(script, role="decode")
+
+
+def test_requests_of_two_routers_come_in_their_own_frames():
+    async def script(rig: Rig) -> None:
+        other = await rig.connect_router("router-1")
+        await asyncio.gather(
+            rig.worker.decode(a_request(10, "a"), None),
+            rig.worker.decode(msgspec.structs.replace(a_request(10, "b"), router_id="router-1"), None),
+        )
+        await a_moment()
+        assert all(len({event.request_id for event in frame.events}) == 1 for frame in rig.frames)
+        await other.close()
+
+    play(script, role="decode")
+
+
+def test_a_router_without_a_token_channel_gets_no_answer():
+    async def script(rig: Rig) -> None:
+        with pytest.raises(WorkerLost, match="no token channel"):
+            await rig.worker.decode(msgspec.structs.replace(a_request(), router_id="router-9"), None)
+
+    play(script, role="decode")
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 1000}, {"length": 90, "max_tokens": 9}])
+def test_a_request_that_could_never_fit_is_refused(fields):
+    async def script(rig: Rig) -> None:
+        with pytest.raises(RequestError):
+            await rig.worker.decode(a_request(**fields), None)
+
+    play(script, role="decode", num_blocks=20)
+
+
+def test_a_request_id_in_use_is_refused():
+    async def script(rig: Rig) -> None:
+        first = begin(rig.worker.decode(a_request(), None))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="here already"):
+            await rig.worker.decode(a_request(), None)
+        await first
+
+    play(script, role="decode")
+
+
+def test_a_ticket_of_another_request_is_refused():
+    async def script(rig: Rig) -> None:
+        with pytest.raises(TicketRefused):
+            await rig.worker.decode(a_request(), rig.ticket("another"))
+
+    play(script, role="decode")
+
+
+def test_a_cancelled_call_frees_its_blocks_once_the_step_has_run():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.01)
+        assert rig.pool.owned_blocks > 0
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert rig.pool.owned_blocks > 0, "a step still writes into them"
+        await a_moment()
+        assert rig.pool.owned_blocks == 0
+        assert rig.worker.stats().aborted_requests == 1
+
+    play(script, role="decode")
+
+
+def test_a_cancel_message_ends_the_call_without_a_finish_reason():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.01)
+        rig.router.send(Cancel("somebody else's"))
+        rig.router.send(Cancel("r"))
+        reply = await call
+        assert reply.finish_reason is None
+        await a_moment()
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_lost_router_ends_its_requests():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.01)
+        rig.fabric.cut(ROUTER)
+        with pytest.raises(WorkerLost, match="is gone"):
+            await call
+        await a_moment()
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_dead_engine_ends_every_request_and_hangs_up():
+    async def script(rig: Rig) -> None:
+        rig.engine.fail_at_step = 3
+        calls = [
+            begin(rig.worker.decode(a_request(name="a"), None)),
+            begin(rig.worker.decode(a_request(name="b"), rig.ticket("b"))),
+        ]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, WorkerLost)
+        with pytest.raises(WorkerLost, match="has died"):
+            rig.worker.check_health()
+        with pytest.raises(WorkerLost):
+            await rig.worker.decode(a_request(name="c"), None)
+        await a_moment()
+        assert {event.request_id for frame in rig.frames for event in frame.events if event.error} == {"a", "b"}
+        assert rig.pool.owned_blocks == 0
+        await rig.worker.drain()
+
+    play(script, role="decode")
+
+
+def test_without_an_offer_the_prompt_is_computed_here_after_the_lease():
+    async def script(rig: Rig) -> None:
+        request = a_request()
+        reply = await rig.worker.decode(request, rig.ticket())
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+        assert reply.transfer_s == 0.0
+        assert 4.0 < asyncio.get_running_loop().time() < 6.0
+        assert rig.worker.stats().transfers_failed == 1
+
+    play(script, role="decode")
+
+
+def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), rig.ticket()))
+        await asyncio.sleep(0.05)
+        assert rig.worker.stats().num_transfers == 1
+        rig.router.send(PrefillFailed("r"))
+        rig.router.send(PrefillFailed("r"))
+        await call
+        await a_moment()
+        assert rig.events()["r"] == expected(a_request())
+        assert asyncio.get_running_loop().time() < 1.0
+
+    play(script, role="decode")
+
+
+def test_a_prefill_that_fails_while_its_request_waits_for_blocks_is_not_waited_for():
+    async def script(rig: Rig) -> None:
+        long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
+        waiting = begin(rig.worker.decode(a_request(18), rig.ticket()))
+        await asyncio.sleep(0.01)
+        rig.router.send(PrefillFailed("r"))
+        await asyncio.gather(long, waiting)
+        await a_moment()
+        assert rig.events()["r"] == expected(a_request(18))
+        assert asyncio.get_running_loop().time() < 1.0
+
+    play(script, role="decode", num_blocks=8)
+
+
+def test_a_call_cancelled_during_its_transfer_frees_its_blocks():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), rig.ticket()))
+        await asyncio.sleep(0.05)
+        assert rig.pool.owned_blocks == 3
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), None))
+        await asyncio.sleep(0.001)
+        draining = begin(rig.worker.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(WorkerLost, match="draining"):
+            await rig.worker.decode(a_request(name="late"), None)
+        assert not draining.done()
+        assert (await call).finish_reason == "length"
+        await draining
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
+    async def script(rig: Rig) -> None:
+        calls = [
+            begin(rig.worker.decode(a_request(name="a", max_tokens=50), None)),
+            begin(rig.worker.decode(a_request(name="b"), rig.ticket("b"))),
+        ]
+        await asyncio.sleep(0.01)
+        await rig.worker.stop()
+        assert rig.pool.owned_blocks == 0
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, WorkerLost)
+        with pytest.raises(WorkerLost):
+            rig.worker.check_health()
+
+    play(script, role="decode")
+
+
+def test_the_numbers_it_tells_are_true():
+    async def script(rig: Rig) -> None:
+        assert rig.info.peer == DECODE
+        assert rig.info.role == "decode"
+        for _ in range(2):
+            await rig.worker.decode(a_request(10), None)
+        stats = rig.worker.stats()
+        assert stats.generated_tokens == 12
+        assert stats.finished_requests == 2
+        assert stats.prefix_queries == 20
+        assert stats.prefix_hits == 8
+        assert stats.computed_tokens == 10 + 2
+        assert stats.steps == rig.engine.num_steps == 12
+        assert stats.step_seconds > 0
+        assert stats.free_blocks == stats.total_blocks == 32
+        assert stats.num_running == stats.num_waiting == stats.owned_blocks == 0
+
+    play(script, role="decode")

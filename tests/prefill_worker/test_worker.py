@@ -1,0 +1,196 @@
+"""The prefill worker alone: its replies, and what becomes of blocks when things end early."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLost
+from protocol.messages import Cancel
+from protocol.network import Connection
+from protocol.requests import PrefillReply
+from protocol.tickets import Address, Peer
+from tests.simulation.fake_model import expected_tokens
+from tests.simulation.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
+
+NOWHERE = Address("nobody", 1)
+"""A ticket for a decode worker there: the transfer fails as soon as the connection is refused."""
+
+
+async def silent_decode_worker(rig: Rig) -> Address:
+    """Somebody who accepts connections and never says a word: transfers to it end by their lease."""
+
+    async def say_nothing(connection: Connection) -> None:
+        with contextlib.suppress(ConnectionLost):
+            while True:
+                await connection.receive()
+
+    return (await rig.fabric.at("decode-0").listen("", say_nothing)).address
+
+
+def test_the_reply_has_the_first_token_and_blocks_go_back():
+    async def script(rig: Rig) -> None:
+        reply: PrefillReply = await rig.worker.prefill(a_request(40), None)
+        assert [token.token_id for token in reply.event.tokens] == expected_tokens(a_request(40), LAYERS)[:1]
+        assert (reply.event.index, reply.event.finish_reason) == (0, None)
+        assert reply.num_cached_tokens == 0
+        assert reply.prefill_s > 0
+        assert rig.pool.owned_blocks == 0
+        again = await rig.worker.prefill(a_request(40), None)
+        assert again.event.tokens == reply.event.tokens
+        assert again.num_cached_tokens == 36
+
+    play(script, role="prefill", max_step_tokens=7)
+
+
+def test_a_first_token_that_ends_the_request_says_so():
+    async def script(rig: Rig) -> None:
+        reply = await rig.worker.prefill(a_request(10, max_tokens=1), None)
+        assert reply.event.finish_reason == "length"
+
+    play(script, role="prefill")
+
+
+def test_prompts_that_come_together_share_steps():
+    async def script(rig: Rig) -> None:
+        await asyncio.gather(*(rig.worker.prefill(a_request(length, str(length)), None) for length in (9, 10, 11)))
+        assert rig.engine.num_steps <= 2
+
+    play(script, role="prefill")
+
+
+def test_a_transfer_that_fails_does_not_fail_the_reply_and_frees_its_blocks():
+    async def script(rig: Rig) -> None:
+        reply = await rig.worker.prefill(a_request(), rig.ticket(decode_address=NOWHERE))
+        assert reply.event.error is None
+        await asyncio.sleep(0.1)
+        assert rig.pool.owned_blocks == 0
+        assert rig.worker.stats().transfers_failed == 1
+
+    play(script, role="prefill")
+
+
+def test_blocks_are_kept_until_the_transfer_has_ended():
+    async def script(rig: Rig) -> None:
+        address = await silent_decode_worker(rig)
+        await rig.worker.prefill(a_request(), rig.ticket(decode_address=address))
+        assert rig.pool.owned_blocks == 3
+        assert rig.worker.stats().num_transfers == 1
+        await rig.worker.drain()
+        assert 1.0 < asyncio.get_running_loop().time() < 5.0
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="prefill")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "name", "error"),
+    [
+        (Peer(PREFILL.worker_id, 12), "r", EpochMismatch),
+        (Peer("prefill-9", 11), "r", TicketRefused),
+        (PREFILL, "another", TicketRefused),
+    ],
+)
+def test_a_ticket_for_somebody_else_is_refused(prefill: Peer, name: str, error: type[Exception]):
+    async def script(rig: Rig) -> None:
+        with pytest.raises(error):
+            await rig.worker.prefill(a_request(), rig.ticket(name, prefill))
+
+    play(script, role="prefill")
+
+
+@pytest.mark.parametrize("length", [0, 100, 81])
+def test_a_prompt_that_can_never_run_is_refused(length: int):
+    async def script(rig: Rig) -> None:
+        with pytest.raises(RequestError):
+            await rig.worker.prefill(a_request(length), None)
+
+    play(script, role="prefill", num_blocks=20)
+
+
+def test_a_request_id_in_use_is_refused():
+    async def script(rig: Rig) -> None:
+        first = begin(rig.worker.prefill(a_request(), None))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="here already"):
+            await rig.worker.prefill(a_request(), None)
+        await first
+
+    play(script, role="prefill")
+
+
+@pytest.mark.parametrize("where", ["queued", "in a step", "transferring"])
+@pytest.mark.parametrize("how", ["call", "message", "router"])
+def test_a_request_cancelled_anywhere_gives_its_blocks_back(where: str, how: str):
+    async def script(rig: Rig) -> None:
+        address = await silent_decode_worker(rig)
+        others = []
+        if where == "queued":
+            others.append(begin(rig.worker.prefill(a_request(50, "before"), None)))
+        call = begin(rig.worker.prefill(a_request(40), rig.ticket(decode_address=address)))
+        await asyncio.sleep(0.0015)
+        assert rig.pool.owned_blocks > 0
+        if how == "call":
+            call.cancel()
+        elif how == "message":
+            rig.router.send(Cancel("r"))
+        else:
+            rig.fabric.cut(ROUTER)
+        outcome, *_ = await asyncio.gather(call, *others, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError if how == "call" else WorkerLost)
+        await asyncio.sleep(0.1)
+        assert rig.pool.owned_blocks == 0
+        assert rig.worker.stats().aborted_requests >= 1
+
+    chunk = {"queued": 50, "in a step": 50, "transferring": 4}[where]
+    play(script, role="prefill", max_step_tokens=chunk, max_batch=1)
+
+
+def test_a_dead_engine_ends_every_request():
+    async def script(rig: Rig) -> None:
+        rig.engine.fail_at_step = 2
+        calls = [begin(rig.worker.prefill(a_request(20, name), rig.ticket(name))) for name in ("a", "b")]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, WorkerLost)
+        with pytest.raises(WorkerLost, match="has died"):
+            rig.worker.check_health()
+        await rig.worker.drain()
+        await asyncio.sleep(0.1)
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="prefill", max_step_tokens=10)
+
+
+def test_a_draining_worker_takes_nothing_new():
+    async def script(rig: Rig) -> None:
+        await rig.worker.drain()
+        with pytest.raises(WorkerLost, match="draining"):
+            await rig.worker.prefill(a_request(), None)
+
+    play(script, role="prefill")
+
+
+def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
+    async def script(rig: Rig) -> None:
+        address = await silent_decode_worker(rig)
+        call = begin(rig.worker.prefill(a_request(40), rig.ticket(decode_address=address)))
+        await asyncio.sleep(0.002)
+        await rig.worker.stop()
+        assert rig.pool.owned_blocks == 0
+        with pytest.raises(WorkerLost):
+            await call
+
+    play(script, role="prefill", max_step_tokens=4)
+
+
+def test_the_numbers_it_tells_are_true():
+    async def script(rig: Rig) -> None:
+        assert (rig.info.role, rig.info.peer, rig.info.transfer_address) == ("prefill", PREFILL, None)
+        for _ in range(2):
+            await rig.worker.prefill(a_request(10), None)
+        stats = rig.worker.stats()
+        assert (stats.computed_tokens, stats.generated_tokens, stats.finished_requests) == (12, 2, 2)
+        assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
+        assert (stats.steps, stats.owned_blocks, stats.free_blocks) == (2, 0, 32)
+
+    play(script, role="prefill")

@@ -1,0 +1,163 @@
+"""One worker alone on virtual time, with a router's connection: for the workers' own tests."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import DecodeWorker
+from kvtransfer.config import TransferConfig
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.sender import KVSender
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import PrefillWorker
+from protocol.errors import ConnectionLost
+from protocol.messages import Hello, StatsFrame, TokenFrame, Welcome
+from protocol.requests import GenerateRequest, SamplingParams
+from protocol.stats import WorkerInfo
+from protocol.tickets import Address, Peer, Ticket, mint_ticket
+from tests.simulation.fake_model import FakeEngine, FakeStore, SpoilingPool
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport
+from tests.simulation.virtual_loop import describe, run_virtually
+
+SECRET = b"a secret of tests"
+PREFILL, DECODE, ROUTER = Peer("prefill-0", 11), Peer("decode-0", 22), "router-0"
+LAYERS, BLOCK = 2, 4
+TRANSFERS = TransferConfig(lease_s=2.0, progress_s=4.0)
+
+
+def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateRequest:
+    """A request of the router's; prompts of one length are equal."""
+    values: dict[str, Any] = {"sampling": SamplingParams(seed=3), "max_tokens": 6} | fields
+    return GenerateRequest(
+        request_id=name,
+        router_id=ROUTER,
+        token_ids=tuple(range(length)),
+        num_prompt_tokens=length,
+        **values,
+    )
+
+
+@dataclass
+class Rig:
+    """A started worker and all that it stands on."""
+
+    worker: Any
+    info: WorkerInfo
+    pool: SpoilingPool
+    engine: FakeEngine
+    fabric: MemoryFabric
+    links: LinkFabric
+    frames: list[TokenFrame] = field(default_factory=list)
+    router: MemoryConnection | None = None
+
+    def events(self) -> dict[str, list[tuple[int, int]]]:
+        """(index, token) of every token that reached the router, by request."""
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for frame in self.frames:
+            for event in frame.events:
+                found[event.request_id] += [
+                    (event.index + offset, token.token_id) for offset, token in enumerate(event.tokens)
+                ]
+        return found
+
+    def ticket(self, name: str = "r", prefill: Peer = PREFILL, decode_address: Address | None = None) -> Ticket:
+        """Permission for a transfer from PREFILL to DECODE."""
+        address = decode_address or self.info.transfer_address or Address("nobody", 1)
+        return mint_ticket(SECRET, name, prefill, DECODE, address)
+
+    async def connect_router(self, router_id: str = ROUTER) -> MemoryConnection:
+        """Open a token channel, and keep what comes in `frames`."""
+        connection = await self.fabric.at(router_id).connect(self.info.token_address)
+        connection.send(Hello(Peer(router_id, 1), self.info.peer))
+        assert isinstance(await connection.receive(), Welcome)
+        asyncio.create_task(self._listen(connection), name="a router's reader")  # noqa: RUF006  (ends with it)
+        self.router = connection
+        return connection
+
+    async def _listen(self, connection: MemoryConnection) -> None:
+        while True:
+            try:
+                message = await connection.receive()
+            except ConnectionLost:
+                return
+            assert isinstance(message, StatsFrame | TokenFrame)
+            if isinstance(message, TokenFrame):
+                self.frames.append(message)
+
+
+def play(script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int = 32, **config: Any) -> None:
+    """Run `script` with a worker; afterwards nothing of it may be left."""
+
+    async def main() -> None:
+        async with _running(role, num_blocks, config) as rig:
+            await script(rig)
+        assert rig.pool.owned_blocks == 0
+        rig.pool.check_integrity()
+        await asyncio.sleep(1.0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, [describe(task) for task in left if task is not None]
+
+    run_virtually(main())
+
+
+@asynccontextmanager
+async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncIterator[Rig]:
+    loop = asyncio.get_running_loop()
+    fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
+    store = FakeStore(num_layers=LAYERS, num_blocks=num_blocks, block_size=BLOCK)
+    pool, engine, clock = SpoilingPool(store), FakeEngine(store), loop.time
+    peer = PREFILL if role == "prefill" else DECODE
+    network, transport = fabric.at(peer.worker_id), MemoryTransport(links, peer.worker_id, store)
+    worker: PrefillWorker | DecodeWorker
+    if role == "prefill":
+        sender = KVSender(peer=peer, store=store, network=network, transport=transport, config=TRANSFERS, clock=clock)
+        worker = PrefillWorker(
+            peer=peer,
+            config=PrefillConfig(**config),
+            engine=engine,
+            store=store,
+            pool=pool,
+            network=network,
+            sender=sender,
+            clock=clock,
+            max_context=100,
+        )
+    else:
+        receiver = KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transport=transport,
+            config=TRANSFERS,
+            clock=clock,
+            secret=SECRET,
+        )
+        worker = DecodeWorker(
+            peer=peer,
+            config=DecodeConfig(**{"max_batch": 8, "max_step_tokens": 16} | config),
+            engine=engine,
+            store=store,
+            pool=pool,
+            network=network,
+            receiver=receiver,
+            clock=clock,
+            max_context=100,
+        )
+    rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
+    await rig.connect_router()
+    try:
+        yield rig
+    finally:
+        await worker.stop()
+        if rig.router is not None:
+            await rig.router.close()
+
+
+def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Start a call of the worker."""
+    return asyncio.create_task(call, name="call")
