@@ -93,8 +93,9 @@ def extension_modules() -> list[str]:
         if name.startswith(("_test", "_xx", "xx")):
             continue
         spec = importlib.util.find_spec(name)
-        loader = spec.loader if spec is not None else None
-        if loader is importlib.machinery.BuiltinImporter or isinstance(loader, importlib.machinery.ExtensionFileLoader):
+        if spec is None or spec.origin is None:
+            continue
+        if spec.origin == "built-in" or spec.origin.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
             names.append(name)
     return names
 

@@ -73,12 +73,13 @@ class Recipe:
     tokens_per_step: int = 8192
     # (progress at which the phase ends, sequence length): attention is cheap on short sequences, so most of the
     # training sees those; the last phases make the long context usable.
-    phases: tuple[tuple[float, int], ...] = ((0.70, 512), (0.85, 2048), (1.0, CONTEXT))
+    phases: tuple[tuple[float, int], ...] = ((0.80, 512), (0.90, 2048), (1.0, 4096))
     muon_learning_rate: float = 0.02  # the hidden matrices
     adam_learning_rate: float = 0.003  # embeddings and norms
     weight_decay: float = 0.1
     warm_up: int = 100  # steps
-    dropout: float = 0.1  # of each residual branch: the corpus is read a dozen times
+    dropout: float = 0.1  # of each residual branch; worth more steps of it where the corpus is read a dozen times
+    dropout_steps: int = 523  # afterwards none: this run reads the corpus a few times only, and learns faster without
     gradient_clip: float = 1.0
 
     def learning_rate_factor(self, step: int, progress: float) -> float:

@@ -70,6 +70,14 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """Raises ValueError where the tokenizer has no such token."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no {token}")
+    return found
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Writes the tokenizer files of a Hugging Face model folder. `max_length` is in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +99,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[list[int]]:
     """Token ids of each document, from `<|begin|>` to the last `<|end|>`; conversations as the template has them."""
-    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+    begin, end = special_id(tokenizer, BEGIN), special_id(tokenizer, END)
     for document in documents:
         ids = [begin]
         for turn in document.turns:
             text = turn.text
             if turn.role:
-                ids.append(tokenizer.token_to_id(f"<|{turn.role}|>"))
+                ids.append(special_id(tokenizer, f"<|{turn.role}|>"))
                 text = "\n" + text.strip()
             ids += tokenizer.encode(text, add_special_tokens=False).ids
             ids.append(end)
