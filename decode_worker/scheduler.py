@@ -145,7 +145,6 @@ class DecodeScheduler:
 
         Marks the jobs as in a step, or receiving; `complete` or `abandon` must follow before the next call.
         """
-        preemptions_before = self.preemptions
         entries: list[Entry] = []
         for job in self._running[: self._max_batch]:
             if job.phase is Phase.RUNNING and job.sequence.num_uncomputed == 1 and self._make_room(job):
@@ -155,8 +154,8 @@ class DecodeScheduler:
             if budget > 0 and not job.in_step:
                 budget -= self._add_entry(entries, job, budget)
         reserved: list[DecodeJob] = []
-        # One who just gave way must not come back in the same breath, nor anybody take its room.
-        while self._waiting and self.preemptions == preemptions_before:
+        # One who just gave way can't come back in the same breath: it needs all it gave, and some of that is taken.
+        while self._waiting:
             job = self._waiting[0]
             if not job.wants_transfer and (budget == 0 or len(self._running) >= self._max_batch):
                 break

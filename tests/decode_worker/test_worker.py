@@ -191,12 +191,13 @@ def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once():
 def test_a_prefill_that_fails_while_its_request_waits_for_blocks_is_not_waited_for():
     async def script(rig: Rig) -> None:
         long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
-        waiting = begin(rig.worker.decode(a_request(18), rig.ticket()))
+        waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
         await asyncio.sleep(0.01)
         rig.router.send(PrefillFailed("r"))
         await asyncio.gather(long, waiting)
         await a_moment()
         assert rig.events()["r"] == expected(a_request(18))
+        assert rig.worker.stats().transfers_failed == 0, "none was begun"
         assert asyncio.get_running_loop().time() < 1.0
 
     play(script, role="decode", num_blocks=8)
@@ -227,6 +228,19 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
         assert not draining.done()
         assert (await call).finish_reason == "length"
         await draining
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_draining_worker_waits_for_transfers_too():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), rig.ticket()))
+        await asyncio.sleep(0.1)
+        draining = begin(rig.worker.drain())
+        await asyncio.sleep(1.0)
+        assert not draining.done()
+        await asyncio.gather(call, draining)
         assert rig.pool.owned_blocks == 0
 
     play(script, role="decode")

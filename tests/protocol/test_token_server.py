@@ -87,6 +87,7 @@ def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regularly():
         connection = await scene.welcomed()
         assert scene.server.is_connected("router-0")
         began = asyncio.get_running_loop().time()
+        assert began < CONFIG.stats_interval_s
         for _ in range(4):
             assert await connection.receive() == StatsFrame(STATS)
         assert 1.4 < asyncio.get_running_loop().time() - began < 2.2

@@ -191,7 +191,7 @@ class _Simulation:
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
-            raise InvariantBroken("tasks are left: " + "; ".join(describe(task) for task in tasks))  # type: ignore[arg-type]
+            raise InvariantBroken("tasks are left: " + "; ".join(describe(task) for task in tasks))
         if self._fleet.num_calls or self._fabric.connections or self._fabric.listeners or self._links.pending:
             raise InvariantBroken(
                 f"left: {self._fleet.num_calls} calls, {len(self._fabric.connections)} connections, "

@@ -137,11 +137,13 @@ def _make_arrivals(draw: random.Random, num_routers: int) -> tuple[Arrival, ...]
 
 
 def _make_faults(draw: random.Random, num_prefill: int) -> tuple[Fault, ...]:
-    kinds = FAULTS if num_prefill else ("kill_decode", "fail_engine", "cut_channel")
+    kinds: tuple[str, ...] = FAULTS if num_prefill else DECODE_FAULTS
     faults: list[Fault] = []
     for _ in range(draw.choice((1, 1, 2))):
         if any(fault.kind in DECODE_FAULTS for fault in faults):
             kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
+        if not kinds:
+            break
         faults.append(
             Fault(at_s=draw.random() * draw.choice((0.01, 0.1)), kind=draw.choice(kinds), which=draw.randrange(1000))
         )

@@ -19,7 +19,7 @@ class SimulationStuck(Exception):
     """Nothing can happen any more, too much virtual time has passed, or none passes although tasks run."""
 
 
-class _OrderedTask(asyncio.Task):
+class _OrderedTask(asyncio.Task[Any]):
     """A task that hashes by its number, not by its address."""
 
     _number = 0
@@ -28,7 +28,7 @@ class _OrderedTask(asyncio.Task):
         return self._number
 
 
-class _OrderedFuture(asyncio.Future):
+class _OrderedFuture(asyncio.Future[Any]):
     """A future that hashes by its number, not by its address."""
 
     _number = 0
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._times)
         self._clock_resolution = 1e-9
         self._numbers = count(1)
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         return self._times.now
