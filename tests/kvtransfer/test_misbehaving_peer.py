@@ -203,6 +203,8 @@ async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes
                 await waiting
             with pytest.raises(ConnectionLost):
                 await peer.answer()
+            with pytest.raises(ConnectionLost):
+                await peer.link.receive(0, [0])  # the link is closed too
         incoming = pair.receiver.expect(ticket, [9], 4, 0)
         for layer in range(3):
             out.layer_ready(layer, 4)

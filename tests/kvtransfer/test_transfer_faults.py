@@ -100,6 +100,7 @@ async def drive_to(
         target.gate.shut()
         out, incoming = begin(pair)
         finish(out)
+        await target.gate.entered.wait()
     await reach(out, state)
     return out, incoming
 
@@ -382,7 +383,7 @@ async def test_a_silent_prefill_worker_loses_its_connection_and_its_transfers() 
 
 
 async def test_a_silent_decode_worker_loses_its_transfers() -> None:
-    held = asyncio.Event()
+    link_ended = asyncio.Event()
 
     async def welcome_and_fall_silent(connection: Connection) -> None:
         await connection.receive()
@@ -390,7 +391,9 @@ async def test_a_silent_decode_worker_loses_its_transfers() -> None:
         connection.send(Welcome(D, pending.params))
         link = await pending.established()
         try:
-            await held.wait()
+            await link.receive(0, [0])
+        except ConnectionLost:
+            link_ended.set()
         finally:
             await link.close()
 
@@ -400,6 +403,7 @@ async def test_a_silent_decode_worker_loses_its_transfers() -> None:
         out = pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0)
         with pytest.raises(TransferFailed, match="silent for"):
             await out.done()
+        await link_ended.wait()
         await listener.close()
 
 
