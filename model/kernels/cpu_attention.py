@@ -24,41 +24,54 @@ from model.kernels.cpu_launch import (
     compiled,
     float_bits,
     float_of_bits,
+    prefetch,
     take_items,
 )
 
 
 @compiled
-def _widen_row(row, out):
-    for i in range(row.shape[0]):
-        out[i] = widen(row[i])
+def _attend(queries, kv, head, table, context, block_size, out):
+    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32, its first entries; out [R, D].
 
-
-@compiled
-def _dot(a, b):
-    total = np.float32(0)
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
-    return total
-
-
-@compiled
-def _attend(queries, kv, head, table, context, out):
-    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32, its first entries; out [R, D]."""
+    Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
+    """
     group, dim = queries.shape
-    block_size = kv.shape[3]
     best = np.full(group, np.float32(-np.inf))
     weight_sum = np.zeros(group, np.float32)
     mixed = np.zeros((group, dim), np.float32)
-    scores = np.empty((group, block_size), np.float32)
-    row = np.empty(dim, np.float32)
-    for index in range((context + block_size - 1) // block_size):
+    scores = np.zeros((group, block_size + 3), np.float32)
+    wide = np.empty((block_size + 3, dim), np.float32)  # keys, then values, of one block in fp32
+    blocks = (context + block_size - 1) // block_size
+    run_bytes = block_size * dim * kv.itemsize
+    for index in range(blocks):
         block = table[index]
+        if index + 1 < blocks:
+            # A head's part of a block is too short for the hardware to see a stream in it.
+            following = kv.ctypes.data + (np.int64(table[index + 1]) * 2 * kv.shape[2] + head) * run_bytes
+            for line in range(0, run_bytes, 64):
+                prefetch(following + line)
+                prefetch(following + kv.shape[2] * run_bytes + line)
         count = min(block_size, context - index * block_size)
+        rounded = (count + 3) // 4 * 4
         for token in range(count):
-            _widen_row(kv[block, 0, head, token], row)
-            for query in range(group):
-                scores[query, token] = _dot(queries[query], row)
+            for i in range(dim):
+                wide[token, i] = widen(kv[block, 0, head, token, i])
+        for token in range(count, rounded):
+            for i in range(dim):
+                wide[token, i] = np.float32(0)
+        for query in range(group):
+            for token in range(0, rounded, 4):
+                first, second, third, fourth = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(dim):
+                    value = queries[query, i]
+                    first += value * wide[token, i]
+                    second += value * wide[token + 1, i]
+                    third += value * wide[token + 2, i]
+                    fourth += value * wide[token + 3, i]
+                scores[query, token] = first
+                scores[query, token + 1] = second
+                scores[query, token + 2] = third
+                scores[query, token + 3] = fourth
         for query in range(group):
             highest = best[query]
             for token in range(count):
@@ -75,12 +88,25 @@ def _attend(queries, kv, head, table, context, out):
                 scores[query, token] = probability
                 total += probability
             weight_sum[query] += total
+            for token in range(count, rounded):
+                scores[query, token] = np.float32(0)
         for token in range(count):
-            _widen_row(kv[block, 1, head, token], row)
-            for query in range(group):
-                probability = scores[query, token]
+            for i in range(dim):
+                wide[token, i] = widen(kv[block, 1, head, token, i])
+        for token in range(count, rounded):
+            for i in range(dim):
+                wide[token, i] = np.float32(0)
+        for query in range(group):
+            for token in range(0, rounded, 4):
+                first, second = scores[query, token], scores[query, token + 1]
+                third, fourth = scores[query, token + 2], scores[query, token + 3]
                 for i in range(dim):
-                    mixed[query, i] += probability * row[i]
+                    mixed[query, i] += (
+                        first * wide[token, i]
+                        + second * wide[token + 1, i]
+                        + third * wide[token + 2, i]
+                        + fourth * wide[token + 3, i]
+                    )
     for query in range(group):
         for i in range(dim):
             store(out[query], i, mixed[query, i] / weight_sum[query])
@@ -108,9 +134,8 @@ def _decode(words, q, kv, out):
             for query in range(group):
                 for i in range(dim):
                     queries[query, i] = widen(q[sequence, first + query, i]) * scale
-            _attend(
-                queries, kv, head, tables[sequence], np.int64(contexts[sequence]), out[sequence, first : first + group]
-            )
+            table, context, rows = tables[sequence], np.int64(contexts[sequence]), out[sequence, first : first + group]
+            _attend(queries, kv, head, table, context, block_size, rows)
 
 
 def _decode_fp32(words):

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 FIRST_ARGUMENT = 3
@@ -156,3 +157,21 @@ def bits_of_float(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an int64 address, to be read soon; returns 0."""
+    del typingctx, address
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), (byte, flag, flag, flag)), "llvm.prefetch.p0"
+        )
+        read, keep, data = ir.Constant(flag, 0), ir.Constant(flag, 3), ir.Constant(flag, 1)
+        builder.call(function, (builder.inttoptr(arguments[0], byte), read, keep, data))
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64), codegen
