@@ -213,7 +213,11 @@ class _Simulation:
     async def _inject(self) -> None:
         for fault in self._scenario.faults:
             await asyncio.sleep(max(0.0, fault.at_s - self._clock()))
-            hit = await self._strike(fault)
+            for _ in range(20):  # a link that does not stand yet can't be cut: try again soon
+                hit = await self._strike(fault)
+                if hit:
+                    break
+                await asyncio.sleep(0.005)
             self._trace(f"fault {fault.kind}: {'hit' if hit else 'nothing to hit'}")
             self._report.fired[fault.kind] = self._report.fired.get(fault.kind, 0) + bool(hit)
 

@@ -41,9 +41,9 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.retries == report.prefill_failures == 0
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", range(0, 300, 150))
 def test_requests_end_right_although_workers_links_and_calls_fail(first: int):
-    report = run_seeds(first, 100, with_faults=True)
+    report = run_seeds(first, 150, with_faults=True)
     assert report.finished > 300
     assert {kind for kind, times in report.fired.items() if times} == set(FAULTS), "a fault never struck"
     assert report.retries > 0
@@ -75,5 +75,5 @@ def test_a_seed_replays_exactly_in_another_process_whose_hashes_differ():
         ).stdout
 
     first = trace("1")
-    assert len(first.splitlines()) > 100
+    assert " gets " in first, "a trace tells what clients get"
     assert first == trace("2")
