@@ -30,16 +30,9 @@ from router.jobs import Job
 from router.openai_chat import ChatFormat
 from router.openai_common import INTERNAL_ERROR, Format
 from router.openai_completions import CompletionFormat
+from router.parsing import parse, token_ids_of
 from router.policy import NoPath
-from router.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    TokenizeRequest,
-    parse,
-    token_ids_of,
-)
+from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from router.service import RouterService
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import msgspec
 
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SamplingParams
-from router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields, prompts_of
+from router.parsing import prompts_of
+from router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
 from router.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -21,7 +21,8 @@ from router.fleet import Fleet
 from router.in_flight import Hold, InFlight
 from router.policy import Candidate, NoPath, Path, choose
 from router.stages import Stages
-from router.token_channels import TokenChannels, TokenStream
+from router.token_channels import TokenChannels
+from router.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
 

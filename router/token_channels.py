@@ -6,12 +6,11 @@ requests, so every stream on it raises WorkerLost. Nothing here knows Ray or HTT
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.clock import Clock
-from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, TwostrokeError, WorkerLost
+from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
 from protocol.messages import (
     Cancel,
     Hello,
@@ -24,9 +23,9 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.network import Connection, Network
-from protocol.requests import TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
+from router.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
 
@@ -40,79 +39,6 @@ class TokenChannelConfig:
     connect_s: float = 5.0  # to connect and be welcomed
     backoff_first_s: float = 0.05
     backoff_most_s: float = 2.0
-
-
-class TokenStream:
-    """The events of one request, in the order they came. Read by one consumer; closed by it, always.
-
-    Others may `push` what they learn by another way (the first token of a prefill reply) or `fail` it.
-    """
-
-    def __init__(self, channel: "_Channel", request_id: str, max_tokens: int):
-        self._channel = channel
-        self._request_id = request_id
-        self._events: deque[TokenEvent] = deque()
-        self._error: TwostrokeError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        # A sound worker sends one token an event at least, and token 0 may come twice; the end may come alone.
-        self._events_left = max_tokens + 2
-        self.heard = False
-        """Whether the decode worker has said anything about this request."""
-
-    def push(self, event: TokenEvent) -> None:
-        """Queue `event` behind those before it."""
-        self._events.append(event)
-        self._wake()
-
-    def fail(self, error: TwostrokeError) -> None:
-        """Let the reader have what is queued, then raise `error`. The first failure counts."""
-        if self._error is None:
-            self._error = error
-            self._wake()
-
-    def fail_in(self, delay_s: float, error: TwostrokeError) -> None:
-        """Fail later, unless the stream is closed by then."""
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.fail, error)
-
-    def close(self) -> None:
-        """Take no more events of this request. May be called more than once."""
-        self._channel.unsubscribe(self._request_id)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._events.clear()
-        self.fail(WorkerLost("the stream is closed"))
-
-    def receive(self, event: TokenEvent) -> None:
-        """Take an event off the channel; a worker that sends more than was asked for has failed."""
-        self.heard = True
-        self._events_left -= 1
-        if self._events_left < 0:
-            self.fail(WorkerLost("the worker sent more tokens than the request asked for"))
-        else:
-            self.push(event)
-
-    def take_queued(self) -> list[TokenEvent]:
-        """All that has come already, without waiting; a slow reader catches up in one go."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def __aiter__(self) -> "TokenStream":
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        """The next event. Raises WorkerLost when the channel drops; never ends by itself."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._events.popleft()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Channel:
@@ -154,7 +80,7 @@ class _Channel:
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
         if self._connection is None:
             raise WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
-        stream = TokenStream(self, request_id, max_tokens)
+        stream = TokenStream(max_tokens, lambda: self.unsubscribe(request_id))
         self._streams[request_id] = stream
         return stream
 

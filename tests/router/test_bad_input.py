@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import RequestError
-from router.schemas import ChatRequest, CompletionRequest, parse, prompts_of
+from router.parsing import parse, prompts_of
+from router.schemas import ChatRequest, CompletionRequest
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
