@@ -9,13 +9,16 @@ many are taken at a time; the rest are its own arguments, addresses and sizes. T
 one that starts late or is disturbed does less.
 """
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
@@ -35,10 +38,11 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None]):
         # Without a writable folder for its cache numba refuses `cache=True`; then every start compiles anew.
-        try:
-            self._compiled = cfunc(types.void(WORDS), cache=True, error_model="numpy")(function)
-        except RuntimeError:
-            self._compiled = cfunc(types.void(WORDS), error_model="numpy")(function)
+        with _cache_of_these_sources():
+            try:
+                self._compiled = cfunc(types.void(WORDS), cache=True, error_model="numpy")(function)
+            except RuntimeError:
+                self._compiled = cfunc(types.void(WORDS), error_model="numpy")(function)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
     def run(self, num_items: int, grain: int, *arguments: int) -> None:
@@ -65,6 +69,23 @@ class KernelPair:
         if kernel is None:
             kernel = self._kernels[dtype] = Kernel(self._functions[dtype])
         return kernel
+
+
+@contextlib.contextmanager
+def _cache_of_these_sources() -> Iterator[None]:
+    """To see whether machine code is out of date, numba looks only at the kernel's own file, not at the modules whose
+    functions are compiled into it. So each state of all CPU kernels' sources gets a cache folder of its own."""
+    folder = Path(__file__).parent
+    sources = hashlib.sha256()
+    for path in sorted(folder.glob("cpu_*.py")):
+        sources.update(path.read_bytes())
+    before = numba.config.CACHE_DIR
+    base = Path(before) if before else folder / "__pycache__"
+    numba.config.CACHE_DIR = str(base / f"numba-{sources.hexdigest()[:12]}")
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 @functools.cache
