@@ -13,6 +13,7 @@ class DecodeConfig:
     max_step_tokens: int = 512  # tokens of one step: one for each running request, the rest for prompts computed here
     max_batch: int = 256  # requests in one step
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
+    offer_wait_s: float = 30.0  # a request whose prefill worker has not begun by then is computed here
     integrity_interval_s: float = 10.0  # an idle worker checks its block accounting at most this often
     token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
 
@@ -24,5 +25,7 @@ class DecodeConfig:
                 f"decode.max_step_tokens is {self.max_step_tokens}, less than decode.max_batch {self.max_batch}: "
                 "a step could not give every running request its token"
             )
+        if self.offer_wait_s <= 0:
+            raise ConfigError(f"decode.offer_wait_s is {self.offer_wait_s}: it must be above 0")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"decode.watermark is {self.watermark}: it must be at least 0 and less than 1")

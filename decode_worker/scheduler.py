@@ -1,8 +1,9 @@
 """Which requests share the next step, who waits, and who must give way. Pure: no I/O, no clock, no asyncio.
 
-A request waits until its blocks are reserved; then its KV comes by a transfer, or is computed here in chunks; then it
-decodes, one token a step. Where blocks run out, the youngest gives all of its back and is computed again later, which
-its own cached prefix makes cheap. The oldest request therefore always gets on, and so does everyone in turn.
+A request waits until its blocks are reserved (for a transfer not before it is offered); then its KV comes by the
+transfer, or is computed here in chunks; then it decodes, one token a step. Where blocks run out, the youngest gives all
+of its back and is computed again later, which its own cached prefix makes cheap. The oldest request therefore always
+gets on, and so does everyone in turn.
 """
 
 from bisect import insort
@@ -32,6 +33,7 @@ class DecodeJob:
     sequence: SequenceState
     arrival: int  # 0, 1, 2, ...: the order in which requests came
     wants_transfer: bool  # its KV comes from a prefill worker
+    is_offered: bool = False  # that worker has begun, and holds all the blocks that it needs itself
     phase: Phase = Phase.WAITING
     in_step: bool = False  # the engine may be writing into its blocks
     is_receiving: bool = False  # a transfer may be writing into its blocks
@@ -155,12 +157,15 @@ class DecodeScheduler:
                 budget -= self._add_entry(entries, job, budget)
         reserved: list[DecodeJob] = []
         # One who just gave way can't come back in the same breath: it needs all it gave, and some of that is taken.
-        while self._waiting:
-            job = self._waiting[0]
+        for job in list(self._waiting):
+            if job.wants_transfer and not job.is_offered:
+                # Blocks reserved for what may still wait for blocks elsewhere could end in a circle of workers that
+                # wait for each other.
+                continue
             if not job.wants_transfer and (budget == 0 or len(self._running) >= self._max_batch):
                 break
             if not self._admit(job):
-                break  # nobody overtakes: a large request would starve behind small ones
+                break  # nobody overtakes one that is ready: a large request would starve behind small ones
             if job.wants_transfer:
                 reserved.append(job)
             else:
@@ -211,6 +216,10 @@ class DecodeScheduler:
             return
         self._transferring.remove(job)
         self._send_back(job)
+
+    def offered(self, job: DecodeJob) -> None:
+        """The job's prefill worker has begun with it: from now on blocks may be reserved."""
+        job.is_offered = True
 
     def compute_here(self, job: DecodeJob) -> None:
         """Don't wait for a transfer that has not begun. Does nothing for a job that has begun, or ended."""

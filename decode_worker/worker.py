@@ -38,6 +38,7 @@ class _Call:
     stepped_at: float | None = None
     transfer_s: float = 0.0
     incoming: IncomingTransfer | None = None
+    offer_timer: asyncio.TimerHandle | None = None
 
     @property
     def request(self) -> GenerateRequest:
@@ -105,6 +106,9 @@ class DecodeWorker:
         self._loop = StepLoop(step=self._step, idle=self._idle, died=self._died)
         self._calls: dict[str, _Call] = {}  # by request id, until the call returns
         self._calls_by_job: dict[DecodeJob, _Call] = {}
+        self._calls_by_transfer: dict[bytes, _Call] = {}
+        if receiver is not None:
+            receiver.on_offer = self._offered
         self._receiving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
         self._counters = _Counters()
@@ -151,6 +155,8 @@ class DecodeWorker:
         call = _Call(job, ticket, asyncio.get_running_loop().create_future(), self._clock())
         self._calls[request.request_id] = call
         self._calls_by_job[job] = call
+        if ticket is not None and self._receiver is not None:
+            self._await_offer(call, ticket, self._receiver)
         self._quiet.clear()
         self._loop.wake()
         try:
@@ -272,6 +278,30 @@ class DecodeWorker:
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
+    def _await_offer(self, call: _Call, ticket: Ticket, receiver: KVReceiver) -> None:
+        if receiver.has_offer(ticket.transfer_id):
+            self._scheduler.offered(call.job)
+            return
+        self._calls_by_transfer[ticket.transfer_id] = call
+        loop = asyncio.get_running_loop()
+        call.offer_timer = loop.call_later(self._config.offer_wait_s, self._prefill_failed, call.request.request_id)
+
+    def _offered(self, transfer_id: bytes) -> None:
+        call = self._calls_by_transfer.get(transfer_id)
+        if call is not None:
+            self._stop_awaiting_offer(call, given_up=False)
+            self._scheduler.offered(call.job)
+            self._loop.wake()
+
+    def _stop_awaiting_offer(self, call: _Call, *, given_up: bool) -> None:
+        if call.ticket is not None:
+            self._calls_by_transfer.pop(call.ticket.transfer_id, None)
+            if given_up and call.incoming is None and self._receiver is not None:
+                self._receiver.refuse(call.ticket)  # or the prefill worker would keep its blocks for a whole lease
+        if call.offer_timer is not None:
+            call.offer_timer.cancel()
+            call.offer_timer = None
+
     async def _receive(self, call: _Call, incoming: IncomingTransfer) -> None:
         """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
         job = call.job
@@ -299,6 +329,7 @@ class DecodeWorker:
             return  # the router says it again until it hears of the request
         if call.incoming is not None:
             call.incoming.abort("the prefill failed")  # `_receive` goes on from there
+        self._stop_awaiting_offer(call, given_up=True)
         self._scheduler.compute_here(call.job)
         self._loop.wake()
 
@@ -348,6 +379,7 @@ class DecodeWorker:
     def _forget(self, call: _Call) -> None:
         del self._calls[call.request.request_id]
         del self._calls_by_job[call.job]
+        self._stop_awaiting_offer(call, given_up=True)
         self._loop.wake()
 
     def _fail_all(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """The decode worker's side of KV transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.config import TransferConfig
@@ -64,6 +64,12 @@ class KVReceiver:
         self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self.stats = TransferStats()
+        self.on_offer: Callable[[bytes], None] = _ignore
+        """Called with the transfer id of every offer that comes before its request is expected."""
+
+    def has_offer(self, transfer_id: bytes) -> bool:
+        """Whether an offer waits for its request to be expected, or came and was withdrawn: then waiting is no use."""
+        return transfer_id in self._offers or transfer_id in self._offered_tickets
 
     async def start(self, host: str) -> Address:
         """Listen for prefill workers on a free port of `host`. Raises ConnectionLost where that can't be had."""
@@ -110,6 +116,13 @@ class KVReceiver:
             self._match(transfer, pending.offer, pending.connection)
         return transfer
 
+    def refuse(self, ticket: Ticket) -> None:
+        """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
+        self._expected_tickets.use(ticket.transfer_id)
+        pending = self._take_offer(ticket.transfer_id)
+        if pending is not None:
+            pending.connection.post(Abort(ticket.transfer_id, "the decode worker has given the request up already"))
+
     # --- the transfers' calls (IncomingObserver) ---
 
     def gave_up(self, transfer: IncomingTransfer, reason: str) -> None:
@@ -152,6 +165,7 @@ class KVReceiver:
             deadline = Deadline(self._clock, self._config.progress_s, lambda: self._expire_offer(transfer_id))
             deadline.restart()
             self._offers[transfer_id] = _PendingOffer(offer, connection, deadline)
+            self.on_offer(transfer_id)
 
     def offer_withdrawn(self, connection: ReceiverConnection, transfer_id: bytes) -> None:
         pending = self._offers.get(transfer_id)
@@ -209,3 +223,7 @@ class KVReceiver:
         pending = self._take_offer(transfer_id)
         if pending is not None:
             pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
+
+
+def _ignore(_: bytes) -> None:
+    """Nobody wants to hear of offers."""

@@ -42,7 +42,10 @@ class Rig:
         )
 
     def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:
-        return self.scheduler.add(request(length, max_tokens, first, **fields), wants_transfer=transfer)
+        job = self.scheduler.add(request(length, max_tokens, first, **fields), wants_transfer=transfer)
+        if transfer:
+            self.scheduler.offered(job)
+        return job
 
     def run(self) -> tuple[DecodeStep, list[Progress]]:
         step = self.scheduler.schedule()
@@ -124,6 +127,19 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
     assert first == Progress(job, 0, TOKEN, None)
     assert rig.shape() == [(0, 1)]
     assert rig.pool.is_published(job.sequence.block_ids[1])
+
+
+def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up():
+    rig = Rig()
+    job = rig.scheduler.add(request(10), wants_transfer=True)
+    rig.add(3, max_tokens=1, first=50)
+    assert rig.shape() == [(1, 3)]
+    assert job.phase is Phase.WAITING
+    assert rig.pool.owned_blocks == 0
+    rig.scheduler.offered(job)
+    step, _ = rig.run()
+    assert step.reserved == (job,)
+    rig.scheduler.transfer_failed(job)
 
 
 def test_a_prefix_that_is_here_already_needs_no_transfer():
@@ -273,6 +289,7 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_to
             first = draw.choice((0, 0, 100))
             job = rig.add(draw.randint(1, 40), draw.randint(1, 16), first, transfer=draw.random() < 0.5)
             outputs[job] = 0
+            job.is_offered = draw.random() < 0.5
         step = rig.scheduler.schedule()
         assert sum(len(entry.step.token_ids) for entry in step.entries) <= max_batch + more_tokens
         assert len(step.entries) <= max_batch
@@ -280,6 +297,8 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_to
         receiving.extend(step.reserved)
         if draw.random() < 0.05 and outputs:
             rig.scheduler.end(draw.choice(list(outputs)))
+        if draw.random() < 0.3 and outputs:
+            rig.scheduler.offered(draw.choice(list(outputs)))
         if draw.random() < 0.05 and outputs:
             rig.scheduler.compute_here(draw.choice(list(outputs)))
         note(rig.finish(step))

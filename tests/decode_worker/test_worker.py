@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from protocol.errors import RequestError, TicketRefused, WorkerLost
-from protocol.messages import Cancel, PrefillFailed
+from protocol.messages import Abort, Cancel, PrefillFailed
 from protocol.requests import DecodeReply
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import DECODE, LAYERS, ROUTER, Rig, a_request, begin, play
@@ -167,17 +167,49 @@ def test_without_an_offer_the_prompt_is_computed_here_after_the_lease():
         await a_moment()
         assert rig.events()["r"] == expected(request)
         assert reply.transfer_s == 0.0
-        assert 4.0 < asyncio.get_running_loop().time() < 6.0
+        assert 4.0 < asyncio.get_running_loop().time() < 5.0
+
+    play(script, role="decode", offer_wait_s=4.0)
+
+
+def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here():
+    async def script(rig: Rig) -> None:
+        request = a_request()
+        reply = await rig.worker.decode(request, await rig.offer())
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+        assert reply.transfer_s == 0.0
         assert rig.worker.stats().transfers_failed == 1
 
     play(script, role="decode")
+
+
+def test_an_offer_whose_request_is_given_up_is_aborted_at_once():
+    async def script(rig: Rig) -> None:
+        long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
+        await asyncio.sleep(0)
+        waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
+        await asyncio.sleep(0.002)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        ticket = await rig.offer(18, "late")
+        late = begin(rig.worker.decode(a_request(18, "late", cache_salt=b"tenant"), ticket))
+        await asyncio.sleep(0)
+        late.cancel()
+        while not isinstance(message := await rig.prefill.receive(), Abort):
+            pass
+        assert message.transfer_id == ticket.transfer_id
+        assert asyncio.get_running_loop().time() < 1.0
+        await long
+
+    play(script, role="decode", num_blocks=8)
 
 
 def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once():
     async def script(rig: Rig) -> None:
         call = begin(rig.worker.decode(a_request(), rig.ticket()))
         await asyncio.sleep(0.05)
-        assert rig.worker.stats().num_transfers == 1
+        assert rig.worker.stats().num_waiting == 1
         rig.router.send(PrefillFailed("r"))
         rig.router.send(PrefillFailed("r"))
         await call
@@ -205,7 +237,7 @@ def test_a_prefill_that_fails_while_its_request_waits_for_blocks_is_not_waited_f
 
 def test_a_call_cancelled_during_its_transfer_frees_its_blocks():
     async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(), rig.ticket()))
+        call = begin(rig.worker.decode(a_request(), await rig.offer()))
         await asyncio.sleep(0.05)
         assert rig.pool.owned_blocks == 3
         call.cancel()
@@ -235,7 +267,7 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
 
 def test_a_draining_worker_waits_for_transfers_too():
     async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(), rig.ticket()))
+        call = begin(rig.worker.decode(a_request(), await rig.offer()))
         await asyncio.sleep(0.1)
         draining = begin(rig.worker.drain())
         await asyncio.sleep(1.0)

@@ -95,6 +95,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_step_tokens=max_batch + draw.choice((0, 1, 15, 60)),
             max_batch=max_batch,
             watermark=draw.choice((0.0, 0.05, 0.2)),
+            offer_wait_s=4.0,
             integrity_interval_s=0.0,
         ),
         max_chunk_bytes=draw.choice((1, 64, 1024, 65536)),

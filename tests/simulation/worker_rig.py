@@ -15,7 +15,7 @@ from kvtransfer.sender import KVSender
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ConnectionLost
-from protocol.messages import Hello, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Hello, Offer, StatsFrame, TokenFrame, Welcome
 from protocol.requests import GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
@@ -54,6 +54,7 @@ class Rig:
     links: LinkFabric
     frames: list[TokenFrame] = field(default_factory=list)
     router: MemoryConnection | None = None
+    prefill: MemoryConnection | None = None
 
     def events(self) -> dict[str, list[tuple[int, int]]]:
         """(index, token) of every token that reached the router, by request."""
@@ -78,6 +79,18 @@ class Rig:
         asyncio.create_task(self._listen(connection), name="a router's reader")  # noqa: RUF006  (ends with it)
         self.router = connection
         return connection
+
+    async def offer(self, length: int = 10, name: str = "r") -> Ticket:
+        """Offer a transfer as PREFILL would, of which nothing more will come; returns its ticket."""
+        assert self.info.transfer_address is not None
+        connection = await self.fabric.at("prefill-0").connect(self.info.transfer_address)
+        connection.send(Hello(PREFILL, DECODE, self.info.fingerprint, MemoryTransport.name))
+        assert isinstance(await connection.receive(), Welcome)
+        ticket = self.ticket(name)
+        connection.send(Offer(ticket, length))
+        self.prefill = connection
+        await asyncio.sleep(0.1)
+        return ticket
 
     async def _listen(self, connection: MemoryConnection) -> None:
         while True:
@@ -154,8 +167,9 @@ async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncI
         yield rig
     finally:
         await worker.stop()
-        if rig.router is not None:
-            await rig.router.close()
+        for connection in (rig.router, rig.prefill):
+            if connection is not None:
+                await connection.close()
 
 
 def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
