@@ -1,0 +1,116 @@
+"""The command line where nothing can be started: one clear line and exit code 2, before Ray is touched."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli import main
+from cluster.commands.status import status_table
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert one_line(capsys) == f"twostroke: port {port} on 127.0.0.1 is in use: choose another with --port"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "/nowhere/at/all"], "twostroke: model.path: folder /nowhere/at/all does not exist"),
+        (["--model", "./nowhere"], "twostroke: model.path: folder ./nowhere does not exist"),
+        (["--config", "/nowhere.yaml"], "twostroke: /nowhere.yaml: can't be read: No such file or directory"),
+        (["--port", "70000"], "twostroke: port 70000 is none: choose one from 1 to 65535"),
+        (["--decode", "0"], "twostroke: decode.replicas: 0 must be from 1 to 1024"),
+        (["--host", "192.0.2.77"], "twostroke: can't listen on 192.0.2.77:18123: Cannot assign requested address"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert main(["serve", "--port", "18123", *arguments]) == 2
+    assert one_line(capsys) == told
+
+
+def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("decode:\n  replcas: 2\n")
+    assert main(["serve", "--config", str(path), "--port", "18123"]) == 2
+    assert one_line(capsys) == "twostroke: decode.replcas: there is no such setting; did you mean replicas?"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("twostroke ")
+
+
+def test_status_says_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["status", "--url", url]) == 2
+    assert one_line(capsys).startswith(f"twostroke: no Twostroke server answers at {url}")
+
+
+def worker(generated: int) -> dict[str, Any]:
+    counters = dict.fromkeys(
+        ("num_running", "num_waiting", "computed_tokens", "transfer_bytes", "preemptions", "prefix_hits"), 0
+    )
+    stats = counters | {"owned_blocks": 3, "total_blocks": 64, "prefix_queries": 0, "generated_tokens": generated}
+    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "stats": stats}
+
+
+@pytest.fixture
+def status_server() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Silence: the test's output is the command's."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str], status_server: str) -> None:
+    assert main(["status", "--url", status_server, "--interval", "0"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "w1" in line)
+    assert row.split()[:5] == ["w1", "decode", "0", "0", "3/64"]
+
+
+def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> None:
+    def look(*workers: dict[str, Any]) -> dict[str, Any]:
+        return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
+
+    newcomer = worker(9) | {"epoch": "0def"}
+    table = status_table(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
+    column = next(column for column in table.columns if column.header == "output tok/s")
+    assert list(column.cells) == ["25.0", "-"]

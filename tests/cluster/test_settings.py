@@ -1,0 +1,126 @@
+"""YAML to dataclasses: every wrong setting is named by its path."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
+from cluster.settings import SAME_LEVEL, bounds, read_settings
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.speed == 13:
+            raise ValueError("speed 13 can't be meant")
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    count: int | None = field(default=None, metadata=bounds(1, 9))
+    mode: Literal["fast", "slow"] = "slow"
+    inner: Inner = field(default_factory=Inner)
+    beside: Inner = field(default_factory=Inner, metadata=SAME_LEVEL)
+
+
+def test_defaults_fill_what_is_not_said() -> None:
+    assert read_settings(Outer, {"name": "x"}) == Outer("x")
+
+
+def test_values_land_in_their_sections_and_beside_their_owner() -> None:
+    raw = {"name": "x", "count": 3, "mode": "fast", "inner": {"speed": 2}, "speed": 0.5}
+    assert read_settings(Outer, raw) == Outer("x", 3, "fast", Inner(2.0), Inner(0.5))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "name: is required"),
+        ({"name": 3}, "name: expected a text, found 3"),
+        ({"name": "x", "count": 10}, "count: 10 must be from 1 to 9"),
+        ({"name": "x", "count": True}, "count: expected a whole number or null, found True"),
+        ({"name": "x", "count": 2.0}, "count: expected a whole number or null, found 2.0"),
+        ({"name": "x", "mode": "fest"}, "mode: expected one of fast, slow, found 'fest'"),
+        ({"name": "x", "inner": {"spede": 1}}, "inner.spede: there is no such setting; did you mean speed?"),
+        ({"name": "x", "inner": {"zzz": 1}}, "inner.zzz: there is no such setting; known are speed"),
+        ({"name": "x", "inner": {"speed": float("nan")}}, "inner.speed: expected a number, found nan"),
+        ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
+        ({"name": "x", "inner": [1]}, "inner: expected keys and values, found [1]"),
+        ("text", "the configuration: expected keys and values, found 'text'"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_path(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(Outer, raw)
+    assert str(caught.value) == message
+
+
+def test_an_empty_file_is_the_default_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n")
+    assert read_config(load_yaml(path)) == ClusterConfig()
+
+
+def test_the_consumers_settings_stand_in_their_sections() -> None:
+    config = read_config(
+        {
+            "prefill": {"replicas": 0, "max_step_tokens": 300},
+            "decode": {"max_batch": 8, "token_channel": {"lease_s": 20}},
+            "router": {"retries": 1},
+            "kv_transfer": {"transport": "torch_distributed", "lease_s": 2.5},
+        }
+    )
+    assert config.prefill.replicas == 0
+    assert config.prefill.worker.max_step_tokens == 300
+    assert config.decode.worker.max_batch == 8
+    assert config.decode.worker.token_channel.lease_s == 20
+    assert config.router.pipeline.retries == 1
+    assert config.kv_transfer.transfer.lease_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("raw", "beginning"),
+    [
+        ({"prefil": {}}, "prefil: there is no such setting; did you mean prefill?"),
+        ({"prefill": {"replica": 2}}, "prefill.replica: there is no such setting; did you mean replicas?"),
+        ({"prefill": {"replicas": -1}}, "prefill.replicas: -1 must be from 0 to 1024"),
+        ({"decode": {"replicas": 0}}, "decode.replicas: 0 must be from 1 to 1024"),
+        ({"decode": {"max_batch": 0}}, "decode.max_batch"),
+        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of tcp, torch_distributed"),
+        ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer: lease_s must be positive"),
+        ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number, found '16'"),
+    ],
+)
+def test_a_wrong_configuration_names_the_setting(raw: object, beginning: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(raw)
+    assert str(caught.value).startswith(beginning)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words"])
+def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_workers_share_the_cores_unless_told_otherwise() -> None:
+    several = read_config({"prefill": {"replicas": 500}, "decode": {"replicas": 500, "threads": 3}})
+    assert several.threads(several.prefill.resources) == 1
+    assert several.threads(several.decode.resources) == 3
+
+
+def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
+    config = read_config({"prefill": {"num_blocks": 77}, "decode": {"kv_cache_gib": 0.5}})
+    assert kv_cache_size(config.prefill.resources) == (None, 77)
+    assert kv_cache_size(config.decode.resources) == (2**29, None)
