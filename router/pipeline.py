@@ -36,6 +36,7 @@ class PipelineConfig:
     retries: int = 3  # attempts after the first, when decode workers are lost
     retry_wait_s: float = 10.0  # a begun request waits so long for a worker to come back
     retry_poll_s: float = 0.1
+    reuse_wait_s: float = 0.5  # before a worker that failed the request gets it again, where there is no other
     reply_grace_s: float = 1.0  # between a call's end and its last tokens, or the other way round
     prefill_failed_repeat_s: float = 0.25  # until the decode worker is heard of: it may not know the request yet
 
@@ -217,7 +218,8 @@ class Pipeline:
 
         A request that lost a worker waits for another; a new one is refused at once.
         """
-        deadline = self._clock() + (self._config.retry_wait_s if failed else 0.0)
+        now = self._clock()
+        deadline = now + (self._config.retry_wait_s if failed else 0.0)
         num_tokens = len(request.token_ids) + len(sent)
         while True:
             workers = self._fleet.workers()
@@ -233,6 +235,9 @@ class Pipeline:
             except NoPath:
                 if self._clock() >= deadline:
                     raise
+                await asyncio.sleep(self._config.retry_poll_s)
+                continue
+            if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
             # Held before anything is awaited: requests that come together must see each other.

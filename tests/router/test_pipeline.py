@@ -172,6 +172,15 @@ async def test_a_request_waits_for_its_only_worker_to_come_back(fleet_of, a_requ
         assert tokens == expected(a_request())
 
 
+async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fleet_of, a_request, expected):
+    async with fleet_of(0, 1) as rig:
+        rig["d0"].refusal = WorkerLost("no token channel yet")
+        asyncio.get_running_loop().call_later(0.3, setattr, rig["d0"], "refusal", None)
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert stages.attempts == 2
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [
