@@ -68,7 +68,7 @@ class RouterSection:
 
 @dataclass(frozen=True)
 class TransferSection:
-    transport: Literal["tcp", "torch_distributed"] = "tcp"
+    transport: Literal["auto", "tcp", "torch_distributed"] = "auto"  # auto: tcp on CPUs, torch_distributed on GPUs
     transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
 
 

@@ -39,7 +39,7 @@ class PrefillReplica:
         self._peer = _this_peer()
         self._parts = await load_parts(settings)
         network = TcpNetwork(secret)
-        store = self._parts.loaded.kv_cache
+        store = self._parts.store
         self._worker = PrefillWorker(
             peer=self._peer,
             config=config,
@@ -93,7 +93,7 @@ class DecodeReplica:
         self._peer = _this_peer()
         self._parts = await load_parts(settings)
         network = TcpNetwork(secret)
-        store = self._parts.loaded.kv_cache
+        store = self._parts.store
         self._worker = DecodeWorker(
             peer=self._peer,
             config=config,

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal
 from cluster.config import ClusterConfig, ModelSection, WorkerResources, kv_cache_size
 from cluster.model_folder import resolve_model_folder
 from kvtransfer.config import TransferConfig
+from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtransfer.link import Transport
+    from kvtransfer.store import KVStore
     from model.block_pool import BlockPool
     from model.load import LoadedEngine
 
@@ -24,7 +26,7 @@ class WorkerSettings:
     model: ModelSection
     resources: WorkerResources
     threads: int
-    transport: Literal["tcp", "torch_distributed"]
+    transport: Literal["auto", "tcp", "torch_distributed"]
     transfer: TransferConfig
 
     @classmethod
@@ -38,6 +40,7 @@ class WorkerParts:
     """An engine with its cache, its block accounting, and the transport that moves blocks."""
 
     loaded: "LoadedEngine"
+    store: "KVStore"  # the engine's cache, as transfers see it
     pool: "BlockPool"
     transport: "Transport"
 
@@ -57,6 +60,11 @@ async def load_parts(settings: WorkerSettings) -> WorkerParts:
     device = settings.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    transport = settings.transport
+    if transport == "auto":
+        transport = "torch_distributed" if device == "cuda" else "tcp"
+    elif transport == "tcp" and device == "cuda":
+        raise ConfigError("kv_transfer.transport: tcp moves host memory only; on cuda use torch_distributed")
     kv_cache_bytes, num_blocks = kv_cache_size(settings.resources)
     config = EngineConfig(
         model_dir=resolve_model_folder(settings.model.path),
@@ -70,8 +78,14 @@ async def load_parts(settings: WorkerSettings) -> WorkerParts:
     )
     # Serve's health checks are answered on the event loop meanwhile.
     loaded = await asyncio.to_thread(load_engine, config)
+    store: KVStore = loaded.kv_cache
+    if device == "cuda":
+        from kvtransfer.transports.staging import CudaStore
+
+        store = CudaStore(loaded.kv_cache)
     return WorkerParts(
         loaded,
+        store,
         BlockPool(loaded.num_blocks, settings.model.block_size),
-        make_transport(settings.transport, loaded.kv_cache),
+        make_transport(transport, store),
     )
