@@ -14,6 +14,7 @@ from cluster.descendants import descendants
 from cluster.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
+ENDING_S = 10.0  # from Ctrl-C to the last process's end
 # Where outputs are compared: bf16 leaves near-ties that the order of additions decides.
 EXACT = ("--dtype", "float32")
 
@@ -63,7 +64,9 @@ def serving(*arguments: str) -> Iterator[Server]:
         yield server
         server.client.close()
         processes = server.processes()
+        took_s = process.end()
     assert alive(processes) == {}
+    assert took_s < ENDING_S
 
 
 @pytest.fixture(scope="session", autouse=True)
