@@ -92,7 +92,7 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"prefill": {"replicas": -1}}, "prefill.replicas: -1 must be from 0 to 1024"),
         ({"decode": {"replicas": 0}}, "decode.replicas: 0 must be from 1 to 1024"),
         ({"decode": {"max_batch": 0}}, "decode.max_batch"),
-        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of auto, tcp, torch_distributed"),
+        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of auto, tcp"),
         ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer: lease_s must be positive"),
         ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number, found '16'"),
     ],
