@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--transport", choices=("tcp", "torch_distributed"), help="how KV travels")
+    parser.add_argument("--transport", choices=("auto", "tcp", "torch_distributed"), help="how KV travels")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
     parser.add_argument("--verbose", action="store_true", help="show what Ray says")
 
