@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import yaml
 
 from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
 from cluster.settings import SAME_LEVEL, bounds, read_settings
@@ -124,3 +125,9 @@ def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
     config = read_config({"prefill": {"num_blocks": 77}, "decode": {"kv_cache_gib": 0.5}})
     assert kv_cache_size(config.prefill.resources) == (None, 77)
     assert kv_cache_size(config.decode.resources) == (2**29, None)
+
+
+def test_the_readme_shows_the_defaults():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("```yaml")[1].split("```")[0]
+    assert read_config(yaml.safe_load(shown)) == read_config({})
