@@ -4,7 +4,6 @@ Serve starts, watches and calls them; tokens and KV go their own ways. All heavy
 since the process that deploys and the router's process load this module too.
 """
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import ray
 from ray import serve
 
 from cluster.worker_directory import worker_metadata
-from cluster.worker_parts import WorkerSettings, load_parts
+from cluster.worker_parts import WorkerParts, WorkerSettings, load_parts
 from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.clock import draw_epoch
@@ -26,39 +25,20 @@ if TYPE_CHECKING:
     from prefill_worker.worker import PrefillWorker
 
 
-class PrefillReplica:
-    """A prefill worker under Serve."""
+class _WorkerReplica:
+    """What both kinds have in common. A constructor that raises leaves `_worker` unset, and Serve starts it again."""
 
-    _worker: "PrefillWorker | None" = None
+    _worker: "PrefillWorker | DecodeWorker | None" = None
 
-    async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
-        """Returns once the worker can take requests; Serve starts the replica again where this raises."""
-        from kvtransfer.sender import KVSender
-        from prefill_worker.worker import PrefillWorker
-
+    async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
+        self._network = TcpNetwork(secret)
         self._parts = await load_parts(settings)
-        network = TcpNetwork(secret)
-        store = self._parts.store
-        self._worker = PrefillWorker(
-            peer=self._peer,
-            config=config,
-            engine=self._parts.loaded.engine,
-            store=store,
-            pool=self._parts.pool,
-            network=network,
-            sender=KVSender(
-                peer=self._peer,
-                store=store,
-                network=network,
-                transport=self._parts.transport,
-                config=settings.transfer,
-                clock=time.monotonic,
-            ),
-            clock=time.monotonic,
-            max_context=self._parts.loaded.max_context,
-        )
-        self._info = await self._worker.start(ray.util.get_node_ip_address())
+        return self._parts
+
+    async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
+        self._worker = worker
+        self._info = await worker.start(ray.util.get_node_ip_address())
 
     def record_replica_metadata(self) -> dict[str, object]:
         return worker_metadata(self._info)
@@ -67,72 +47,82 @@ class PrefillReplica:
         if self._worker is not None:
             self._worker.check_health()
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
-        """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
-        check_peer(worker, self._peer)
-        assert self._worker is not None  # Serve calls methods of constructed replicas only
-        return await self._worker.prefill(request, ticket)
-
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""
         if self._worker is not None:
             await self._worker.stop()
-            await asyncio.to_thread(self._parts.close)
+            await self._parts.close()
 
 
-class DecodeReplica:
+class PrefillReplica(_WorkerReplica):
+    """A prefill worker under Serve."""
+
+    async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
+        """Returns once the worker can take requests."""
+        from kvtransfer.sender import KVSender
+        from prefill_worker.worker import PrefillWorker
+
+        parts = await self._load(settings, secret)
+        self._prefill_worker = PrefillWorker(
+            peer=self._peer,
+            config=config,
+            engine=parts.loaded.engine,
+            store=parts.store,
+            pool=parts.pool,
+            network=self._network,
+            sender=KVSender(
+                peer=self._peer,
+                store=parts.store,
+                network=self._network,
+                transport=parts.transport,
+                config=settings.transfer,
+                clock=time.monotonic,
+            ),
+            clock=time.monotonic,
+            max_context=parts.loaded.max_context,
+        )
+        await self._start(self._prefill_worker)
+
+    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+        """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        check_peer(worker, self._peer)
+        return await self._prefill_worker.prefill(request, ticket)
+
+
+class DecodeReplica(_WorkerReplica):
     """A decode worker under Serve."""
 
-    _worker: "DecodeWorker | None" = None
-
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
-        """Returns once the worker can take requests; Serve starts the replica again where this raises."""
+        """Returns once the worker can take requests."""
         from decode_worker.worker import DecodeWorker
         from kvtransfer.receiver import KVReceiver
 
-        self._peer = _this_peer()
-        self._parts = await load_parts(settings)
-        network = TcpNetwork(secret)
-        store = self._parts.store
-        self._worker = DecodeWorker(
+        parts = await self._load(settings, secret)
+        self._decode_worker = DecodeWorker(
             peer=self._peer,
             config=config,
-            engine=self._parts.loaded.engine,
-            store=store,
-            pool=self._parts.pool,
-            network=network,
+            engine=parts.loaded.engine,
+            store=parts.store,
+            pool=parts.pool,
+            network=self._network,
             receiver=KVReceiver(
                 peer=self._peer,
-                store=store,
-                network=network,
-                transport=self._parts.transport,
+                store=parts.store,
+                network=self._network,
+                transport=parts.transport,
                 config=settings.transfer,
                 clock=time.monotonic,
                 secret=secret,
             ),
             clock=time.monotonic,
-            max_context=self._parts.loaded.max_context,
+            max_context=parts.loaded.max_context,
         )
-        self._info = await self._worker.start(ray.util.get_node_ip_address())
-
-    def record_replica_metadata(self) -> dict[str, object]:
-        return worker_metadata(self._info)
-
-    async def check_health(self) -> None:
-        if self._worker is not None:
-            self._worker.check_health()
+        await self._start(self._decode_worker)
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         """As DecodeWorker.decode. `worker` is whom the router means; EpochMismatch where that is somebody else."""
         check_peer(worker, self._peer)
-        assert self._worker is not None  # Serve calls methods of constructed replicas only
-        return await self._worker.decode(request, ticket)
-
-    async def __del__(self) -> None:
-        """Serve awaits this once the replica has drained."""
-        if self._worker is not None:
-            await self._worker.stop()
-            await asyncio.to_thread(self._parts.close)
+        return await self._decode_worker.decode(request, ticket)
 
 
 def _this_peer() -> Peer:

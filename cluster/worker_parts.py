@@ -44,9 +44,10 @@ class WorkerParts:
     pool: "BlockPool"
     transport: "Transport"
 
-    def close(self) -> None:
-        """End the engine's thread, after the step under way; blocks the caller until then."""
-        self.loaded.engine.close()
+    async def close(self) -> None:
+        """Let go of the links, and end the engine's thread after the step under way."""
+        await self.transport.close()
+        await asyncio.to_thread(self.loaded.engine.close)
 
 
 async def load_parts(settings: WorkerSettings) -> WorkerParts:
