@@ -14,12 +14,13 @@ from transformers import LlamaForCausalLM
 from model.bundled import attention
 from model.bundled.corpus import Document
 from model.bundled.evaluate import PROMPTS, complete, held_out_windows, losses_by_position, mean_loss
+from model.bundled.recipe import CONTEXT
 from model.bundled.train import load_corpus
 from model.bundled.vocabulary import encode_documents
 
 WINDOW = 4096  # tokens
 CHAT_PROMPT = "<|user|>\nWhat does `os.path.join` do?<|end|><|assistant|>\n"
-EDGES = (0, 64, 256, 512, 1024, 2048, 3072, 4096)
+EDGES = (0, 64, 256, 512, 1024, 2048, 3072, 4096, 6144, CONTEXT)
 
 TEMPLATE = """\
 ---
@@ -48,13 +49,17 @@ suites, generated tables and site-packages; the help topics of `pydoc`; and conv
 both Python and C code ("Document `os.path.join`.", "Write a function `...`"), {chat_percent:.0f}% of the text. Nothing
 else: no web text, no other people's code, no output of another model.
 
-{documents:,} training documents, {epoch_tokens:,} tokens ({bytes_per_token:.2f} bytes each). {held_out_documents} \
-documents, {held_out_tokens:,} tokens, are held out: whole files chosen by a hash, with all that was made from them.
+{documents:,} training documents, {epoch_tokens:,} tokens ({bytes_per_token:.2f} bytes each).
+{held_out_documents} documents, {held_out_tokens:,} tokens, are held out: whole files chosen by a hash, with all that
+was made from them.
 
 ## Training
 {steps:,} steps, {tokens:,} tokens ({epochs:.1f} times through the corpus), in about {minutes:.0f} minutes on two
 shared cores of a server's CPU, at lowest priority. Muon (hidden matrices) and AdamW (embeddings, norms), bfloat16
-autocast over float32 weights, sequences of 512, then 2048, then 4096 tokens, linear decay to 0, seed {seed}.
+autocast over float32 weights, sequences of 512, then 2048, then 4096 tokens, linear decay to 0, seed {seed}, dropout of
+{recipe[dropout]} in the first {recipe[dropout_steps]} steps. At the end the loss on the training text was
+{training_loss:.2f}: the distance to the held-out loss says that the model has begun to memorise.
+
 `training_log.json` has the whole recipe, the schedule and the losses on the way.
 
 To train it again, with that schedule or for longer (on a GPU, `--device cuda`):
@@ -64,7 +69,7 @@ To train it again, with that schedule or for longer (on a GPU, `--device cuda`):
     python -m model.bundled.card --out somewhere
 
 The data, the order of the documents and the schedule are then the same, given the same version of CPython; the
-weights differ in the last digits between machines, since sums are taken in another order.
+weights come out slightly different on another machine, since sums are taken in another order.
 
 ## Results
 On all held-out documents, in windows of {window} tokens:
@@ -73,7 +78,8 @@ On all held-out documents, in windows of {window} tokens:
 |---|---|---|
 | {loss:.3f} | {perplexity:.2f} | {bits_per_byte:.3f} |
 
-By position in the window, which shows that the long context is used:
+By position, in windows of {context:,} tokens. The loss stays level to the end, beyond the longest sequences of the
+training; windows are packed with several documents each, so it is no measure of how far back the model looks:
 
 | Position | {position_names} |
 |---|{position_rules}|
@@ -85,7 +91,7 @@ tokens.
 {sample_text}
 ## Licence
 The weights, the tokenizer and the scripts are given under Apache-2.0. The training data, the Python standard library,
-is copyright (c) 2001-2024 Python Software Foundation, all rights reserved, and was used under the PSF-2.0 licence
+is copyright (c) 2001-2023 Python Software Foundation, all rights reserved, and was used under the PSF-2.0 licence
 (<https://docs.python.org/3/license.html>); the model can repeat passages of it, to which that licence applies.
 """
 
@@ -103,7 +109,10 @@ def samples(folder: Path, tokenizer: Tokenizer) -> str:
     for prompt in (*PROMPTS, CHAT_PROMPT):
         for temperature in (0.0, 0.6):
             text = prompt + complete(model, tokenizer, prompt, temperature)
-            parts.append(f"\nTemperature {temperature:g}:\n\n" + "".join(f"    {line}\n" for line in text.split("\n")))
+            parts.append(
+                f"\nTemperature {temperature:g}:\n\n"
+                + "".join(f"    {line}".rstrip() + "\n" for line in text.split("\n"))
+            )
     return "".join(parts)
 
 
@@ -127,7 +136,7 @@ def main() -> None:
     model = load_model(folder)
     console.print(f"measuring on {held_out_tokens:,} held-out tokens")
     windows = held_out_windows(held_out_ids, WINDOW)
-    by_position = losses_by_position(model, windows, EDGES)
+    by_position = losses_by_position(model, held_out_windows(held_out_ids, CONTEXT), EDGES)
     # The rest that fills no window is a window of its own, so that every held-out token counts once.
     flat = torch.tensor([token for ids in held_out_ids for token in ids])
     rest = flat[len(windows) * WINDOW :]
@@ -141,6 +150,7 @@ def main() -> None:
         **config,
         **log,
         "seed": log["recipe"]["seed"],
+        "training_loss": log["held_out"][-1][2],
         "megabytes": (folder / "model.safetensors").stat().st_size / 1e6,
         "kv_bytes": 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"],
         "chat_percent": 100 * chat / characters,
@@ -150,6 +160,7 @@ def main() -> None:
         "held_out_tokens": held_out_tokens,
         "epochs": log["tokens"] / log["epoch_tokens"],
         "window": WINDOW,
+        "context": CONTEXT,
         "loss": whole,
         "perplexity": math.exp(whole),
         "bits_per_byte": whole * sum(weights) / math.log(2) / utf8_bytes(held_out),

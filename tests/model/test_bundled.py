@@ -1,0 +1,144 @@
+"""The bundled model's folder is complete and consistent: read with safetensors and tokenizers alone."""
+
+import json
+from typing import Any
+
+import jinja2
+import pytest
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from model.bundled import BUNDLED_MODEL_DIR
+from model.bundled.corpus import Document, Turn
+from model.bundled.schedule import BLOCK_STEPS, Schedule
+from model.bundled.stream import TokenStream
+from model.bundled.vocabulary import encode_documents
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((BUNDLED_MODEL_DIR / "config.json").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))
+
+
+def test_the_weights_have_the_shapes_of_a_llama(config: dict[str, Any]) -> None:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query_width = config["num_attention_heads"] * config["head_dim"]
+    key_width = config["num_key_value_heads"] * config["head_dim"]
+    expected = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for layer in range(config["num_hidden_layers"]):
+        shapes = {
+            "self_attn.q_proj": [query_width, hidden],
+            "self_attn.k_proj": [key_width, hidden],
+            "self_attn.v_proj": [key_width, hidden],
+            "self_attn.o_proj": [hidden, query_width],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+        }
+        expected |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    with safe_open(BUNDLED_MODEL_DIR / "model.safetensors", "pt") as weights:
+        found = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        kinds = {weights.get_slice(name).get_dtype() for name in found}
+    assert found == expected
+    assert kinds == {"BF16"}
+
+
+def test_the_model_is_small_but_uses_what_large_ones_use(config: dict[str, Any]) -> None:
+    assert (BUNDLED_MODEL_DIR / "model.safetensors").stat().st_size < 30_000_000
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["max_position_embeddings"] >= 4096
+
+
+def test_vocabulary_and_special_tokens_agree_with_the_config(config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == config["vocab_size"] == 4096
+    named = json.loads((BUNDLED_MODEL_DIR / "tokenizer_config.json").read_text())
+    for token in ("bos", "eos", "pad"):
+        assert tokenizer.token_to_id(named[f"{token}_token"]) == config[f"{token}_token_id"]
+    generation = json.loads((BUNDLED_MODEL_DIR / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == config["eos_token_id"]
+    assert tokenizer.encode("import os").ids[0] == config["bos_token_id"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x\n",
+        "\t if\r\n   x :  \n\n\n",
+        "naïve café — “quotes”, Ünïcödé",
+        "世界 🎉👩‍👩‍👧 \u200b\ufeff e\u0301",
+        "0x1F 1234567 __init__ self._name",
+        "",
+    ],
+)
+def test_any_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+@pytest.mark.parametrize("cut", ["def f(path):", "def f(path):\n", "def f(path):\n    "])
+def test_a_prompt_cut_at_a_line_break_or_indentation_is_a_prefix_in_tokens(tokenizer: Tokenizer, cut: str) -> None:
+    whole = tokenizer.encode("def f(path):\n    return path\n").ids
+    prefix = tokenizer.encode(cut).ids
+    assert whole[: len(prefix)] == prefix
+
+
+def test_the_chat_template_puts_each_turn_between_its_role_and_the_end_token(tokenizer: Tokenizer) -> None:
+    template = (BUNDLED_MODEL_DIR / "chat_template.jinja").read_text()
+    named = json.loads((BUNDLED_MODEL_DIR / "tokenizer_config.json").read_text())
+    assert named["chat_template"] == template
+    text = (
+        jinja2.Environment()
+        .from_string(template)
+        .render(
+            messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Document `len`. "}],
+            bos_token=named["bos_token"],
+            eos_token=named["eos_token"],
+            add_generation_prompt=True,
+        )
+    )
+    assert text == ("<|begin|><|system|>\nBe brief.<|end|><|user|>\nDocument `len`.<|end|><|assistant|>\n")
+    tokens = tokenizer.encode(text, add_special_tokens=False).tokens
+    assert tokens[:2] == ["<|begin|>", "<|system|>"]
+    assert tokens.count("<|end|>") == 2
+
+
+def test_the_card_says_what_the_model_learned_from_and_how_well() -> None:
+    card = (BUNDLED_MODEL_DIR / "MODEL_CARD.md").read_text()
+    for word in ("PSF-2.0", "Apache-2.0", "Held-out loss", "Perplexity", "python -m model.bundled.train"):
+        assert word in card
+
+
+def test_conversations_are_trained_on_exactly_as_the_template_renders_them(tokenizer: Tokenizer) -> None:
+    turns = (Turn("user", "Document `f`."), Turn("assistant", "Return x.\n\n    >>> f()\n"))
+    template = jinja2.Environment().from_string((BUNDLED_MODEL_DIR / "chat_template.jinja").read_text())
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    text = template.render(messages=messages, bos_token="<|begin|>", eos_token="<|end|>")
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert list(encode_documents(tokenizer, [Document("f", False, turns)])) == [ids]
+
+
+def test_an_epoch_reads_every_document_once_and_the_position_is_all_there_is_to_resume() -> None:
+    documents = [[index] * (index + 1) for index in range(15)]
+    stream = TokenStream(documents, seed=3)
+    first = stream.batch(7, 17)  # all but the last of 120 tokens, which is only a target
+    read = [*first[:, :-1].flatten().tolist(), int(first[-1, -1])]
+    assert sorted(read) == sorted(token for document in documents for token in document)
+    assert stream.batch(1, 8).tolist() == TokenStream(documents, seed=3, position=119).batch(1, 8).tolist()
+    assert stream.position == 120 + 8
+
+
+def test_a_replayed_schedule_is_the_recorded_one() -> None:
+    recorded: list[float] = []
+    planned = Schedule(minutes=None, steps=3 * BLOCK_STEPS, recorded=recorded, replay=False)
+    first = [planned.progress(step) for step in range(3 * BLOCK_STEPS + 1)]
+    replayed = Schedule(minutes=None, steps=None, recorded=list(recorded), replay=True)
+    assert [replayed.progress(step) for step in range(3 * BLOCK_STEPS + 1)] == first
+    assert first[-1] == 1.0
