@@ -20,6 +20,7 @@ HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 16
 HEADER_BYTES = 4 + MAC_BYTES
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_FIRST_PAYLOAD_BYTES = 16 * 1024  # until a right MAC has shown that the peer is no stranger; hellos are far smaller
 
 _LENGTH = struct.Struct("<I")
 _COUNTER = struct.Struct("<Q")
@@ -51,12 +52,12 @@ class FrameCodec:
         self._sealed += 1
         return _LENGTH.pack(len(payload)) + mac + payload
 
-    @staticmethod
-    def payload_bytes(header: bytes) -> int:
-        """The payload's length as a header tells it. Raises ProtocolError for one over the cap."""
+    def payload_bytes(self, header: bytes) -> int:
+        """The payload's length as the next frame's header tells it. Raises ProtocolError for one over the cap."""
         (length,) = _LENGTH.unpack_from(header)
-        if length > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes is over the cap of {MAX_PAYLOAD_BYTES}")
+        cap = MAX_PAYLOAD_BYTES if self._opened else MAX_FIRST_PAYLOAD_BYTES
+        if length > cap:
+            raise ProtocolError(f"a frame of {length} bytes is over the cap of {cap}")
         return int(length)
 
     def open(self, header: bytes, payload: bytes) -> bytes:

@@ -3,7 +3,14 @@ import struct
 import pytest
 
 from protocol.errors import ProtocolError
-from protocol.frames import HEADER_BYTES, HELLO_BYTES, MAX_PAYLOAD_BYTES, FrameCodec, draw_hello
+from protocol.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    MAX_FIRST_PAYLOAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    FrameCodec,
+    draw_hello,
+)
 
 
 def make_pair(connector_secret: bytes = b"s", listener_secret: bytes = b"s") -> tuple[FrameCodec, FrameCodec]:
@@ -26,8 +33,8 @@ def test_a_sealed_payload_opens_on_the_other_side_both_ways():
 
 
 def test_a_header_tells_the_length_of_its_payload():
-    connector, _ = make_pair()
-    assert FrameCodec.payload_bytes(connector.seal(b"12345")[:HEADER_BYTES]) == 5
+    connector, listener = make_pair()
+    assert listener.payload_bytes(connector.seal(b"12345")[:HEADER_BYTES]) == 5
 
 
 def test_another_clusters_secret_is_refused():
@@ -72,12 +79,24 @@ def test_a_recorded_session_does_not_open_in_another():
         make_pair()[1].open(*split(frame))
 
 
+def header_of(length: int) -> bytes:
+    return struct.pack("<I", length) + bytes(HEADER_BYTES - 4)
+
+
 def test_a_length_over_the_cap_is_refused_before_anything_is_read():
-    header = struct.pack("<I", MAX_PAYLOAD_BYTES + 1) + bytes(HEADER_BYTES - 4)
+    connector, listener = make_pair()
+    listener.open(*split(connector.seal(b"hello")))
+    assert listener.payload_bytes(header_of(MAX_PAYLOAD_BYTES)) == MAX_PAYLOAD_BYTES
     with pytest.raises(ProtocolError, match="cap"):
-        FrameCodec.payload_bytes(header)
+        listener.payload_bytes(header_of(MAX_PAYLOAD_BYTES + 1))
     with pytest.raises(ValueError, match="cap"):
-        make_pair()[0].seal(bytes(MAX_PAYLOAD_BYTES + 1))
+        connector.seal(bytes(MAX_PAYLOAD_BYTES + 1))
+
+
+def test_a_stranger_can_make_nobody_wait_for_a_large_frame():
+    _, listener = make_pair()
+    with pytest.raises(ProtocolError, match="cap"):
+        listener.payload_bytes(header_of(MAX_FIRST_PAYLOAD_BYTES + 1))
 
 
 @pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n\r\n      ", bytes(HELLO_BYTES)])
