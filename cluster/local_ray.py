@@ -57,6 +57,9 @@ def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
         # Serve's request path on the replica's own event loop, and calls over gRPC.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        # A dead proxy is replaced within seconds instead of half a minute; a busy machine's slow answer is no death.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
     if options.haproxy:
         # Ports and files have fixed defaults, over which two servers on a machine would fall out.
@@ -88,6 +91,8 @@ def local_ray(options: LocalRayOptions) -> Iterator[None]:
     loses its head, so whoever must be sure that no process is left is another process (`commands/serve.py`).
     """
     with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
+        # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
+        os.environ.pop("RAY_AUTH_MODE", None)
         for name, value in _environment(options, Path(folder)).items():
             os.environ.setdefault(name, value)
         import ray
