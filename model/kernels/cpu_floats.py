@@ -3,11 +3,15 @@
 Widening is a shift; on the way back a value is rounded to nearest even.
 """
 
-import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from typing import Any
 
-from model.kernels.cpu_launch import bits_of_float, float_of_bits
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from model.kernels.cpu_launch import bits_of_float, compiled, float_of_bits
 
 
 def widen(value):
@@ -68,9 +72,26 @@ def exponential(x):
     return value * float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
-@njit(nogil=True, fastmath={"nnan", "nsz"}, error_model="numpy")
-def largest(values, count, floor):
-    """The largest of `floor` and the first `count` values, none of which may be NaN."""
+@compiled
+def largest(values, count):
+    """The largest of the first `count` values, none of which may be NaN; -inf where there are none."""
+    highest = np.float32(-np.inf)
     for i in range(count):
-        floor = values[i] if values[i] > floor else floor
-    return floor
+        highest = _larger(highest, values[i])
+    return highest
+
+
+@intrinsic
+def _larger(typingctx: Any, left: Any, right: Any) -> Any:
+    """The larger of two float32, neither NaN. Of `max` and of comparisons LLVM makes no vector loop."""
+    del typingctx, left, right
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        real = ir.FloatType()
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(real, (real, real)), "llvm.maxnum.f32"
+        )
+        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), codegen

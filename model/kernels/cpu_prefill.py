@@ -46,19 +46,22 @@ def _multiply(a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
 
 @compiled
 def _soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities):
-    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed; returns new best and sum."""
-    for i in range(visible):
-        scores[i] *= scale
-    highest = largest(scores, visible, best)
+    """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed; returns new best and sum.
+
+    The loops over scores run to `width`, in whole vectors: what is left over of a vector loop is done one by one.
+    """
+    for i in range(visible, width):
+        scores[i] = np.float32(-np.inf)
+    highest = max(best, largest(scores, width) * scale)
     if highest > best:
         shrink = exponential(best - highest)
         weight_sum *= shrink
         for i in range(mixed.shape[0]):
             mixed[i] *= shrink
     total = np.float32(0)
-    for i in range(visible):
-        probability = exponential(scores[i] - highest)
-        total += probability
+    for i in range(width):
+        probability = exponential(scores[i] * scale - highest)
+        total += probability  # what is not visible adds 1e-38: nothing
         store(probabilities, i, probability)
     for i in range(visible, width):
         probabilities[i] = 0
@@ -136,7 +139,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
     """
     rows, heads, dim = q.shape
     kv_heads, tokens, _ = keys.shape
-    padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING
+    # One vector more: rows of packed keys a power of two apart would share a few sets of the L1 cache.
+    padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING + LANES
     padded_dim = -(-dim // LANES) * LANES
     # Pairs along the inner dimension of each product go into one 32-bit lane: see cpu_dot.
     packed_keys = torch.zeros((kv_heads, dim // 2, padded_tokens), dtype=torch.int32)
