@@ -39,6 +39,17 @@ def test_the_digest_tells_models_apart(write_checkpoint: Any) -> None:
     assert open_checkpoint(write_checkpoint()).digest() == digests[0]
 
 
+def test_the_digest_sees_a_single_changed_number(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    before = open_checkpoint(folder).digest()
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][17, 5] += 1
+
+    rewrite(folder, change)
+    assert open_checkpoint(folder).digest() != before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tensors_keep_the_checkpoints_dtype(dtype: torch.dtype, write_checkpoint: Any) -> None:
     checkpoint = open_checkpoint(write_checkpoint(dtype=dtype))
