@@ -82,8 +82,8 @@ class Checkpoint:
         """
         sha = hashlib.sha256(repr(self._config).encode())
         for name, shape in sorted(self.shapes.items()):
-            content = self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy()
-            sha.update(f"{name} {self._dtypes[name]} {shape}".encode() + xxhash.xxh3_128_digest(memoryview(content)))
+            content = self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data
+            sha.update(f"{name} {self._dtypes[name]} {shape}".encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]
 
     def _check_names(self, folder: Path) -> None:
