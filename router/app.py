@@ -95,17 +95,20 @@ async def tokenize(request: Request) -> Response:
     asked = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model or service.config.model_name)
     tokenizer = service.tokenizer
+    max_context = service.max_context()
     if asked.messages is not None:
         text = tokenizer.render_chat(
             [message.as_template_sees() for message in asked.messages],
             add_generation_prompt=asked.add_generation_prompt is not False,
         )
-        token_ids = await tokenizer.encode(text, add_special_tokens=bool(asked.add_special_tokens))
+        param, add_special_tokens = "messages", bool(asked.add_special_tokens)
     else:
-        token_ids = await tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
+        text = asked.prompt or ""
+        param, add_special_tokens = "prompt", asked.add_special_tokens is not False
+    token_ids = await service.jobs.encode(text, param, max_context, add_special_tokens=add_special_tokens)
     answer: dict[str, Any] = {
         "count": len(token_ids),
-        "max_model_len": service.max_context(),
+        "max_model_len": max_context,
         "tokens": token_ids,
         "token_strs": [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None,
     }
@@ -117,7 +120,7 @@ async def detokenize(request: Request) -> Response:
     service = _service(request)
     asked = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model or service.config.model_name)
-    token_ids = token_ids_of(asked.tokens, "tokens")
+    token_ids = token_ids_of(asked.tokens, "tokens", service.max_context())
     service.jobs.check_vocabulary(token_ids, "tokens")
     return json_response({"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)})
 

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SamplingParams
-from router.parsing import prompts_of
+from router.parsing import prompts_of, too_long
 from router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
 from router.tokenizer import TextTokenizer
 
@@ -37,7 +37,7 @@ class JobMaker:
 
     async def of_completion(self, asked: CompletionRequest, max_context: int) -> list[Job]:
         """Raises RequestError naming the field at fault."""
-        prompts = prompts_of(asked.prompt)
+        prompts = prompts_of(asked.prompt, max_context)
         if len(prompts) * (asked.n or 1) > MAX_CHOICES:
             raise RequestError(f"n: at most {MAX_CHOICES} choices, over all prompts", param="n")
         jobs: list[Job] = []
@@ -67,12 +67,16 @@ class JobMaker:
         return self._choices(asked, token_ids, max_tokens, logprobs, first=())
 
     async def _tokenise(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
-        if self._tokenizer.surely_over(text, max_context):
-            raise _too_long(param, "more than that", max_context)
-        token_ids = await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = await self.encode(text, param, max_context, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError(f"{param}: has no tokens", param=param)
         return token_ids
+
+    async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
+        if self._tokenizer.surely_over(text, max_context):
+            raise too_long(param, "more than that", max_context)
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         """Raises RequestError for a token id that the model does not have."""
@@ -154,13 +158,5 @@ def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
 def _room(num_prompt_tokens: int, max_context: int, param: str) -> int:
     """Output tokens that the context leaves for this prompt: at least one, or RequestError."""
     if num_prompt_tokens >= max_context:
-        raise _too_long(param, str(num_prompt_tokens), max_context)
+        raise too_long(param, str(num_prompt_tokens), max_context)
     return max_context - num_prompt_tokens
-
-
-def _too_long(param: str, has: str, max_context: int) -> RequestError:
-    return RequestError(
-        f"{param}: the model's context is {max_context} tokens, output included; the prompt has {has}",
-        param=param,
-        code="context_length_exceeded",
-    )

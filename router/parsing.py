@@ -1,6 +1,7 @@
 """From a body to a request: bounded, and every refusal names the field at fault as the client wrote it."""
 
 import json
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +11,11 @@ from protocol.errors import RequestError
 from router.schemas import MAX_CHOICES, FieldError, clean_text
 
 MAX_NESTING = 64
+MAX_MEMBERS = 4096  # of one object: more than any field takes
+MAX_CONTAINERS = 65536  # objects and lists of one body: every one costs time and memory, far more than its bytes
+
+# Also matches a string without an end, so that no body is scanned twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 
@@ -19,6 +25,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
     NaN and lone surrogates, which are no JSON, pass here where they can: the field that has them is named later.
     """
+    if _num_containers(body) > MAX_CONTAINERS:
+        raise RequestError(f"the JSON has more than {MAX_CONTAINERS} objects and lists", param="body")
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -30,9 +38,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
             raise RequestError(f"the body is not valid JSON: {error}", param="body", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", param="body", code="invalid_json")
+    if len(value) > MAX_MEMBERS:
+        raise _too_wide("body")
     for name, one in value.items():
-        if _deeper_than(one, MAX_NESTING):
-            raise RequestError(f"{_shown(name)} is nested too deeply", param=_shown(name))
+        _check_shape(one, _shown(name))
     return value
 
 
@@ -48,7 +57,7 @@ def parse(model: type[RequestModel], body: bytes) -> RequestModel:
         raise RequestError(f"{param}: {message}", param=param) from None
 
 
-def prompts_of(value: Any) -> list[str] | list[list[int]]:
+def prompts_of(value: Any, max_context: int) -> list[str] | list[list[int]]:
     """The `prompt` field, always as a list of prompts. Raises RequestError naming `prompt`."""
     if isinstance(value, str):
         value = [value]
@@ -57,11 +66,11 @@ def prompts_of(value: Any) -> list[str] | list[list[int]]:
     if not value:
         raise RequestError("prompt: must not be empty", param="prompt")
     if not isinstance(value[0], str | list):
-        return [token_ids_of(value, "prompt")]
+        return [token_ids_of(value, "prompt", max_context)]
     if len(value) > MAX_CHOICES:
         raise RequestError(f"prompt: must be at most {MAX_CHOICES} prompts, is {len(value)}", param="prompt")
     if isinstance(value[0], list):
-        return [token_ids_of(one, "prompt") for one in value]
+        return [token_ids_of(one, "prompt", max_context) for one in value]
     for one in value:
         if not isinstance(one, str):
             raise RequestError("prompt: a list must be all strings or all token ids", param="prompt")
@@ -74,13 +83,14 @@ def prompts_of(value: Any) -> list[str] | list[list[int]]:
     return value
 
 
-def token_ids_of(value: Any, param: str) -> list[int]:
-    """A non-empty list of token ids; whether the vocabulary has them is checked elsewhere."""
+def token_ids_of(value: Any, param: str, max_context: int) -> list[int]:
+    """A non-empty list of token ids, `max_context` at most; whether the vocabulary has them is checked elsewhere."""
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param}: must be a non-empty list of token ids", param=param)
-    for one in value:
-        if type(one) is not int or not 0 <= one < 2**31:
-            raise RequestError(f"{param}: token ids must be non-negative integers", param=param)
+    if len(value) > max_context:
+        raise too_long(param, str(len(value)), max_context)
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31:
+        raise RequestError(f"{param}: token ids must be non-negative integers", param=param)
     return value
 
 
@@ -106,17 +116,41 @@ def _shown(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in name[:80])
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
-    """Whether containers are nested more than `levels` deep; without recursion."""
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            inner
-            for one in layer
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
+def _num_containers(body: bytes) -> int:
+    """Objects and lists in the body, told without building them."""
+    num = body.count(b"{") + body.count(b"[")
+    if num <= MAX_CONTAINERS:
+        return num
+    bare = _STRING.sub(b"", body)  # a text may have any number of brackets
+    return bare.count(b"{") + bare.count(b"[")
+
+
+def _check_shape(value: Any, param: str) -> None:
+    """Raises RequestError for containers nested too deeply and for objects too wide; without recursion."""
+    layer = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_NESTING):
+        inner: list[Any] = []
+        for one in layer:
+            if isinstance(one, dict):
+                if len(one) > MAX_MEMBERS:
+                    raise _too_wide(param)
+                inner += [member for member in one.values() if isinstance(member, dict | list)]
+            elif not {dict, list}.isdisjoint(map(type, one)):  # a long prompt of token ids has none, told at once
+                inner += [member for member in one if isinstance(member, dict | list)]
+        layer = inner
         if not layer:
-            return False
-    return True
+            return
+    raise RequestError(f"{param} is nested too deeply", param=param)
+
+
+def _too_wide(param: str) -> RequestError:
+    return RequestError(f"{param}: an object has more than {MAX_MEMBERS} members", param=param)
+
+
+def too_long(param: str, has: str, max_context: int) -> RequestError:
+    """The refusal of a prompt that the model's context can't take."""
+    return RequestError(
+        f"{param}: the model's context is {max_context} tokens, output included; the prompt has {has}",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -1,7 +1,7 @@
 """The requests as clients send them, with a bound on everything. Unknown fields are refused, never ignored.
 
 The models check shapes and ranges; what depends on the model (context, vocabulary) is checked in `router/jobs.py`.
-`router/parsing.py` reads bodies into them.
+`router/parsing.py` reads bodies into them. Every list is fail_fast: an error object per wrong item would cost seconds.
 """
 
 from typing import Annotated, Any, Literal
@@ -80,8 +80,10 @@ class GenerationFields(_Request):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(_as_list)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
@@ -149,7 +151,7 @@ class ChatMessage(_Request):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: ShortText | None = None
     refusal: None = None
     tool_call_id: ShortText | None = None
@@ -167,7 +169,7 @@ class ChatMessage(_Request):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationFields):
@@ -178,7 +180,7 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # Their defaults are accepted; anything else is said to be impossible.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none"] | None = None
     parallel_tool_calls: bool | None = None

@@ -7,9 +7,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from protocol.errors import RequestError
-from router.parsing import parse, prompts_of
+from router.parsing import MAX_CONTAINERS, MAX_MEMBERS, parse, parse_json, prompts_of
 from router.schemas import ChatRequest, CompletionRequest
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
@@ -126,8 +127,8 @@ WRONG_CHAT = [
 ]
 
 
-def label(case):
-    return f"{case[0]}-{str(case[1])[:40]}"
+def label_of_change(value):
+    return "-".join(value) if isinstance(value, dict) else value.__name__
 
 
 async def post(site, path, body):
@@ -241,11 +242,57 @@ async def test_unknown_paths_and_methods_get_error_objects(site_of):
         ("/detokenize", {"tokens": [4096]}, "tokens"),
         ("/detokenize", {"tokens": [1.0]}, "tokens"),
         ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 513}, "tokens"),
+        ("/tokenize", {"prompt": "x" * 3_000_000}, "prompt"),
     ],
 )
 async def test_the_tokenizer_endpoints_name_the_field_too(site_of, path, body, param):
     async with site_of(0, 1) as site:
         check_error(await post(site, path, body), param)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (ChatRequest, {"messages": [1] * 2000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"a": 1}] * 256}] * 200}),
+        (ChatRequest, {"modalities": [1] * 2000}),
+        (CompletionRequest, {"stop": [1] * 2000}),
+        (CompletionRequest, {"stop_token_ids": ["a"] * 2000}),
+    ],
+    ids=label_of_change,
+)
+def test_of_many_wrong_items_only_the_first_costs_an_error(model, change):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({**(CHAT if model is ChatRequest else BASE), **change})
+    assert caught.value.error_count() <= 5
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages": [' + b"[]," * MAX_CONTAINERS + b"[]]}", "body"),
+        (b'{"a": "' + b'\\"{' * 100_000, "body"),
+        (json.dumps({str(i): 1 for i in range(MAX_MEMBERS + 1)}).encode(), "body"),
+        (json.dumps({"messages": [{str(i): 1 for i in range(MAX_MEMBERS + 1)}]}).encode(), "messages"),
+    ],
+    ids=["many containers", "no end", "a wide body", "a wide object"],
+)
+def test_a_body_of_too_many_parts_is_refused_before_it_is_looked_at(body, param):
+    with pytest.raises(RequestError) as caught:
+        parse_json(body)
+    assert caught.value.param == param
+
+
+def test_brackets_in_a_text_are_no_containers():
+    text = '{"\\[' * MAX_CONTAINERS
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_the_length_of_a_prompt_of_ids_is_checked_before_its_ids():
+    with pytest.raises(RequestError) as caught:
+        prompts_of(["a wrong id", *[1] * 512][::-1], 512)
+    assert caught.value.code == "context_length_exceeded"
 
 
 JSON = st.recursive(
@@ -275,7 +322,7 @@ def _fault(model, body):
     try:
         asked = parse(model, body.encode())
         if model is CompletionRequest:
-            prompts_of(asked.prompt)
+            prompts_of(asked.prompt, 512)
     except RequestError as error:
         return error
     return None
