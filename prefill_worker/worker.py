@@ -6,13 +6,14 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
-from model.step_loop import StepLoop
+from model.worker_life import WorkerCallbacks, WorkerLife
+from model.worker_numbers import WorkerCounters, worker_stats
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import PrefillJob, PrefillScheduler, PrefillStep
 from protocol.clock import Clock
@@ -36,27 +37,6 @@ class _Call:
     reply: "asyncio.Future[PrefillReply]"
     started_at: float = 0.0
     transfer: OutgoingTransfer | None = None
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Numbers of WorkerStats that only grow."""
-
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    finished_requests: int = 0
-    aborted_requests: int = 0
-
-
-@dataclass(slots=True)
-class _Work:
-    """What is under way. `quiet` is set once the step loop has found that it is nothing."""
-
-    calls: dict[str, _Call] = field(default_factory=dict)  # by request id, until the call returns
-    transfers: "set[asyncio.Task[None]]" = field(default_factory=set)  # each ends by releasing its job's blocks
-    quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PrefillWorker:
@@ -98,18 +78,24 @@ class PrefillWorker:
                 cancel=self._cancel, prefill_failed=_ignore, router_lost=self._router_lost, stats=self.stats
             ),
         )
-        self._loop = StepLoop(step=self._step, idle=self._idle, died=self._died)
-        self._work = _Work()
-        self._counters = _Counters()
+        self._life = WorkerLife(
+            worker_id=peer.worker_id,
+            pool=pool,
+            clock=clock,
+            integrity_interval_s=config.integrity_interval_s,
+            callbacks=WorkerCallbacks(
+                step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
+            ),
+        )
+        self._calls: dict[str, _Call] = {}  # by request id, until the call returns
         self._calls_by_job: dict[PrefillJob, _Call] = {}
-        self._hanging_up: asyncio.Task[None] | None = None
-        self._is_draining = False
-        self._checked_at = float("-inf")
+        self._sending: set[asyncio.Task[None]] = set()  # each ends by releasing its job's blocks
+        self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
         address = await self._token_server.start(host)
-        self._loop.start()
+        self._life.start()
         return WorkerInfo(
             role="prefill",
             peer=self._peer,
@@ -128,18 +114,15 @@ class PrefillWorker:
         (can't be served as asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker
         is ending, its engine died, or the request's router is gone).
         """
-        self.check_health()
-        if self._is_draining:
-            raise WorkerLost(f"worker {self._peer.worker_id} is draining")
+        self._life.check_takes_requests()
         self._check_ticket(request, ticket)
-        if request.request_id in self._work.calls:
+        if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         job = self._scheduler.add(request)
         call = _Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
-        self._work.calls[request.request_id] = call
+        self._calls[request.request_id] = call
         self._calls_by_job[job] = call
-        self._work.quiet.clear()
-        self._loop.wake()
+        self._life.begin_request()
         try:
             return await call.reply
         except asyncio.CancelledError:
@@ -148,52 +131,25 @@ class PrefillWorker:
 
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
-        counters, pool, scheduler = self._counters, self._pool, self._scheduler
-        sent = None if self._sender is None else self._sender.stats
-        return WorkerStats(
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            free_blocks=pool.free_blocks,
-            total_blocks=pool.num_blocks,
-            owned_blocks=pool.owned_blocks,
-            num_transfers=0 if sent is None else sent.in_flight,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            computed_tokens=counters.computed_tokens,
-            generated_tokens=counters.generated_tokens,
-            steps=counters.steps,
-            step_seconds=counters.step_seconds,
-            finished_requests=counters.finished_requests,
-            aborted_requests=counters.aborted_requests,
-            transfers_done=0 if sent is None else sent.done,
-            transfers_failed=0 if sent is None else sent.failed,
-            transfer_bytes=0 if sent is None else sent.bytes,
-            transfer_seconds=0.0 if sent is None else sent.seconds,
-        )
+        transfers = None if self._sender is None else self._sender.stats
+        return worker_stats(self._counters, self._scheduler, self._pool, transfers)
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, or does not run."""
-        self._loop.check_health()
+        self._life.check_health()
 
     async def drain(self) -> None:
         """Take no new requests, and return once every call and transfer under way has ended."""
-        self._is_draining = True
-        await self._work.quiet.wait()
+        await self._life.drain()
 
     async def stop(self) -> None:
         """End everything, wherever it stands; a step under way finishes first. May be called more than once."""
-        self._is_draining = True
-        for call in list(self._calls_by_job.values()):
-            self._abort(call, "the prefill worker is ending", WorkerLost(f"worker {self._peer.worker_id} is ending"))
-        await self._loop.stop()
+        self._fail_all(f"worker {self._peer.worker_id} is ending")
+        await self._life.stop()
         if self._sender is not None:
             await self._sender.close()
-        await asyncio.gather(*self._work.transfers)
-        if self._hanging_up is not None:
-            await self._hanging_up
+        await asyncio.gather(*self._sending)
         await self._token_server.close()
-        self._work.quiet.set()
 
     async def _step(self) -> bool:
         step = self._schedule()
@@ -214,7 +170,7 @@ class PrefillWorker:
                 )
                 self._scheduler.begin_sending(job)
                 task = asyncio.create_task(self._see_off(call, call.transfer), name=f"send {job.request.request_id}")
-                self._work.transfers.add(task)
+                self._sending.add(task)
         return step
 
     async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
@@ -230,9 +186,7 @@ class PrefillWorker:
         except Exception:
             self._scheduler.abandon(step)
             raise
-        self._counters.steps += 1
-        self._counters.step_seconds += self._clock() - started_at
-        self._counters.computed_tokens += sum(len(chunk.step.token_ids) for chunk in step.chunks)
+        self._counters.count_step(self._clock() - started_at, sum(len(chunk.step.token_ids) for chunk in step.chunks))
         return sampled
 
     def _post_process(self, step: PrefillStep, sampled: Sequence[SampledToken | None]) -> None:
@@ -276,8 +230,8 @@ class PrefillWorker:
             self._scheduler.end_sending(call.job)
             task = asyncio.current_task()
             if task is not None:
-                self._work.transfers.discard(task)
-            self._loop.wake()  # its blocks may be what another prompt waits for
+                self._sending.discard(task)
+            self._life.wake()  # its blocks may be what another prompt waits for
 
     def _check_ticket(self, request: GenerateRequest, ticket: Ticket | None) -> None:
         """A forged ticket is the decode worker's to refuse: only there blocks are at stake."""
@@ -291,12 +245,12 @@ class PrefillWorker:
             raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
 
     def _cancel(self, request_id: str) -> None:
-        call = self._work.calls.get(request_id)
+        call = self._calls.get(request_id)
         if call is not None:
             self._abort(call, "the router cancelled the request", WorkerLost("the router cancelled the request"))
 
     def _router_lost(self, router_id: str) -> None:
-        for call in list(self._work.calls.values()):
+        for call in list(self._calls.values()):
             if call.job.request.router_id == router_id:
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
@@ -314,26 +268,15 @@ class PrefillWorker:
     def _end(self, call: _Call) -> None:
         self._scheduler.end(call.job)
         del self._calls_by_job[call.job]
-        del self._work.calls[call.job.request.request_id]
-        self._loop.wake()
+        del self._calls[call.job.request.request_id]
+        self._life.wake()
 
-    def _idle(self) -> None:
-        now = self._clock()
-        if self._work.calls or self._work.transfers:
-            return
-        self._work.quiet.set()
-        if now - self._checked_at >= self._config.integrity_interval_s:
-            self._checked_at = now
-            self._pool.check_integrity()
-            if self._pool.owned_blocks:
-                _log.error("%d blocks are owned although the worker is idle", self._pool.owned_blocks)
+    def _fail_all(self, reason: str) -> None:
+        for call in list(self._calls.values()):
+            self._abort(call, reason, WorkerLost(reason))
 
-    def _died(self, error: Exception) -> None:
-        for call in list(self._calls_by_job.values()):
-            self._abort(call, "the engine died", WorkerLost(f"the engine died: {error!r}"))
-        self._work.quiet.set()
-        # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
-        self._hanging_up = asyncio.create_task(self._token_server.close(), name="hang up")
+    def _is_busy(self) -> bool:
+        return bool(self._calls or self._sending)
 
 
 def _ignore(_: str) -> None:

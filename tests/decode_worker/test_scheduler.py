@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import DecodeJob, DecodeScheduler, DecodeStep, Phase, Progress
+from decode_worker.jobs import DecodeJob, DecodeStep, Phase, Progress
+from decode_worker.scheduler import DecodeScheduler
 from model.block_pool import BlockPool
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams

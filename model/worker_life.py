@@ -1,0 +1,98 @@
+"""A worker's life, the same for both kinds: it steps, falls quiet, drains, dies of its engine, is stopped."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from model.block_pool import BlockPool
+from model.step_loop import StepLoop
+from protocol.clock import Clock
+from protocol.errors import WorkerLost
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCallbacks:
+    """What a worker does and tells. Only `step` and `hang_up` wait."""
+
+    step: Callable[[], Awaitable[bool]]  # run one step; whether there was anything to do
+    is_busy: Callable[[], bool]  # whether any call or transfer is under way
+    died: Callable[[str], None]  # the engine died, for this reason: fail every request
+    hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
+
+
+class WorkerLife:
+    """Owns a worker's step loop. `worker_id` is for messages; `pool` is checked whenever the worker is idle.
+
+    An idle worker's block accounting is checked at most every `integrity_interval_s`.
+    """
+
+    def __init__(
+        self, *, worker_id: str, pool: BlockPool, clock: Clock, integrity_interval_s: float, callbacks: WorkerCallbacks
+    ):
+        self._worker_id = worker_id
+        self._pool = pool
+        self._clock = clock
+        self._integrity_interval_s = integrity_interval_s
+        self._callbacks = callbacks
+        self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died)
+        self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
+        self._is_draining = False
+        self._checked_at = float("-inf")
+        self._hanging_up: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to step. Must be called on the event loop that serves the worker."""
+        self._loop.start()
+
+    def check_health(self) -> None:
+        """Raises WorkerLost where the step loop has died, or does not run."""
+        self._loop.check_health()
+
+    def check_takes_requests(self) -> None:
+        """Raises WorkerLost where the worker is not healthy, or draining."""
+        self.check_health()
+        if self._is_draining:
+            raise WorkerLost(f"worker {self._worker_id} is draining")
+
+    def begin_request(self) -> None:
+        """A request has been queued."""
+        self._quiet.clear()
+        self._loop.wake()
+
+    def wake(self) -> None:
+        """There may be something to do now: a request, free blocks, or nothing left at all."""
+        self._loop.wake()
+
+    async def drain(self) -> None:
+        """Take no new requests, and return once nothing is under way."""
+        self._is_draining = True
+        await self._quiet.wait()
+
+    async def stop(self) -> None:
+        """Step no more; a step under way finishes first. May be called more than once."""
+        self._is_draining = True
+        await self._loop.stop()
+        if self._hanging_up is not None:
+            await self._hanging_up
+        self._quiet.set()
+
+    def _idle(self) -> None:
+        if self._callbacks.is_busy():
+            return
+        self._quiet.set()
+        now = self._clock()
+        if now - self._checked_at >= self._integrity_interval_s:
+            self._checked_at = now
+            self._pool.check_integrity()
+            if self._pool.owned_blocks:
+                _log.error("%d blocks are owned although the worker is idle", self._pool.owned_blocks)
+
+    def _died(self, error: Exception) -> None:
+        self._callbacks.died(f"the engine of worker {self._worker_id} died: {error!r}")
+        self._quiet.set()
+        # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
+        self._hanging_up = asyncio.create_task(self._callbacks.hang_up(), name="hang up")

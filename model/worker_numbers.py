@@ -1,0 +1,87 @@
+"""The numbers that a worker tells of itself, gathered from where they arise; both kinds of worker tell the same."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from model.block_pool import BlockPool
+from protocol.stats import WorkerStats
+
+
+class SchedulerNumbers(Protocol):
+    """What both schedulers count."""
+
+    prefix_queries: int  # counter: prompt tokens looked up
+    prefix_hits: int  # counter: prompt tokens found
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in no step yet."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in steps."""
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens still to be computed."""
+
+
+class TransferNumbers(Protocol):
+    """What both sides of KV transfer count."""
+
+    in_flight: int
+    done: int  # counter
+    failed: int  # counter
+    bytes: int  # counter
+    seconds: float  # counter
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Numbers of WorkerStats that only grow, and that a worker counts itself."""
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+
+    def count_step(self, seconds: float, computed_tokens: int) -> None:
+        """An engine step has run."""
+        self.steps += 1
+        self.step_seconds += seconds
+        self.computed_tokens += computed_tokens
+
+
+def worker_stats(
+    counters: WorkerCounters,
+    scheduler: SchedulerNumbers,
+    pool: BlockPool,
+    transfers: TransferNumbers | None,
+    *,
+    preemptions: int = 0,
+) -> WorkerStats:
+    """All numbers now. `transfers` is None for a worker that neither sends nor receives KV."""
+    return WorkerStats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        num_waiting_tokens=scheduler.num_waiting_tokens,
+        free_blocks=pool.free_blocks,
+        total_blocks=pool.num_blocks,
+        owned_blocks=pool.owned_blocks,
+        num_transfers=0 if transfers is None else transfers.in_flight,
+        prefix_queries=scheduler.prefix_queries,
+        prefix_hits=scheduler.prefix_hits,
+        computed_tokens=counters.computed_tokens,
+        generated_tokens=counters.generated_tokens,
+        steps=counters.steps,
+        step_seconds=counters.step_seconds,
+        preemptions=preemptions,
+        finished_requests=counters.finished_requests,
+        aborted_requests=counters.aborted_requests,
+        transfers_done=0 if transfers is None else transfers.done,
+        transfers_failed=0 if transfers is None else transfers.failed,
+        transfer_bytes=0 if transfers is None else transfers.bytes,
+        transfer_seconds=0.0 if transfers is None else transfers.seconds,
+    )
