@@ -14,6 +14,7 @@ class DecodeConfig:
     max_batch: int = 256  # requests in one step
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
     offer_wait_s: float = 30.0  # a request whose prefill worker has not begun by then is computed here
+    max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy
     integrity_interval_s: float = 10.0  # an idle worker checks its block accounting at most this often
     token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
 
@@ -25,7 +26,8 @@ class DecodeConfig:
                 f"decode.max_step_tokens is {self.max_step_tokens}, less than decode.max_batch {self.max_batch}: "
                 "a step could not give every running request its token"
             )
-        if self.offer_wait_s <= 0:
-            raise ConfigError(f"decode.offer_wait_s is {self.offer_wait_s}: it must be above 0")
+        for name in ("offer_wait_s", "max_step_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be above 0")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"decode.watermark is {self.watermark}: it must be at least 0 and less than 1")

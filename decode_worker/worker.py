@@ -81,6 +81,7 @@ class DecodeWorker:
             pool=pool,
             clock=clock,
             integrity_interval_s=config.integrity_interval_s,
+            max_step_s=config.max_step_s,
             callbacks=WorkerCallbacks(
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
@@ -147,7 +148,7 @@ class DecodeWorker:
         )
 
     def check_health(self) -> None:
-        """Raises WorkerLost where the step loop has died, or does not run."""
+        """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._life.check_health()
 
     async def drain(self) -> None:
@@ -155,7 +156,7 @@ class DecodeWorker:
         await self._life.drain()
 
     async def stop(self) -> None:
-        """End everything, wherever it stands; a step under way finishes first. May be called more than once."""
+        """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
         if self._receiver is not None:

@@ -27,18 +27,26 @@ class WorkerCallbacks:
 class WorkerLife:
     """Owns a worker's step loop. `worker_id` is for messages; `pool` is checked whenever the worker is idle.
 
-    An idle worker's block accounting is checked at most every `integrity_interval_s`.
+    An idle worker's block accounting is checked at most every `integrity_interval_s`. A step longer than `max_step_s`
+    is stuck.
     """
 
     def __init__(
-        self, *, worker_id: str, pool: BlockPool, clock: Clock, integrity_interval_s: float, callbacks: WorkerCallbacks
+        self,
+        *,
+        worker_id: str,
+        pool: BlockPool,
+        clock: Clock,
+        integrity_interval_s: float,
+        max_step_s: float,
+        callbacks: WorkerCallbacks,
     ):
         self._worker_id = worker_id
         self._pool = pool
         self._clock = clock
         self._integrity_interval_s = integrity_interval_s
         self._callbacks = callbacks
-        self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died)
+        self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died, clock=clock, max_step_s=max_step_s)
         self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
         self._is_draining = False
         self._checked_at = float("-inf")
@@ -49,7 +57,7 @@ class WorkerLife:
         self._loop.start()
 
     def check_health(self) -> None:
-        """Raises WorkerLost where the step loop has died, or does not run."""
+        """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._loop.check_health()
 
     def check_takes_requests(self) -> None:
@@ -73,7 +81,7 @@ class WorkerLife:
         await self._quiet.wait()
 
     async def stop(self) -> None:
-        """Step no more; a step under way finishes first. May be called more than once."""
+        """Step no more; a step under way finishes first, unless it is stuck. May be called more than once."""
         self._is_draining = True
         await self._loop.stop()
         if self._hanging_up is not None:

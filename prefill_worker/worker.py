@@ -83,6 +83,7 @@ class PrefillWorker:
             pool=pool,
             clock=clock,
             integrity_interval_s=config.integrity_interval_s,
+            max_step_s=config.max_step_s,
             callbacks=WorkerCallbacks(
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
@@ -135,7 +136,7 @@ class PrefillWorker:
         return worker_stats(self._counters, self._scheduler, self._pool, transfers)
 
     def check_health(self) -> None:
-        """Raises WorkerLost where the step loop has died, or does not run."""
+        """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._life.check_health()
 
     async def drain(self) -> None:
@@ -143,7 +144,7 @@ class PrefillWorker:
         await self._life.drain()
 
     async def stop(self) -> None:
-        """End everything, wherever it stands; a step under way finishes first. May be called more than once."""
+        """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
         if self._sender is not None:

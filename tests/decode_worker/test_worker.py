@@ -249,6 +249,24 @@ def test_a_call_cancelled_during_its_transfer_frees_its_blocks():
     play(script, role="decode")
 
 
+def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new():
+    async def script(rig: Rig) -> None:
+        rig.engine.released.clear()
+        call = begin(rig.worker.decode(a_request(), None))
+        await asyncio.sleep(4.9)
+        rig.worker.check_health()
+        await asyncio.sleep(0.2)
+        with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
+            rig.worker.check_health()
+        with pytest.raises(WorkerLost):
+            await rig.worker.decode(a_request(name="another"), None)
+        rig.engine.released.set()
+        await call
+        rig.worker.check_health()
+
+    play(script, role="decode", max_step_s=5.0)
+
+
 def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
     async def script(rig: Rig) -> None:
         call = begin(rig.worker.decode(a_request(), None))

@@ -161,6 +161,24 @@ def test_a_dead_engine_ends_every_request():
     play(script, role="prefill", max_step_tokens=10)
 
 
+def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new():
+    async def script(rig: Rig) -> None:
+        rig.engine.released.clear()
+        call = begin(rig.worker.prefill(a_request(), None))
+        await asyncio.sleep(4.9)
+        rig.worker.check_health()
+        await asyncio.sleep(0.2)
+        with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
+            rig.worker.check_health()
+        with pytest.raises(WorkerLost):
+            await rig.worker.prefill(a_request(name="another"), None)
+        rig.engine.released.set()
+        await call
+        rig.worker.check_health()
+
+    play(script, role="prefill", max_step_s=5.0)
+
+
 def test_a_draining_worker_takes_nothing_new():
     async def script(rig: Rig) -> None:
         await rig.worker.drain()

@@ -126,6 +126,8 @@ class FakeEngine(Engine):
         self._token_s = token_s
         self._is_stepping = False
         self.fail_at_step: int | None = None
+        self.released = asyncio.Event()  # a step under way waits for it; cleared, the engine is wedged
+        self.released.set()
         self.num_steps = 0
 
     async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
@@ -135,6 +137,7 @@ class FakeEngine(Engine):
             raise RuntimeError("an empty step")
         self._is_stepping = True
         self.num_steps += 1
+        await self.released.wait()
         layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._store.num_layers
         for layer in range(self._store.num_layers):
             await asyncio.sleep(layer_s)
