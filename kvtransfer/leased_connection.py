@@ -8,6 +8,7 @@ from protocol.clock import Clock
 from protocol.errors import ConnectionLost
 from protocol.messages import Message, Ping
 from protocol.network import Connection
+from protocol.silence import Silence
 
 T = TypeVar("T")
 
@@ -19,7 +20,8 @@ class LeasedConnection:
         self._connection = connection
         self._clock = clock
         self._lease_s = lease_s
-        self._heard = self._said = clock()
+        self._said = clock()
+        self._silence = Silence(clock, lease_s)
 
     def post(self, message: Message) -> None:
         """Send `message`, if the connection still stands; never waits.
@@ -39,25 +41,20 @@ class LeasedConnection:
     async def receive(self) -> Message:
         """The next message. Raises ConnectionLost."""
         message = await self._connection.receive()
-        self._heard = self._clock()
+        self._silence.end()
         return message
 
     async def watch(self) -> None:
         """Ping where we have been silent for a third of a lease. Raises ConnectionLost after a lease of the peer's."""
         while True:
+            if self._silence.is_too_long:
+                raise ConnectionLost(f"the peer was silent for {self._silence.length_s:.1f} s: its lease has ended")
             now = self._clock()
-            if now - self._heard >= self._lease_s:
-                raise ConnectionLost(f"the peer has been silent for {now - self._heard:.1f} s: its lease has ended")
             if now - self._said >= self._lease_s / 3:
                 self.post(Ping())
                 self._said = now
-            pause_s = max(min(self._said + self._lease_s / 3, self._heard + self._lease_s) - now, 0.001)
-            await asyncio.sleep(pause_s)
-            # What this process slept through (stopped, or its loop held up) was not the peer's silence: its messages
-            # may lie unread in the socket. A peer that gave us up meanwhile has closed the connection anyway.
-            overslept_s = self._clock() - now - pause_s
-            if overslept_s > self._lease_s / 3:
-                self._heard = min(self._heard + overslept_s, self._clock())
+            until_ping_s = self._said + self._lease_s / 3 - now
+            await self._silence.pause(max(min(until_ping_s, self._lease_s - self._silence.length_s), 0.001))
 
 
 async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:

@@ -13,6 +13,7 @@ from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import Cancel, Hello, Ping, PrefillFailed, Refuse, StatsFrame, TokenFrame, Welcome
 from protocol.network import Connection, Listener, Network
 from protocol.requests import TokenEvent
+from protocol.silence import Silence
 from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer
 
@@ -90,14 +91,16 @@ class TokenServer:
         router_id = await self._accept(connection)
         if router_id is None:
             return
+        silence = Silence(asyncio.get_running_loop().time, self._config.lease_s)
+        watch = asyncio.create_task(self._watch(router_id, connection, silence), name=f"token-server-watch-{router_id}")
         try:
-            await self._listen_to(connection)
+            await self._listen_to(connection, silence)
         except ConnectionLost as error:
             _log.info("token channel of router %s ended: %s", router_id, error)
-        except TimeoutError:
-            _log.warning("router %s was silent for %.1f s: dropped", router_id, self._config.lease_s)
         finally:
+            watch.cancel()
             self._drop(router_id, connection)
+            await asyncio.gather(watch, return_exceptions=True)
 
     async def _accept(self, connection: Connection) -> str | None:
         """The id of the router that says hello; None where it is refused or gone."""
@@ -137,11 +140,17 @@ class TokenServer:
             return f"worker {self._peer.worker_id} has restarted: epoch {hello.receiver.epoch:x} is over"
         return None
 
-    async def _listen_to(self, connection: Connection) -> None:
-        """Raises ConnectionLost at the connection's end, TimeoutError after a lease of silence."""
+    async def _watch(self, router_id: str, connection: Connection, silence: Silence) -> None:
+        """Drop a router after a lease of silence; that ends its `_listen_to` as well."""
+        await silence.outlast()
+        _log.warning("router %s was silent for %.1f s: dropped", router_id, silence.length_s)
+        self._drop(router_id, connection)
+
+    async def _listen_to(self, connection: Connection, silence: Silence) -> None:
+        """Raises ConnectionLost at the connection's end."""
         while True:
-            async with asyncio.timeout(self._config.lease_s):
-                message = await connection.receive()
+            message = await connection.receive()
+            silence.end()
             match message:
                 case Cancel(request_id):
                     self._callbacks.cancel(request_id)

@@ -23,6 +23,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.network import Connection, Network
+from protocol.silence import Silence
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
 from router.token_stream import TokenStream
@@ -52,7 +53,6 @@ class _Channel:
         self._clock = clock
         self._config = config
         self._connection: Connection | None = None
-        self._heard_at = clock()
         self._streams: dict[str, TokenStream] = {}
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
@@ -139,15 +139,15 @@ class _Channel:
 
     async def _serve(self, connection: Connection) -> None:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
-        self._heard_at = self._clock()
         self._connection = connection
         self._failed = False
         self._settle(None)
-        watch = asyncio.create_task(self._watch(connection))
+        silence = Silence(self._clock, self._config.silence_s)
+        watch = asyncio.create_task(self._watch(connection, silence))
         try:
             while True:
                 message = await connection.receive()
-                self._heard_at = self._clock()
+                silence.end()
                 match message:
                     case TokenFrame():
                         for event in message.events:
@@ -164,11 +164,11 @@ class _Channel:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    async def _watch(self, connection: Connection) -> None:
+    async def _watch(self, connection: Connection, silence: Silence) -> None:
         """Give signs of life, and close a connection whose other side gives none."""
         while True:
-            await asyncio.sleep(self._config.ping_s)
-            if self._clock() - self._heard_at > self._config.silence_s:
+            await silence.pause(self._config.ping_s)
+            if silence.is_too_long:
                 await connection.close()
                 return
             try:

@@ -13,7 +13,7 @@ from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer
 from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.virtual_loop import run_virtually
+from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 
 WORKER = Peer("decode-0", 7)
 CONFIG = TokenServerConfig(stats_interval_s=0.5, lease_s=3.0, max_unsent_bytes=100_000)
@@ -195,6 +195,22 @@ def test_a_silent_router_is_dropped_after_a_lease_and_one_that_pings_is_not():
             pinging.send(Ping())
         assert scene.heard == [("lost", "router-0")]
         assert scene.server.is_connected("router-1")
+
+    play(script)
+
+
+def test_a_stall_of_the_workers_own_loop_drops_no_router_that_pinged():
+    async def script(scene: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        pinging = await scene.welcomed()
+        pinging.send(Ping())
+        loop._times.now += 10 * CONFIG.lease_s  # the ping lies unread meanwhile
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            pinging.send(Ping())
+        assert scene.server.is_connected("router-0")
+        assert scene.heard == []
 
     play(script)
 

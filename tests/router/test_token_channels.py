@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from protocol.errors import WorkerLost
-from protocol.messages import Hello, Refuse, TokenFrame, Welcome
+from protocol.messages import Hello, Ping, Refuse, TokenFrame, Welcome
 from protocol.requests import SampledToken, TokenEvent
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
@@ -155,5 +155,38 @@ async def test_a_silent_worker_counts_as_lost(info_at):
     async with asyncio.timeout(5):
         with pytest.raises(WorkerLost):
             await anext(stream)
+    await channels.close()
+    await listener.close()
+
+
+async def test_a_stall_of_our_own_loop_drops_no_channel(info_at, until):
+    hellos, pings = [], []
+
+    async def echo(connection):
+        hello = await connection.receive()
+        hellos.append(hello)
+        connection.send(Welcome(hello.receiver))
+        while True:
+            pings.append(await connection.receive())
+            connection.send(Ping())
+
+    skipped_s = 0.0
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", echo)
+    channels = TokenChannels(
+        network=network,
+        peer=Peer("r", 1),
+        clock=lambda: asyncio.get_running_loop().time() + skipped_s,
+        config=TokenChannelConfig(ping_s=0.01, silence_s=10.0),
+    )
+    info = info_at(listener)
+    await channels.ensure(info)
+    stream = channels.subscribe(info.peer, "one", max_tokens=3)
+    skipped_s = 1000.0
+    heard = len(pings)
+    await until(lambda: len(pings) >= heard + 3)
+    assert len(hellos) == 1
+    assert channels.is_connected(info.peer)
+    stream.close()
     await channels.close()
     await listener.close()
