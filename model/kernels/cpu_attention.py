@@ -2,6 +2,7 @@
 
 Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs that walks the block table once, with the
 online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
+In bf16, where the CPU has the instructions and the shape fits, cpu_decode does the same in tiles.
 Prefill chunks: the context is gathered sequence by sequence, then flash attention: ours in bf16 where the CPU has the
 instructions (cpu_prefill), else torch's.
 Reference: model/kernels/cpu_reference.py.
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.backend import BatchLayout
-from model.kernels import cpu_dot, cpu_prefill
+from model.kernels import cpu_decode, cpu_dot, cpu_prefill
 from model.kernels.cpu_floats import exponential, store, widen
 from model.kernels.cpu_launch import (
     KernelPair,
@@ -152,7 +153,9 @@ _DECODE = KernelPair(_decode_fp32, _decode_bf16)
 def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
     """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
-    _DECODE.of(q.dtype).run(
+    use_tiles = q.dtype == torch.bfloat16 and cpu_decode.is_supported(dim, block_size)
+    kernel = cpu_decode.kernel() if use_tiles else _DECODE.of(q.dtype)
+    kernel.run(
         layout.num_decodes * kv_heads,
         1,
         q.data_ptr(),

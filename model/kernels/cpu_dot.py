@@ -1,4 +1,5 @@
-"""bf16 matrix tiles with AVX512-BF16's `vdpbf16ps`: 4 rows by 16 to 64 columns, accumulated in fp32 registers.
+"""bf16 matrix tiles with AVX512-BF16's `vdpbf16ps`: 4 rows by 16 to 64 columns, and 16 rows by one vector,
+accumulated in fp32 registers.
 
 C[4, 16 n] (+)= A[4, 2 pairs] B[2 pairs, 16 n]. A is row-major bf16. B is packed by pairs of its rows, [pairs, columns,
 2], so that one 32-bit lane holds what one instruction multiplies and adds. C is row-major fp32.
@@ -18,6 +19,7 @@ LANES = 16
 _INT = ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_INT, LANES)
+_ORDER = ir.VectorType(_INT, 2 * LANES)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -111,3 +113,72 @@ dot_tile_16 = _make_tile(1)
 dot_tile_32 = _make_tile(2)
 dot_tile_48 = _make_tile(3)
 dot_tile_64 = _make_tile(4)
+
+
+@intrinsic
+def dot_rows(typingctx: Any, a: Any, b: Any, b_stride: Any, vectors: Any, c: Any) -> Any:
+    """c[16] = b[16, 32 `vectors`] a[32 `vectors`], both row-major bf16, c fp32: (a, b, b stride, vectors, c) -> 0.
+
+    Addresses and strides are int64, strides in bytes.
+    """
+    del typingctx, a, b, b_stride, vectors, c
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        a, b, b_stride, vectors, c = arguments
+        dot = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_FLOATS, (_FLOATS, _PAIRS, _PAIRS)), "llvm.x86.avx512bf16.dpbf16ps.512"
+        )
+        wide = a.type
+
+        def pairs_at(address: Any) -> Any:
+            return builder.bitcast(builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2), _PAIRS)
+
+        sums = [cgutils.alloca_once(builder, _FLOATS) for _ in range(LANES)]
+        for total in sums:
+            builder.store(ir.Constant(_FLOATS, [0.0] * LANES), total)
+        with cgutils.for_range(builder, vectors) as loop:
+            across = builder.mul(loop.index, ir.Constant(wide, 64))
+            right = pairs_at(builder.add(a, across))
+            for row, total in enumerate(sums):
+                start = builder.add(builder.add(b, builder.mul(b_stride, ir.Constant(wide, row))), across)
+                builder.store(builder.call(dot, (builder.load(total), pairs_at(start), right)), total)
+        # Neighbouring lanes of two vectors are added into one vector, until lane i holds the sum of vector i.
+        parts = [builder.load(total) for total in sums]
+        even = ir.Constant(_INTS, list(range(0, 2 * LANES, 2)))
+        odd = ir.Constant(_INTS, list(range(1, 2 * LANES, 2)))
+        while len(parts) > 1:
+            parts = [
+                builder.fadd(builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd))
+                for left, right in zip(parts[::2], parts[1::2], strict=True)
+            ]
+        builder.store(parts[0], builder.inttoptr(c, _FLOATS.as_pointer()), align=4)
+        return ir.Constant(wide, 0)
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def interleave(typingctx: Any, first: Any, second: Any, vectors: Any, packed: Any) -> Any:
+    """packed[32 `vectors`, 2] of two rows of 2-byte numbers, as B's pairs of rows are; addresses; returns 0."""
+    del typingctx, first, second, vectors, packed
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        first, second, vectors, packed = arguments
+        wide = first.type
+        numbers = ir.VectorType(ir.IntType(16), 2 * LANES)
+        with cgutils.for_range(builder, vectors) as loop:
+            across = builder.mul(loop.index, ir.Constant(wide, 64))
+            rows = [
+                builder.load(builder.inttoptr(builder.add(row, across), numbers.as_pointer()), align=2)
+                for row in (first, second)
+            ]
+            for half in range(2):
+                order = [lane + 2 * LANES * row for lane in range(half * LANES, (half + 1) * LANES) for row in range(2)]
+                pairs = builder.shuffle_vector(*rows, ir.Constant(_ORDER, order))
+                place = builder.add(packed, builder.add(across, builder.add(across, ir.Constant(wide, 64 * half))))
+                builder.store(pairs, builder.inttoptr(place, numbers.as_pointer()), align=4)
+        return ir.Constant(wide, 0)
+
+    return types.int64(*[types.int64] * 4), codegen

@@ -45,7 +45,7 @@ def _multiply(a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
 
 
 @compiled
-def _soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities):
+def soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities):
     """One row: scores [width] to bf16 probabilities, 0 from `visible` on; rescales mixed; returns new best and sum.
 
     The loops over scores run to `width`, in whole vectors: what is left over of a vector loop is done one by one.
@@ -113,7 +113,7 @@ def _prefill(words):
                 )
                 for row in range(count):
                     visible = max(0, min(width, seen + row + 1 - start))
-                    best[row], weight_sum[row] = _soften(
+                    best[row], weight_sum[row] = soften(
                         scores[row], visible, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
                     )
                 _multiply(

@@ -8,10 +8,10 @@ from model.runner import make_layout
 from model.step import SequenceStep
 
 CPU = torch.device("cpu")
-SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128)]
+SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128), (12, 2, 96)]
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 33])
+@pytest.mark.parametrize("block_size", [1, 16, 33, 48])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
@@ -55,10 +55,13 @@ def test_prefill_after_a_cached_prefix_equals_the_reference(
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_lies_beyond_the_context_is_not_read() -> None:
-    layout = make_layout([SequenceStep([0], 4, [1], None), SequenceStep([0, 0], 2, [0], None)], 8, CPU)
-    q = torch.randn(3, 2, 16)
-    kv_layer = torch.randn(2, 2, 1, 8, 16)
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_beyond_the_context_is_not_read(dtype: torch.dtype, block_size: int) -> None:
+    steps = [SequenceStep([0], 4, [1], None), SequenceStep([0, 0], 2, [0], None)]
+    layout = make_layout(steps, block_size, CPU)
+    q = torch.randn(3, 2, 32).to(dtype)
+    kv_layer = torch.randn(2, 2, 1, block_size, 32).to(dtype)
     out, again = torch.empty_like(q), torch.empty_like(q)
     for result in (out, again):
         cpu_attention.decode_attention(q, kv_layer, layout, result)
