@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerLost
-from protocol.requests import GenerateRequest, SampledToken, TokenEvent
+from protocol.requests import GenerateRequest, TokenEvent
 from protocol.stats import Role, WorkerInfo
 from protocol.tickets import Peer, Ticket, mint_ticket
 from router.fleet import Fleet
@@ -22,7 +22,7 @@ from router.in_flight import Hold, InFlight
 from router.policy import Candidate, NoPath, Path, choose
 from router.stages import Stages
 from router.token_channels import TokenChannels
-from router.token_stream import TokenStream
+from router.token_stream import TokenStream, join_fresh
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,10 @@ class Pipeline:
         failed: set[Peer],
         stages: Stages,
     ) -> AsyncGenerator[TokenEvent, None]:
-        """One try: call both workers at once and yield what follows `sent`. Raises WorkerLost to try elsewhere."""
+        """One try: call both workers at once and yield what follows `sent`. Raises WorkerLost to try elsewhere.
+
+        The reader extends `sent` by each event before it asks for the next.
+        """
         tried = msgspec.structs.replace(
             request,
             request_id=self._draw_id(),
@@ -145,12 +148,10 @@ class Pipeline:
         if path.prefill is not None:
             calls[path.prefill.peer] = asyncio.create_task(self._call_prefill(attempt, path.prefill, failed))
         try:
-            next_index = len(sent)
             async for first in stream:
-                event = join_fresh((first, *stream.take_queued()), next_index)
+                event = join_fresh((first, *stream.take_queued()), sent)
                 if event is None:
                     continue
-                next_index += len(event.tokens)
                 self._stamp(stages, event)
                 yield event
                 if event.finish_reason is not None:
@@ -279,23 +280,3 @@ class Pipeline:
         stages.num_output_tokens += len(event.tokens)
         if event.finish_reason is not None:
             stages.finish = now
-
-
-def join_fresh(events: Sequence[TokenEvent], next_index: int) -> TokenEvent | None:
-    """`events` as one that begins with token `next_index`, without the tokens before it; None if nothing is new.
-
-    Raises WorkerLost for a gap, and where the worker gave the request up.
-    """
-    tokens: list[SampledToken] = []
-    begin = next_index
-    for event in events:
-        if event.error is not None:
-            raise WorkerLost(f"the worker gave the request up: {event.error}")
-        if event.index > next_index:
-            raise WorkerLost(f"token {next_index} is missing: the next to come was {event.index}")
-        fresh = event.tokens[next_index - event.index :]
-        tokens.extend(fresh)
-        next_index += len(fresh)
-        if event.finish_reason is not None and event.index + len(event.tokens) == next_index:
-            return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)
-    return TokenEvent(events[0].request_id, begin, tuple(tokens)) if tokens else None

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocol.errors import TwostrokeError, WorkerLost
-from protocol.requests import TokenEvent
+from protocol.requests import SampledToken, TokenEvent
 
 
 class TokenStream:
@@ -78,3 +78,28 @@ class TokenStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent | None:
+    """`events` as one that goes on where `sent` (all output so far) ends; None if nothing is new.
+
+    A token may come twice: the first from the prefill worker and from the decode worker. Raises WorkerLost for a gap,
+    for a token that differs from what was sent in its place (what follows would go on from another text), and where
+    the worker gave the request up.
+    """
+    tokens: list[SampledToken] = []
+    begin = len(sent)
+    for event in events:
+        if event.error is not None:
+            raise WorkerLost(f"the worker gave the request up: {event.error}")
+        next_index = begin + len(tokens)
+        if not 0 <= event.index <= next_index:
+            raise WorkerLost(f"token {next_index} is missing: the next to come was {event.index}")
+        num_known = next_index - event.index
+        for i, token in enumerate(event.tokens[:num_known], event.index):
+            if token.token_id != (sent[i] if i < begin else tokens[i - begin].token_id):
+                raise WorkerLost(f"token {i} came again, and as another one")
+        tokens.extend(event.tokens[num_known:])
+        if event.finish_reason is not None and event.index + len(event.tokens) == begin + len(tokens):
+            return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)
+    return TokenEvent(events[0].request_id, begin, tuple(tokens)) if tokens else None

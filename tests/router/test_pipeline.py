@@ -6,7 +6,6 @@ import pytest
 
 from protocol.errors import RequestError, WorkerLost
 from protocol.requests import SampledToken, TokenEvent
-from router.pipeline import join_fresh
 from router.policy import NoPath
 from router.stages import Stages
 
@@ -181,6 +180,23 @@ async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fle
         assert stages.attempts == 2
 
 
+async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(fleet_of, a_request, expected):
+    def another(event):
+        return msgspec.structs.replace(event, tokens=(SampledToken((event.tokens[0].token_id + 1) % 300),))
+
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], 0)
+        rig["d0"].corrupt = lambda event: another(event) if event.index == 0 else event
+        stages = Stages(0.0)
+        events, tokens = await nth_token(rig, a_request(), 1, stages)
+        for _ in range(20):
+            rig["d0"].gate.release()
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert stages.resumes == 1
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -253,23 +269,3 @@ async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_reque
         results = await asyncio.gather(*(collect(rig, request) for request in requests))
         assert results == [expected(request) for request in requests]
         assert len(rig["d0"].seen) == len(rig["d1"].seen) == 20
-
-
-def event(index, *tokens, finish=None):
-    return TokenEvent("r", index, tuple(SampledToken(token) for token in tokens), finish)
-
-
-@pytest.mark.parametrize(
-    ("events", "next_index", "joined"),
-    [
-        ([event(0, 7)], 0, event(0, 7)),
-        ([event(0, 7), event(0, 7), event(1, 8)], 0, event(0, 7, 8)),
-        ([event(0, 7)], 1, None),
-        ([event(0, 7, 8, 9)], 2, event(2, 9)),
-        ([event(0, 7, finish="stop")], 1, event(1, finish="stop")),
-        ([event(2, 9, finish="length"), event(3, 1)], 2, event(2, 9, finish="length")),
-        ([event(0, 7, finish="stop")], 3, None),
-    ],
-)
-def test_joining_keeps_each_token_once(events, next_index, joined):
-    assert join_fresh(events, next_index) == joined
