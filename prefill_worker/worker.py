@@ -37,6 +37,7 @@ class _Call:
     reply: "asyncio.Future[PrefillReply]"
     started_at: float = 0.0
     transfer: OutgoingTransfer | None = None
+    sending: "asyncio.Task[None] | None" = None  # ends with the transfer, by releasing the job's blocks
 
 
 class PrefillWorker:
@@ -88,9 +89,8 @@ class PrefillWorker:
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
         )
-        self._calls: dict[str, _Call] = {}  # by request id, until the call returns
-        self._calls_by_job: dict[PrefillJob, _Call] = {}
-        self._sending: set[asyncio.Task[None]] = set()  # each ends by releasing its job's blocks
+        self._calls: dict[str, _Call] = {}  # by request id, until call and transfer have ended
+        self._calls_by_job: dict[PrefillJob, _Call] = {}  # until the call returns
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
@@ -149,7 +149,7 @@ class PrefillWorker:
         await self._life.stop()
         if self._sender is not None:
             await self._sender.close()
-        await asyncio.gather(*self._sending)
+        await asyncio.gather(*(call.sending for call in self._calls.values() if call.sending is not None))
         await self._token_server.close()
 
     async def _step(self) -> bool:
@@ -170,8 +170,9 @@ class PrefillWorker:
                     call.ticket, job.num_tokens, sequence.block_ids, sequence.num_computed
                 )
                 self._scheduler.begin_sending(job)
-                task = asyncio.create_task(self._see_off(call, call.transfer), name=f"send {job.request.request_id}")
-                self._sending.add(task)
+                call.sending = asyncio.create_task(
+                    self._see_off(call, call.transfer), name=f"send {job.request.request_id}"
+                )
         return step
 
     async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
@@ -229,9 +230,9 @@ class PrefillWorker:
             _log.warning("the KV of request %s was not sent: %s", call.job.request.request_id, error)
         finally:
             self._scheduler.end_sending(call.job)
-            task = asyncio.current_task()
-            if task is not None:
-                self._sending.discard(task)
+            call.sending = None
+            if call.job.has_ended:
+                del self._calls[call.job.request.request_id]
             self._life.wake()  # its blocks may be what another prompt waits for
 
     def _check_ticket(self, request: GenerateRequest, ticket: Ticket | None) -> None:
@@ -256,12 +257,15 @@ class PrefillWorker:
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
     def _abort(self, call: _Call, reason: str, error: WorkerLost | None = None) -> None:
-        """End a call wherever it stands. `error` tells its awaiter, who needs none where it was cancelled itself."""
+        """End a call wherever it stands, and its transfer, which may outlive it.
+
+        `error` tells the call's awaiter, who needs none where it was cancelled itself.
+        """
+        if call.transfer is not None:
+            call.transfer.abort(reason)
         if call.job.has_ended:
             return
         self._counters.aborted_requests += 1
-        if call.transfer is not None:
-            call.transfer.abort(reason)
         self._end(call)
         if error is not None and not call.reply.done():
             call.reply.set_exception(error)
@@ -269,15 +273,16 @@ class PrefillWorker:
     def _end(self, call: _Call) -> None:
         self._scheduler.end(call.job)
         del self._calls_by_job[call.job]
-        del self._calls[call.job.request.request_id]
+        if call.sending is None:
+            del self._calls[call.job.request.request_id]
         self._life.wake()
 
     def _fail_all(self, reason: str) -> None:
-        for call in list(self._calls.values()):
+        for call in list(self._calls_by_job.values()):
             self._abort(call, reason, WorkerLost(reason))
 
     def _is_busy(self) -> bool:
-        return bool(self._calls or self._sending)
+        return bool(self._calls)
 
 
 def _ignore(_: str) -> None:

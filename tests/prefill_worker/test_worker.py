@@ -146,6 +146,27 @@ def test_a_request_cancelled_anywhere_gives_its_blocks_back(where: str, how: str
     play(script, role="prefill", max_step_tokens=chunk, max_batch=1)
 
 
+@pytest.mark.parametrize("how", ["message", "router"])
+def test_a_transfer_still_running_after_the_reply_ends_with_its_request(how: str):
+    async def script(rig: Rig) -> None:
+        address = await silent_decode_worker(rig)
+        await rig.worker.prefill(a_request(), rig.ticket(decode_address=address))
+        assert rig.pool.owned_blocks == 3
+        with pytest.raises(RequestError, match="here already"):
+            await rig.worker.prefill(a_request(), None)
+        if how == "message":
+            rig.router.send(Cancel("r"))
+        else:
+            rig.fabric.cut(ROUTER)
+        await asyncio.sleep(0.1)
+        assert rig.pool.owned_blocks == 0
+        stats = rig.worker.stats()
+        assert (stats.finished_requests, stats.aborted_requests, stats.transfers_failed) == (1, 0, 1)
+        await rig.worker.drain()
+
+    play(script, role="prefill")
+
+
 def test_a_dead_engine_ends_every_request():
     async def script(rig: Rig) -> None:
         rig.engine.fail_at_step = 2
