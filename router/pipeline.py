@@ -147,6 +147,7 @@ class Pipeline:
         calls = {path.decode.peer: asyncio.create_task(self._call_decode(attempt))}
         if path.prefill is not None:
             calls[path.prefill.peer] = asyncio.create_task(self._call_prefill(attempt, path.prefill, failed))
+        complete = False
         try:
             async for first in stream:
                 event = join_fresh((first, *stream.take_queued()), sent)
@@ -156,15 +157,18 @@ class Pipeline:
                 yield event
                 if event.finish_reason is not None:
                     break
-            # The calls return about now, and tell how it went.
-            await asyncio.wait(calls.values(), timeout=self._config.reply_grace_s)
+            if stream.heard:  # else the first token was the last: the decode worker has nothing to do
+                # The calls return about now, and tell how it went.
+                await asyncio.wait(calls.values(), timeout=self._config.reply_grace_s)
+                complete = calls[path.decode.peer].done()
         finally:
             stream.close()
             for worker, call in calls.items():
-                if not call.done():
-                    call.cancel()
-                    # The channel is quicker than the call, and works where the call is stuck.
+                if not (complete and call.done()):
+                    # The channel is quicker than the call, works where the call is stuck, and reaches a prefill
+                    # worker whose call is over and whose transfer is not.
                     self._channels.cancel(worker, tried.request_id)
+                call.cancel()
             await asyncio.gather(*calls.values(), return_exceptions=True)
 
     async def _call_decode(self, attempt: _Attempt) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from protocol.errors import RequestError, WorkerLost
 from protocol.requests import SampledToken, TokenEvent
+from router.pipeline import PipelineConfig
 from router.policy import NoPath
 from router.stages import Stages
 
@@ -254,13 +255,35 @@ async def test_nobody_there_is_told_at_once(fleet_of, a_request):
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
 
 
-async def test_a_single_token_needs_no_decode_step(fleet_of, a_request, expected):
+@pytest.mark.parametrize("change", ["max_tokens", "stop_token_ids"])
+async def test_a_first_token_that_is_the_last_cancels_the_decode_worker_at_once(
+    fleet_of, a_request, expected, until, change, monkeypatch
+):
+    one = a_request(**{change: 1 if change == "max_tokens" else tuple(expected(a_request())[:1])})
+    async with fleet_of(1, 1) as rig:
+        monkeypatch.setattr(rig.pipeline, "_config", PipelineConfig(reply_grace_s=1000.0))
+        allow(rig["d0"], 0)
+        async with asyncio.timeout(20):
+            assert await collect(rig, one) == expected(one)
+        assert not rig.fleet.owned
+        await until(lambda: rig["d0"].cancelled == [rig["d0"].seen[0].request_id])
+
+
+async def test_an_early_end_is_told_to_a_prefill_worker_whose_call_is_over(fleet_of, a_request, until):
     async with fleet_of(1, 1) as rig:
         allow(rig["d0"], 0)
-        one = a_request(max_tokens=1)
-        events, tokens = await nth_token(rig, one, 1)
-        assert tokens == expected(one)
+        events, _ = await nth_token(rig, a_request(), 1)
+        assert not rig["p0"].owned
         await events.aclose()
+        await until(lambda: rig["p0"].cancelled == [rig["p0"].seen[0].request_id])
+
+
+async def test_a_whole_request_is_cancelled_nowhere(fleet_of, a_request):
+    async with fleet_of(1, 1) as rig:
+        await collect(rig, a_request())
+        events, _ = await nth_token(rig, a_request(), 1)  # what was sent on the channels before has come by now
+        await events.aclose()
+        assert not {rig["p0"].seen[0].request_id} & {*rig["p0"].cancelled, *rig["d0"].cancelled}
 
 
 async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_request, expected):
