@@ -12,6 +12,7 @@ class DecodeConfig:
 
     max_step_tokens: int = 512  # tokens of one step: one for each running request, the rest for prompts computed here
     max_batch: int = 256  # requests in one step
+    max_waiting: int = 1024  # requests that wait for blocks or a prefill worker; more are refused with status 429
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
     offer_wait_s: float = 30.0  # a request whose prefill worker has not begun by then is computed here
     max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy
@@ -19,8 +20,9 @@ class DecodeConfig:
     token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise ConfigError(f"decode.max_batch is {self.max_batch}: it must be at least 1")
+        for name in ("max_batch", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be at least 1")
         if self.max_step_tokens < self.max_batch:
             raise ConfigError(
                 f"decode.max_step_tokens is {self.max_step_tokens}, less than decode.max_batch {self.max_batch}: "

@@ -18,17 +18,26 @@ from protocol.requests import GenerateRequest, SampledToken, finish_reason
 class DecodeScheduler:
     """Continuous batching over one block pool: at most `max_step_tokens` tokens of `max_batch` requests in a step.
 
-    Admission leaves `watermark_blocks` free, so that running requests have some to grow into.
+    Admission leaves `watermark_blocks` free, so that running requests have some to grow into. At most `max_waiting`
+    newcomers may be queued.
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_step_tokens: int, max_batch: int, watermark_blocks: int, max_context: int
+        self,
+        pool: BlockPool,
+        *,
+        max_step_tokens: int,
+        max_batch: int,
+        watermark_blocks: int,
+        max_context: int,
+        max_waiting: int,
     ):
         self._pool = pool
         self._max_step_tokens = max_step_tokens
         self._max_batch = max_batch
         self._watermark_blocks = watermark_blocks
         self._max_context = max_context
+        self._max_waiting = max_waiting
         # Both in the order of arrival, whatever happened to a job in between.
         self._waiting: list[DecodeJob] = []
         self._running: list[DecodeJob] = []
@@ -55,7 +64,11 @@ class DecodeScheduler:
         return local + sum(job.sequence.num_uncomputed for job in self._running if job.sequence.num_uncomputed > 1)
 
     def add(self, request: GenerateRequest, *, wants_transfer: bool) -> DecodeJob:
-        """Queue a request. Raises RequestError for one that could never run here to its end."""
+        """Queue a request.
+
+        Raises RequestError for one that could never run here to its end, and, with status 429, for one too many.
+        One that gives way later is queued again whatever the number.
+        """
         if not request.token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         longest = request.num_prompt_tokens + request.max_tokens
@@ -74,6 +87,8 @@ class DecodeScheduler:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+        if len(self._waiting) >= self._max_waiting:
+            raise RequestError(f"{self._max_waiting} requests wait here already", code="overloaded", status=429)
         job = DecodeJob(SequenceState(request, self._pool.block_size), self._num_arrived, wants_transfer)
         self._num_arrived += 1
         self._waiting.append(job)

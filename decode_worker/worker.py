@@ -64,6 +64,7 @@ class DecodeWorker:
             max_batch=config.max_batch,
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_context=max_context,
+            max_waiting=config.max_waiting,
         )
         self._token_server = TokenServer(
             peer=peer,

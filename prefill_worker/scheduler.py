@@ -66,7 +66,10 @@ def first_come_first_served(job: PrefillJob) -> tuple[float, ...]:
 
 
 class PrefillScheduler:
-    """Chunked prefill over one block pool: at most `max_step_tokens` tokens of `max_batch` prompts in a step."""
+    """Chunked prefill over one block pool: at most `max_step_tokens` tokens of `max_batch` prompts in a step.
+
+    At most `max_waiting` prompts may be queued.
+    """
 
     def __init__(
         self,
@@ -75,12 +78,14 @@ class PrefillScheduler:
         max_step_tokens: int,
         max_batch: int,
         max_context: int,
+        max_waiting: int,
         policy: QueuePolicy = first_come_first_served,
     ):
         self._pool = pool
         self._max_step_tokens = max_step_tokens
         self._max_batch = max_batch
         self._max_context = max_context
+        self._max_waiting = max_waiting
         self._policy = policy
         self._waiting: list[PrefillJob] = []
         self._running: list[PrefillJob] = []  # in the order of their admission
@@ -104,7 +109,10 @@ class PrefillScheduler:
         return sum(job.sequence.num_uncomputed for job in (*self._waiting, *self._running))
 
     def add(self, request: GenerateRequest) -> PrefillJob:
-        """Queue a prompt. Raises RequestError for one that could never run here."""
+        """Queue a prompt.
+
+        Raises RequestError for one that could never run here, and, with status 429, for one too many.
+        """
         num_tokens = len(request.token_ids)
         if num_tokens < 1:
             raise RequestError("the prompt is empty", param="prompt")
@@ -122,6 +130,8 @@ class PrefillScheduler:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        if len(self._waiting) >= self._max_waiting:
+            raise RequestError(f"{self._max_waiting} prompts wait here already", code="overloaded", status=429)
         job = PrefillJob(SequenceState(request, self._pool.block_size), self._num_arrived)
         self._num_arrived += 1
         self._waiting.append(job)

@@ -69,7 +69,11 @@ class PrefillWorker:
         self._clock = clock
         self._max_context = max_context
         self._scheduler = PrefillScheduler(
-            pool, max_step_tokens=config.max_step_tokens, max_batch=config.max_batch, max_context=max_context
+            pool,
+            max_step_tokens=config.max_step_tokens,
+            max_batch=config.max_batch,
+            max_context=max_context,
+            max_waiting=config.max_waiting,
         )
         self._token_server = TokenServer(
             peer=peer,

@@ -32,7 +32,14 @@ def request(length: int, max_tokens: int = 5, first: int = 0, **fields) -> Gener
 class Rig:
     """A scheduler with its pool, and an engine that always draws the same token."""
 
-    def __init__(self, num_blocks: int = 64, max_step_tokens: int = 16, max_batch: int = 8, watermark_blocks: int = 0):
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_step_tokens: int = 16,
+        max_batch: int = 8,
+        watermark_blocks: int = 0,
+        max_waiting: int = 1024,
+    ):
         self.pool = BlockPool(num_blocks, BLOCK)
         self.scheduler = DecodeScheduler(
             self.pool,
@@ -40,6 +47,7 @@ class Rig:
             max_batch=max_batch,
             watermark_blocks=watermark_blocks,
             max_context=200,
+            max_waiting=max_waiting,
         )
 
     def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:
@@ -254,6 +262,17 @@ def test_an_abandoned_step_gives_blocks_back_once_its_jobs_have_ended():
 def test_a_request_that_can_never_run_to_its_end_is_refused(length: int, max_tokens: int, blocks: int):
     with pytest.raises(RequestError):
         Rig(num_blocks=blocks).add(length, max_tokens)
+
+
+def test_a_request_too_many_is_refused_as_overload_until_the_queue_moves():
+    rig = Rig(max_waiting=2)
+    rig.add(4)
+    rig.add(4, first=50)
+    with pytest.raises(RequestError, match="wait here already") as refused:
+        rig.add(4, first=100)
+    assert (refused.value.status, refused.value.code) == (429, "overloaded")
+    rig.run()
+    rig.add(4, first=100)
 
 
 def test_a_request_that_just_fits_runs_to_its_end_alone():

@@ -77,6 +77,19 @@ def test_a_request_that_could_never_fit_is_refused(fields):
     play(script, role="decode", num_blocks=20)
 
 
+def test_a_full_queue_refuses_what_comes_next():
+    async def script(rig: Rig) -> None:
+        calls = [begin(rig.worker.decode(a_request(name=name), None)) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as refused:
+            await rig.worker.decode(a_request(name="c"), None)
+        assert refused.value.status == 429
+        await asyncio.gather(*calls)
+        await rig.worker.decode(a_request(name="c"), None)
+
+    play(script, role="decode", max_waiting=2)
+
+
 def test_a_request_id_in_use_is_refused():
     async def script(rig: Rig) -> None:
         first = begin(rig.worker.decode(a_request(), None))

@@ -32,7 +32,7 @@ def scheduler(num_blocks: int = 64, max_step_tokens: int = 16, max_batch: int = 
         max_step_tokens=max_step_tokens,
         max_batch=max_batch,
         max_context=200,
-        **options,
+        **{"max_waiting": 1024} | options,
     )
 
 
@@ -118,7 +118,7 @@ def test_another_policy_takes_another_order():
 
 def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run():
     pool = BlockPool(8, BLOCK)
-    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200)
+    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200, max_waiting=1024)
     job = one.add(request(10))
     step = one.schedule()
     one.end(job)
@@ -129,7 +129,7 @@ def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run()
 
 def test_an_abandoned_step_gives_the_blocks_of_ended_jobs_back_unnamed():
     pool = BlockPool(8, BLOCK)
-    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200)
+    one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200, max_waiting=1024)
     job = one.add(request(10))
     step = one.schedule()
     one.abandon(step)
@@ -143,6 +143,17 @@ def test_a_prompt_that_can_never_run_is_refused(length: int, blocks: int):
         scheduler(num_blocks=blocks).add(request(length))
 
 
+def test_a_prompt_too_many_is_refused_as_overload_until_the_queue_moves():
+    one = scheduler(max_waiting=2)
+    one.add(request(4))
+    one.add(request(4, 50))
+    with pytest.raises(RequestError, match="wait here already") as refused:
+        one.add(request(4, 100))
+    assert (refused.value.status, refused.value.code) == (429, "overloaded")
+    run(one)
+    one.add(request(4, 100))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 40), st.integers(1, 6))
 def test_whatever_happens_blocks_are_accounted_for_and_every_prompt_is_computed_once(
@@ -150,7 +161,9 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_prompt_is_computed_
 ):
     draw = random.Random(seed)
     pool = BlockPool(12, BLOCK)
-    one = PrefillScheduler(pool, max_step_tokens=max_step_tokens, max_batch=max_batch, max_context=200)
+    one = PrefillScheduler(
+        pool, max_step_tokens=max_step_tokens, max_batch=max_batch, max_context=200, max_waiting=1024
+    )
     live: list[PrefillJob] = []
     sending: list[PrefillJob] = []
     computed: set[int] = set()

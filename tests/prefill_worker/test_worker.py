@@ -108,6 +108,19 @@ def test_a_prompt_that_can_never_run_is_refused(length: int):
     play(script, role="prefill", num_blocks=20)
 
 
+def test_a_full_queue_refuses_what_comes_next():
+    async def script(rig: Rig) -> None:
+        calls = [begin(rig.worker.prefill(a_request(name=name), None)) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as refused:
+            await rig.worker.prefill(a_request(name="c"), None)
+        assert refused.value.status == 429
+        await asyncio.gather(*calls)
+        await rig.worker.prefill(a_request(name="c"), None)
+
+    play(script, role="prefill", max_waiting=2)
+
+
 def test_a_request_id_in_use_is_refused():
     async def script(rig: Rig) -> None:
         first = begin(rig.worker.prefill(a_request(), None))
