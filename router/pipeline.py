@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerLost
-from protocol.requests import GenerateRequest, TokenEvent
+from protocol.requests import GenerateRequest, PrefillReply, TokenEvent
 from protocol.stats import Role, WorkerInfo
 from protocol.tickets import Peer, Ticket, mint_ticket
 from router.fleet import Fleet
@@ -198,7 +198,7 @@ class Pipeline:
         reply = None
         try:
             await self._channels.ensure(worker)
-            reply = await self._fleet.prefill(worker.peer, attempt.request, attempt.ticket)
+            reply = await self._prefill_or_lose(attempt, worker.peer)
         except TwostrokeError as error:
             _log.warning("prefill of %s on %s failed: %s", attempt.request_id, worker.peer.worker_id, error)
         except Exception:
@@ -217,6 +217,20 @@ class Pipeline:
         while not attempt.stream.heard:
             self._channels.prefill_failed(attempt.decode, attempt.request_id)
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
+
+    async def _prefill_or_lose(self, attempt: _Attempt, worker: Peer) -> PrefillReply:
+        """The call's reply; WorkerLost with the channel, since the call of a stopped worker just hangs."""
+        call = asyncio.create_task(self._fleet.prefill(worker, attempt.request, attempt.ticket))
+        loss = asyncio.create_task(self._channels.outlive(worker))
+        try:
+            await asyncio.wait((call, loss), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise WorkerLost("its token channel dropped")
+            return call.result()
+        finally:
+            call.cancel()
+            loss.cancel()
+            await asyncio.gather(call, loss, return_exceptions=True)
 
     async def _choose(self, request: GenerateRequest, sent: Sequence[int], failed: set[Peer]) -> tuple[Path, Hold]:
         """The path of the next attempt, its decode worker reachable, and the hold on both. Raises NoPath.

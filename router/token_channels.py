@@ -57,6 +57,7 @@ class _Channel:
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
         self._hurry = asyncio.Event()
+        self._dropped = asyncio.Event()
         self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
 
     @property
@@ -76,6 +77,11 @@ class _Channel:
         error = await asyncio.shield(self._attempt)
         if error is not None:
             raise error
+
+    async def outlive(self) -> None:
+        """Return when the connection that stands now drops; at once where there is none."""
+        if self._connection is not None:
+            await self._dropped.wait()
 
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
         if self._connection is None:
@@ -141,6 +147,7 @@ class _Channel:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
         self._connection = connection
         self._failed = False
+        self._dropped.clear()
         self._settle(None)
         silence = Silence(self._clock, self._config.silence_s)
         watch = asyncio.create_task(self._watch(connection, silence))
@@ -185,6 +192,7 @@ class _Channel:
         self._connection = None
         self._failed = True
         self.stats = None
+        self._dropped.set()
         self._settle(error)
         self._attempt = asyncio.get_running_loop().create_future()
         self._hurry.clear()
@@ -235,6 +243,12 @@ class TokenChannels:
             channel = _Channel(info, self._network, self.peer, self._clock, self._config)
             self._channels[info.peer] = channel
         await channel.ensure()
+
+    async def outlive(self, worker: Peer) -> None:
+        """Return when the channel to this worker drops: it has forgotten our requests. At once where there is none."""
+        channel = self._channels.get(worker)
+        if channel is not None:
+            await channel.outlive()
 
     def is_connected(self, worker: Peer) -> bool:
         """Whether tokens can come from this worker now."""

@@ -114,6 +114,20 @@ async def test_a_failing_prefill_is_done_by_the_decode_worker(fleet_of, a_reques
         assert (stages.prefill_failures, stages.attempts, stages.num_cached_tokens) == (1, 1, 5)
 
 
+async def test_a_prefill_worker_whose_channel_drops_has_failed_although_its_call_hangs(
+    fleet_of, a_request, expected, until
+):
+    async with fleet_of(1, 1) as rig:
+        rig["p0"].prefill_gate = asyncio.Event()
+        stages = Stages(0.0)
+        task = asyncio.create_task(collect(rig, a_request(), stages))
+        await until(lambda: rig["p0"].owned)
+        await rig["p0"].close()
+        async with asyncio.timeout(20):
+            assert await task == expected(a_request())
+        assert (stages.prefill_failures, stages.attempts) == (1, 1)
+
+
 async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet_of, a_request, expected, until):
     async with fleet_of(1, 1) as rig:
         rig["p0"].refusal = WorkerLost("gone")
