@@ -4,6 +4,8 @@ Serve starts, watches and calls them; tokens and KV go their own ways. All heavy
 since the process that deploys and the router's process load this module too.
 """
 
+import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,15 @@ from protocol.tickets import Peer, Ticket
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
     from prefill_worker.worker import PrefillWorker
+
+
+_log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 30.0
+"""From the moment a replica is to go, until Serve ends its process."""
+
+DRAIN_S = 20.0
+"""How much of that transfers under way may take. Calls need none of it: Serve waits for them beforehand."""
 
 
 class _WorkerReplica:
@@ -48,9 +59,9 @@ class _WorkerReplica:
             self._worker.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this once the replica has drained."""
+        """Serve awaits this once the replica's calls have returned; the KV of some may still be under way."""
         if self._worker is not None:
-            await self._worker.stop()
+            await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
 
@@ -125,6 +136,16 @@ class DecodeReplica(_WorkerReplica):
         return await self._decode_worker.decode(request, ticket)
 
 
+async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float) -> None:
+    """End a worker: at once when nothing is under way any more, and after `drain_s` whatever is."""
+    try:
+        async with asyncio.timeout(drain_s):
+            await worker.drain()
+    except TimeoutError:
+        _log.warning("the worker has not drained in %g s: what is under way ends now", drain_s)
+    await worker.stop()
+
+
 def _this_peer() -> Peer:
     """This process's name: Serve's for the replica, and a number that no later incarnation has."""
     return Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
@@ -147,7 +168,7 @@ def worker_options(settings: WorkerSettings, replicas: int) -> dict[str, Any]:
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": 30.0,
+        "graceful_shutdown_timeout_s": SHUTDOWN_S,
         "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False},
     }

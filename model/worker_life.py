@@ -47,7 +47,8 @@ class WorkerLife:
         self._integrity_interval_s = integrity_interval_s
         self._callbacks = callbacks
         self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died, clock=clock, max_step_s=max_step_s)
-        self._quiet = asyncio.Event()  # set once the step loop has found that nothing is under way
+        self._quiet = asyncio.Event()  # cleared by each request, set once the step loop finds that nothing is under way
+        self._quiet.set()
         self._is_draining = False
         self._checked_at = float("-inf")
         self._hanging_up: asyncio.Task[None] | None = None
