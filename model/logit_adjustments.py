@@ -20,20 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.step import Draw
+from model.token_counts import TokenCounts, is_penalised
 
 _Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]  # row, token ids, one value each
 
 
 def is_adjusted(draw: Draw) -> bool:
     """Whether `adjust` would change the draw's logits."""
-    sampling = draw.sampling
-    return bool(
-        sampling.logit_bias
-        or sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-        or draw.forbidden
-    )
+    return bool(draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden)
 
 
 def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
@@ -47,14 +41,16 @@ def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
             bias.append((row, np.array(ids, np.int64), np.array(values, np.float32)))
-        if sampling.repetition_penalty != 1.0:
-            seen = np.unique(np.array(draw.history, np.int64))
-            repetition.append((row, seen, np.full(len(seen), sampling.repetition_penalty, np.float32)))
-        if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
-            outputs = np.array(draw.history[draw.num_prompt_tokens :], np.int64)
-            ids_out, counts = np.unique(outputs, return_counts=True)
-            penalty = -(sampling.frequency_penalty * counts + sampling.presence_penalty)
-            occurrence.append((row, ids_out, penalty.astype(np.float32)))
+        if is_penalised(sampling):
+            counts = TokenCounts(draw.history, draw.num_prompt_tokens) if draw.counts is None else draw.counts
+            if sampling.repetition_penalty != 1.0:
+                seen = counts.ids
+                repetition.append((row, seen, np.full(len(seen), sampling.repetition_penalty, np.float32)))
+            if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
+                has_occurred = counts.output_counts > 0
+                times = counts.output_counts[has_occurred]
+                penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
+                occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
         if draw.forbidden:
             banned = np.array(draw.forbidden, np.int64)
             forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))

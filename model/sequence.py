@@ -5,6 +5,7 @@ Both schedulers build on this. No torch, no I/O; the owner of a sequence ends it
 
 from model.block_pool import BlockPool
 from model.step import Draw, SequenceStep
+from model.token_counts import TokenCounts, is_penalised
 from protocol.block_hashes import BlockHash, next_hash, root_hash
 from protocol.requests import GenerateRequest, forbidden_tokens
 
@@ -23,6 +24,7 @@ class SequenceState:
         self.block_ids: list[int] = []
         self.num_computed = 0
         self._block_hashes: list[BlockHash] = []
+        self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
         self._num_published = 0  # the first blocks of the table: matched, published, or found to be named elsewhere
 
     @property
@@ -81,6 +83,8 @@ class SequenceState:
     def append(self, token_id: int) -> None:
         """Add a drawn (or received) token; its KV is not computed yet."""
         self.token_ids.append(token_id)
+        if self._token_counts is not None:
+            self._token_counts.append(token_id)
 
     def reset(self, pool: BlockPool) -> None:
         """Give all blocks back: for preemption (to be computed again, prompt and outputs) and for every ending.
@@ -111,5 +115,11 @@ class SequenceState:
                 history=self.token_ids,
                 num_prompt_tokens=self.request.num_prompt_tokens,
                 forbidden=forbidden_tokens(self.request, self.num_output_tokens),
+                counts=self._counts_for_draw(),
             )
         return SequenceStep(token_ids=self.token_ids[start:end], start=start, block_ids=self.block_ids, draw=draw)
+
+    def _counts_for_draw(self) -> TokenCounts | None:
+        if self._token_counts is None and is_penalised(self.request.sampling):
+            self._token_counts = TokenCounts(self.token_ids, self.request.num_prompt_tokens)
+        return self._token_counts

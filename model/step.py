@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from model.token_counts import TokenCounts
 from protocol.requests import SampledToken, SamplingParams
 
 
@@ -25,6 +26,7 @@ class Draw:
     history: Sequence[int]  # all token ids so far, prompt first, for the penalties
     num_prompt_tokens: int  # how many of `history` are the prompt
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
+    counts: TokenCounts | None = None  # of `history`, where penalties need them; None: counted when they are needed
 
 
 OnLayer = Callable[[int], None]

@@ -21,7 +21,16 @@ ALLOWED = {
     "cluster": {"protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router"},
 }
 WITHOUT_TORCH = ("protocol", "router", "prefill_worker", "decode_worker")
-TORCH_FREE_MODEL_MODULES = ("step", "block_pool", "sequence", "step_loop", "worker_life", "worker_numbers", "config")
+TORCH_FREE_MODEL_MODULES = (
+    "step",
+    "block_pool",
+    "sequence",
+    "step_loop",
+    "token_counts",
+    "worker_life",
+    "worker_numbers",
+    "config",
+)
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
 # Collectives of objects unpickle what a peer sends.
 OBJECT_COLLECTIVES = {

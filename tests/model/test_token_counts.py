@@ -1,0 +1,99 @@
+"""Counts kept up to date are the counts of the whole history, and penalties made of them the same to the bit."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from model.block_pool import BlockPool
+from model.logit_adjustments import adjust
+from model.sequence import SequenceState
+from model.step import Draw
+from model.token_counts import TokenCounts
+from protocol.requests import GenerateRequest, SamplingParams
+
+VOCAB = 300
+
+
+def check(counts: TokenCounts, tokens: list[int], num_prompt_tokens: int) -> None:
+    outputs = Counter(tokens[num_prompt_tokens:])
+    expected = {token_id: outputs[token_id] for token_id in tokens}
+    assert len(counts.ids) == len(set(tokens))
+    assert dict(zip(counts.ids.tolist(), counts.output_counts.tolist(), strict=True)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-1, 90), min_size=1, max_size=40),
+    st.lists(st.integers(-1, 200), max_size=150),
+    st.integers(0, 40),
+)
+def test_counts_are_those_of_the_whole_history_after_every_token(
+    tokens: list[int], more: list[int], num_prompt_tokens: int
+) -> None:
+    num_prompt_tokens = min(num_prompt_tokens, len(tokens))
+    counts = TokenCounts(tokens, num_prompt_tokens)
+    check(counts, tokens, num_prompt_tokens)
+    for token_id in more:
+        tokens = [*tokens, token_id]
+        counts.append(token_id)
+    check(counts, tokens, num_prompt_tokens)
+
+
+def naively_penalised(
+    row: NDArray[np.float32], tokens: list[int], num_prompt_tokens: int, sampling: SamplingParams
+) -> NDArray[np.float32]:
+    row, outputs = row.copy(), tokens[num_prompt_tokens:]
+    factor = np.float32(sampling.repetition_penalty)
+    for token_id in set(tokens):
+        if token_id < VOCAB:
+            row[token_id] = row[token_id] / factor if row[token_id] > 0 else row[token_id] * factor
+            if (times := outputs.count(token_id)) > 0:
+                row[token_id] += np.float32(-(sampling.frequency_penalty * times + sampling.presence_penalty))
+    return row
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.37},
+        {"presence_penalty": -0.9},
+        {"repetition_penalty": 0.7, "frequency_penalty": -0.21, "presence_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_a_sequences_draws_are_penalised_to_the_bit_as_its_history_says(penalties: dict[str, float]) -> None:
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(0, VOCAB + 20, 50).tolist()  # with ids outside the vocabulary
+    sampling = SamplingParams(**penalties)
+    request = GenerateRequest("r", "router", tuple(prompt), 45, sampling, 200)
+    pool = BlockPool(64, 4)
+    sequence = SequenceState(request, 4)
+    for _ in range(100):
+        sequence.reserve(pool, sequence.num_uncomputed)
+        kept = sequence.step(sequence.num_uncomputed).draw
+        assert kept is not None
+        assert kept.counts is not None
+        row = draw.normal(0, 3, VOCAB).astype(np.float32)
+        logits = torch.from_numpy(np.stack((row, row)))
+        adjust(logits, [0, 1], [kept, Draw(sampling, tuple(sequence.token_ids), 45)])
+        expected = naively_penalised(row, sequence.token_ids, 45, sampling)
+        assert np.array_equal(logits.numpy(), np.stack((expected, expected)))
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.append(int(draw.integers(0, VOCAB)))
+    sequence.reset(pool)
+
+
+def test_a_request_without_penalties_counts_nothing() -> None:
+    pool = BlockPool(4, 4)
+    sequence = SequenceState(GenerateRequest("r", "router", (1, 2, 3), 3, SamplingParams(), 5), 4)
+    sequence.reserve(pool, 3)
+    drawn = sequence.step(3).draw
+    assert drawn is not None
+    assert drawn.counts is None
+    sequence.reset(pool)
