@@ -144,9 +144,7 @@ class DecodeWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = None if self._receiver is None else self._receiver.stats
-        return worker_stats(
-            self._counters, self._scheduler, self._pool, transfers, preemptions=self._scheduler.preemptions
-        )
+        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""

@@ -59,6 +59,11 @@ class ThreadEngine:
         finally:
             wanted.clear()
 
+    @property
+    def num_broken_rows(self) -> int:
+        """As model.step.Engine.num_broken_rows; a step under way may still raise it."""
+        return self._runner.num_broken_rows
+
     def close(self) -> None:
         """End the thread, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -22,6 +22,8 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
+    num_broken_rows: int  # counter: rows that held NaN or +inf
+
 
 class ModelRunner:
     """Runs one step at a time, on whatever thread calls it."""
@@ -32,6 +34,11 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._max_context = max_context
         self._device = kv_cache.tensors[0].device
+
+    @property
+    def num_broken_rows(self) -> int:
+        """Rows of logits so far that held NaN or +inf."""
+        return self._sampler.num_broken_rows
 
     @torch.inference_mode()
     def run(

@@ -42,3 +42,7 @@ class Engine(Protocol):
         All `on_layer` calls are made before this returns. Cancelling the caller does not stop a step under way:
         the step runs to its end, and the next call waits for it. A raised error means that the engine is dead.
         """
+
+    @property
+    def num_broken_rows(self) -> int:
+        """Rows of logits so far that held NaN or +inf: 0 with a sound model and cache."""

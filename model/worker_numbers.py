@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from model.block_pool import BlockPool
+from model.step import Engine
 from protocol.stats import WorkerStats
 
 
@@ -12,6 +13,7 @@ class SchedulerNumbers(Protocol):
 
     prefix_queries: int  # counter: prompt tokens looked up
     prefix_hits: int  # counter: prompt tokens found
+    preemptions: int  # counter
 
     @property
     def num_waiting(self) -> int:
@@ -34,6 +36,7 @@ class TransferNumbers(Protocol):
     failed: int  # counter
     bytes: int  # counter
     seconds: float  # counter
+    digest_failures: int  # counter
 
 
 @dataclass(slots=True)
@@ -59,8 +62,7 @@ def worker_stats(
     scheduler: SchedulerNumbers,
     pool: BlockPool,
     transfers: TransferNumbers | None,
-    *,
-    preemptions: int = 0,
+    engine: Engine,
 ) -> WorkerStats:
     """All numbers now. `transfers` is None for a worker that neither sends nor receives KV."""
     return WorkerStats(
@@ -77,11 +79,13 @@ def worker_stats(
         generated_tokens=counters.generated_tokens,
         steps=counters.steps,
         step_seconds=counters.step_seconds,
-        preemptions=preemptions,
+        preemptions=scheduler.preemptions,
         finished_requests=counters.finished_requests,
         aborted_requests=counters.aborted_requests,
         transfers_done=0 if transfers is None else transfers.done,
         transfers_failed=0 if transfers is None else transfers.failed,
         transfer_bytes=0 if transfers is None else transfers.bytes,
         transfer_seconds=0.0 if transfers is None else transfers.seconds,
+        transfer_digest_failures=0 if transfers is None else transfers.digest_failures,
+        broken_logit_rows=engine.num_broken_rows,
     )

@@ -92,6 +92,7 @@ class PrefillScheduler:
         self._num_arrived = 0
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
+        self.preemptions = 0  # counter, always 0: a prompt has all its blocks from the start
 
     @property
     def num_waiting(self) -> int:

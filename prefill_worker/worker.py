@@ -137,7 +137,7 @@ class PrefillWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = None if self._sender is None else self._sender.stats
-        return worker_stats(self._counters, self._scheduler, self._pool, transfers)
+        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""

@@ -45,3 +45,5 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfers_failed: int = 0  # counter
     transfer_bytes: int = 0  # counter
     transfer_seconds: float = 0.0  # counter
+    transfer_digest_failures: int = 0  # counter: chunks of KV that arrived damaged
+    broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound

@@ -332,7 +332,9 @@ def test_the_numbers_it_tells_are_true():
         assert rig.info.role == "decode"
         for _ in range(2):
             await rig.worker.decode(a_request(10), None)
+        rig.engine.num_broken_rows = 3
         stats = rig.worker.stats()
+        assert stats.broken_logit_rows == 3
         assert stats.generated_tokens == 12
         assert stats.finished_requests == 2
         assert stats.prefix_queries == 20

@@ -27,6 +27,7 @@ class FakeRunner:
         self.ran: list[Sequence[SequenceStep]] = []
         self.threads: set[str] = set()
         self.error: Exception | None = None
+        self.num_broken_rows = 2
 
     def run(self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None) -> list[Any]:
         self.threads.add(threading.current_thread().name)
@@ -89,6 +90,10 @@ async def test_a_cancelled_step_runs_to_its_end_and_the_next_one_waits(
     assert await following == [SampledToken(2)]
     assert layers == announced  # nobody wants to hear of the cancelled step any more
     assert len(runner.threads) == 1
+
+
+def test_broken_rows_are_the_runners(engine: ThreadEngine) -> None:
+    assert engine.num_broken_rows == 2
 
 
 async def test_after_a_failed_step_the_engine_is_dead(engine: ThreadEngine, runner: FakeRunner) -> None:

@@ -24,6 +24,7 @@ class ArgmaxSampler:
 
     def __init__(self) -> None:
         self.positions: list[int] = []
+        self.num_broken_rows = 0
 
     def sample(self, logits: Tensor, draws: Any, positions: Any) -> list[SampledToken]:
         assert logits.dtype == torch.float32
@@ -75,6 +76,12 @@ def test_results_come_in_the_callers_order(model: tuple[ModelRunner, ArgmaxSampl
     assert sampler.positions == [1, 1, 3]  # decodes first
     assert together[2] is None
     assert together == [runner.run([step])[0] for step in steps]
+
+
+def test_broken_rows_are_the_samplers(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
+    runner, sampler = model
+    sampler.num_broken_rows = 5
+    assert runner.num_broken_rows == 5
 
 
 def test_neighbours_and_chunks_do_not_change_a_result(model: tuple[ModelRunner, ArgmaxSampler]) -> None:

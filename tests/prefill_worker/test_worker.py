@@ -240,7 +240,9 @@ def test_the_numbers_it_tells_are_true():
         assert (rig.info.role, rig.info.peer, rig.info.transfer_address) == ("prefill", PREFILL, None)
         for _ in range(2):
             await rig.worker.prefill(a_request(10), None)
+        rig.engine.num_broken_rows = 3
         stats = rig.worker.stats()
+        assert stats.broken_logit_rows == 3
         assert (stats.computed_tokens, stats.generated_tokens, stats.finished_requests) == (12, 2, 2)
         assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
         assert (stats.steps, stats.owned_blocks, stats.free_blocks) == (2, 0, 32)

@@ -120,6 +120,8 @@ class SpoilingPool(BlockPool):
 class FakeEngine(Engine):
     """Takes virtual time by tokens and layers, and writes each layer's KV at the end of that layer's time."""
 
+    num_broken_rows = 0
+
     def __init__(self, store: FakeStore, *, step_s: float = 0.001, token_s: float = 0.0001):
         self._store = store
         self._step_s = step_s

@@ -46,6 +46,7 @@ class Report:
     prefix_hits: int = 0
     transfers_done: int = 0
     transfers_failed: int = 0
+    digest_failures: int = 0
     steps: int = 0
     virtual_s: float = 0.0
 
@@ -64,6 +65,7 @@ class Report:
         self.prefix_hits += stats.prefix_hits
         self.transfers_done += stats.transfers_done
         self.transfers_failed += stats.transfers_failed
+        self.digest_failures += stats.transfer_digest_failures
         self.steps += stats.steps
 
 

@@ -49,6 +49,7 @@ def test_requests_end_right_although_workers_links_and_calls_fail(first: int):
     assert report.retries > 0
     assert report.prefill_failures > 0
     assert report.transfers_failed > 0
+    assert report.digest_failures > 0
 
 
 def trace_of(seed: int, *, with_faults: bool) -> list[str]:
