@@ -149,6 +149,8 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("kv_transfer_failures", "KV transfers that failed.", lambda stats: stats.transfers_failed),
     ("kv_transfer_bytes", "Bytes of KV transferred.", lambda stats: stats.transfer_bytes),
     ("kv_transfer_seconds", "Time of KV transfers.", lambda stats: stats.transfer_seconds),
+    ("kv_transfer_digest_failures", "Chunks that arrived damaged.", lambda stats: stats.transfer_digest_failures),
+    ("broken_logit_rows", "Rows of logits with NaN or infinity.", lambda stats: stats.broken_logit_rows),
 )
 
 
