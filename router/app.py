@@ -18,6 +18,7 @@ from starlette.responses import Response
 from protocol.errors import RequestError, TwostrokeError
 from router.generation import Generation
 from router.http_io import (
+    Belongings,
     ClientGone,
     EventStream,
     RequestIds,
@@ -25,6 +26,7 @@ from router.http_io import (
     json_response,
     read_body,
     until_disconnect,
+    until_responded,
 )
 from router.jobs import Job
 from router.openai_chat import ChatFormat
@@ -45,6 +47,7 @@ def build_app(service: RouterService | None = None) -> FastAPI:
     app = FastAPI(title="Twostroke", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     app.add_middleware(RequestIds)
+    app.add_middleware(Belongings)
     app.add_exception_handler(HTTPException, _on_http_error)
     for path, method, endpoint in _ROUTES:
         app.add_api_route(path, _guarded(endpoint), methods=[method], response_model=None)
@@ -57,7 +60,7 @@ async def completions(request: Request) -> Response:
     arrive = service.clock()
     asked = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
-    jobs = await service.jobs.of_completion(asked, service.max_context())
+    jobs = await service.jobs.of_completion(asked, service.max_context(), _reserve(request))
     form = CompletionFormat(
         f"cmpl-{secrets.token_hex(12)}",
         service.now(),
@@ -76,7 +79,7 @@ async def chat_completions(request: Request) -> Response:
     arrive = service.clock()
     asked = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
-    jobs = await service.jobs.of_chat(asked, service.max_context())
+    jobs = await service.jobs.of_chat(asked, service.max_context(), _reserve(request))
     form = ChatFormat(
         f"chatcmpl-{secrets.token_hex(12)}",
         service.now(),
@@ -205,10 +208,14 @@ def _include_usage(asked: GenerationFields) -> bool:
     return asked.stream_options is not None and asked.stream_options.include_usage
 
 
+def _reserve(request: Request) -> Callable[[int], None]:
+    """Takes places that are given back when the response is over, whichever way."""
+    return lambda num_choices: until_responded(request).enter_context(_service(request).room(num_choices))
+
+
 async def _answer(
     request: Request, asked: GenerationFields, jobs: Sequence[Job], form: Format, arrive: float
 ) -> Response:
-    _service(request).check_room(len(jobs))
     generation = Generation(
         _service(request),
         jobs,

@@ -5,7 +5,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -160,3 +160,24 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class Belongings:
+    """Middleware: what a request enters on `until_responded` ends with its response, on every path."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as stack:
+            scope[_BELONGINGS] = stack
+            await self._app(scope, receive, send)
+
+
+_BELONGINGS = "twostroke.belongings"
+
+
+def until_responded(request: Request) -> ExitStack:
+    """Enter here what a request holds until its response is over. For an app with `Belongings`."""
+    stack: ExitStack = request.scope[_BELONGINGS]
+    return stack

@@ -35,11 +35,14 @@ class JobMaker:
         self._tokenizer = tokenizer
         self._draw_seed = draw_seed
 
-    async def of_completion(self, asked: CompletionRequest, max_context: int) -> list[Job]:
-        """Raises RequestError naming the field at fault."""
+    async def of_completion(
+        self, asked: CompletionRequest, max_context: int, reserve: Callable[[int], None] = lambda num_choices: None
+    ) -> list[Job]:
+        """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
         prompts = prompts_of(asked.prompt, max_context)
         if len(prompts) * (asked.n or 1) > MAX_CHOICES:
             raise RequestError(f"n: at most {MAX_CHOICES} choices, over all prompts", param="n")
+        reserve(len(prompts) * (asked.n or 1))
         jobs: list[Job] = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -56,8 +59,11 @@ class JobMaker:
             jobs += self._choices(asked, token_ids, max_tokens, asked.logprobs, first=jobs, echo=echo)
         return jobs
 
-    async def of_chat(self, asked: ChatRequest, max_context: int) -> list[Job]:
-        """Raises RequestError naming the field at fault."""
+    async def of_chat(
+        self, asked: ChatRequest, max_context: int, reserve: Callable[[int], None] = lambda num_choices: None
+    ) -> list[Job]:
+        """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
+        reserve(asked.n or 1)
         text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
         token_ids = await self._tokenise(text, "messages", max_context, add_special_tokens=False)
         room = _room(len(token_ids), max_context, "messages")

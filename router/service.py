@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -102,12 +102,21 @@ class RouterService:
                 status=404,
             )
 
-    def check_room(self, num_choices: int) -> None:
-        """Raises RequestError (429) where the router has as much under way as it takes."""
+    @contextmanager
+    def room(self, num_choices: int) -> Iterator[None]:
+        """Places for so many choices, from before they are tokenised to the end of the response.
+
+        Raises RequestError (429) where the router has as much under way as it takes.
+        """
         if self._num_choices + num_choices > self.config.max_choices_in_flight:
             raise RequestError(
                 "the server has as many requests as it can take; try again shortly", code="overloaded", status=429
             )
+        self._num_choices += num_choices
+        try:
+            yield
+        finally:
+            self._num_choices -= num_choices
 
     def max_context(self) -> int:
         """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
@@ -150,7 +159,6 @@ class RouterService:
         writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
         last: float | None = None
-        self._num_choices += 1
         self.metrics.begun(job.request.num_prompt_tokens)
         try:
             async with aclosing(self._pipeline.generate(job.request, stages)) as events:
@@ -172,7 +180,6 @@ class RouterService:
             outcome = "error"
             raise
         finally:
-            self._num_choices -= 1
             self.metrics.ended(stages, outcome)
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:

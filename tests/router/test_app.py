@@ -1,6 +1,7 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
 from router.app import build_app
@@ -241,6 +242,48 @@ async def test_one_failing_choice_fails_the_request_and_ends_the_others(site_of)
         assert response.json()["error"]["message"] == "not this one"
         assert not site.rig.fleet.owned
         assert site.rig.pipeline.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_places_are_taken_before_the_choices_start_and_given_back(site_of, until, stream):
+    async with site_of(1, 1, max_choices_in_flight=4) as site:
+        site.rig["p0"].prefill_gate = asyncio.Event()
+        asked = {"model": "fake", "prompt": "x", "n": 4, "max_tokens": 2, "stream": stream}
+        first = asyncio.create_task(site.http.post("/v1/completions", json=asked))
+        await until(lambda: site.rig["p0"].owned)
+        assert (await site.http.post("/v1/completions", json={**asked, "n": 1})).status_code == 429
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        assert (await site.http.post("/v1/chat/completions", json=chat)).status_code == 429
+        site.rig["p0"].prefill_gate.set()
+        assert (await first).status_code == 200
+        assert (await site.http.post("/v1/completions", json={**asked, "max_tokens": 10**6})).status_code == 400
+        assert (await site.http.post("/v1/completions", json=asked)).status_code == 200
+
+
+async def test_a_client_that_leaves_gives_its_places_back(site_of, until):
+    async with site_of(0, 1, max_choices_in_flight=1, listen=True) as site:
+        site.rig["d0"].gate = asyncio.Semaphore(1)
+        asked = {
+            "model": "fake",
+            "prompt": "x",
+            "max_tokens": 5,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        async with httpx.AsyncClient(base_url=site.url) as http:
+            async with http.stream("POST", "/v1/completions", json=asked) as response:
+                assert response.status_code == 200
+                assert (await site.http.post("/v1/completions", json=asked)).status_code == 429
+            await until(lambda: not site.rig.fleet.owned)
+        site.rig["d0"].gate = None
+
+        async def answered() -> bool:
+            return (await site.http.post("/v1/completions", json=asked)).status_code == 200
+
+        async with asyncio.timeout(5):
+            while not await answered():  # noqa: ASYNC110  (nothing tells when a place is free)
+                await asyncio.sleep(0.005)
 
 
 async def test_more_than_the_router_takes_is_429(site_of):

@@ -130,7 +130,9 @@ async def test_a_client_that_leaves_is_cancelled_at_the_workers(site, client, st
 
 
 async def _ask(client, streaming):
-    answer = await client.completions.create(model="fake", prompt="a", max_tokens=30, stream=streaming)
+    answer = await client.completions.create(
+        model="fake", prompt="a", max_tokens=30, stream=streaming, extra_body={"ignore_eos": True}
+    )
     if streaming:
         async for _ in answer:
             pass
