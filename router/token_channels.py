@@ -117,6 +117,9 @@ class _Channel:
                 await self._serve(connection)
             except (ConnectionLost, EpochMismatch, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
+            except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
+                _log.exception("the token channel to %s met a bug", self.info.peer.worker_id)
+                reason = f"a bug: {type(error).__name__}"
             finally:
                 self._drop(WorkerLost(f"the token channel to worker {self.info.peer.worker_id} dropped: {reason}"))
                 if connection is not None:

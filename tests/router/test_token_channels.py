@@ -190,3 +190,19 @@ async def test_a_stall_of_our_own_loop_drops_no_channel(info_at, until):
     stream.close()
     await channels.close()
     await listener.close()
+
+
+async def test_an_unexpected_failure_is_told_and_the_channel_comes_back(fleet_of, until, monkeypatch, caplog):
+    async with fleet_of(0, 1) as rig:
+        whole = TcpNetwork.connect
+
+        async def bug(*_):
+            monkeypatch.setattr(TcpNetwork, "connect", whole)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(TcpNetwork, "connect", bug)
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerLost, match="ZeroDivisionError"):
+                await rig.channels.ensure(rig["d0"].info)
+        assert "met a bug" in caplog.text
+        await until(lambda: rig.channels.is_connected(rig["d0"].info.peer))
