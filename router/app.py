@@ -205,7 +205,7 @@ def _model(service: RouterService) -> dict[str, Any]:
 
 
 def _include_usage(asked: GenerationFields) -> bool:
-    return asked.stream_options is not None and asked.stream_options.include_usage
+    return asked.stream_options is not None and bool(asked.stream_options.include_usage)
 
 
 def _reserve(request: Request) -> Callable[[int], None]:

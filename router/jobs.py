@@ -15,6 +15,7 @@ from router.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
+_LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leaves the likeliest token alone
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class JobMaker:
         return SamplingParams(
             temperature=1.0 if asked.temperature is None else float(asked.temperature),
             top_k=min(max(0, asked.top_k or 0), self._tokenizer.vocab_size),
-            top_p=1.0 if asked.top_p is None else float(asked.top_p),
+            top_p=1.0 if asked.top_p is None else max(float(asked.top_p), _LEAST_TOP_P),
             min_p=float(asked.min_p or 0.0),
             presence_penalty=float(asked.presence_penalty or 0.0),
             frequency_penalty=float(asked.frequency_penalty or 0.0),

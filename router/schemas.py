@@ -32,6 +32,7 @@ def clean_text(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(clean_text)]
 ShortText = Annotated[str, Field(max_length=512), AfterValidator(clean_text)]
+Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(clean_text)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -45,7 +46,10 @@ class FieldError(ValueError):
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """An empty string is no stop string, as in OpenAI's API."""
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 def _bounded_mapping(value: Any) -> Any:
@@ -62,7 +66,7 @@ class _Request(BaseModel):
 class StreamOptions(_Request):
     """`stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
 
 
@@ -88,7 +92,7 @@ class GenerationFields(_Request):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -153,8 +157,13 @@ class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: ShortText | None = None
-    refusal: None = None
     tool_call_id: ShortText | None = None
+    # What the official client's messages have when they are sent back as history.
+    refusal: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
 
     def as_template_sees(self) -> dict[str, Any]:
         """The message with its text parts joined: templates differ in whether they take parts."""
@@ -181,13 +190,20 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # Their defaults are accepted; anything else is said to be impossible.
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None  # without tools they are one
     parallel_tool_calls: bool | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    prediction: None = None
+    audio: None = None
+    web_search_options: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs: true")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:

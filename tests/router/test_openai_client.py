@@ -136,3 +136,33 @@ async def _ask(client, streaming):
     if streaming:
         async for _ in answer:
             pass
+
+
+async def test_an_answer_can_be_sent_back_as_history(client):
+    from openai.types.chat import ChatCompletionMessage
+
+    message = ChatCompletionMessage(role="assistant", content="print()")
+    for echoed in (message.model_dump(), {**message.model_dump(), "tool_calls": [], "annotations": []}):
+        history = [{"role": "user", "content": "a"}, echoed, {"role": "user", "content": "b"}]
+        answer = await client.chat.completions.create(model="fake", messages=history, max_tokens=2)
+        assert answer.choices[0].message.role == "assistant"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"functions": None, "function_call": None, "prediction": None, "audio": None, "reasoning_effort": None},
+        {"tools": [], "tool_choice": "auto", "functions": []},
+        {"tools": None, "tool_choice": "none"},
+        {"stop": ""},
+        {"stop": []},
+        {"top_p": 0},
+        {"logprobs": None, "top_logprobs": 0},
+        {"logit_bias": {}, "metadata": {}, "user": None},
+    ],
+    ids=str,
+)
+async def test_what_openai_takes_for_nothing_is_nothing(client, fields):
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    answer = await client.chat.completions.create(model="fake", **chat, extra_body=fields)
+    assert answer.choices
