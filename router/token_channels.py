@@ -86,7 +86,7 @@ class _Channel:
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
         if self._connection is None:
             raise WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
-        stream = TokenStream(max_tokens, lambda: self.unsubscribe(request_id))
+        stream = TokenStream(max_tokens, lambda: self.unsubscribe(request_id), lambda: self.send(Cancel(request_id)))
         self._streams[request_id] = stream
         return stream
 

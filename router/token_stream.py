@@ -4,8 +4,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from protocol.errors import TwostrokeError, WorkerLost
+from protocol.errors import RequestError, TwostrokeError, WorkerLost
 from protocol.requests import SampledToken, TokenEvent
+
+MAX_UNREAD = 16384
+"""Tokens, and alternatives to them, that may wait for a client which does not read: a few MB."""
 
 
 class TokenStream:
@@ -14,8 +17,11 @@ class TokenStream:
     Others may `push` what they learn by another way (the first token of a prefill reply) or `fail` it.
     """
 
-    def __init__(self, max_tokens: int, on_close: Callable[[], None]):
+    def __init__(self, max_tokens: int, on_close: Callable[[], None], on_unread: Callable[[], None]):
+        """`on_unread` is called where too much waits to be read: the stream takes no more then, and fails."""
         self._on_close = on_close
+        self._on_unread = on_unread
+        self._unread = 0
         self._events: deque[TokenEvent] = deque()
         self._error: TwostrokeError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -54,6 +60,12 @@ class TokenStream:
         self._events_left -= 1
         if self._events_left < 0:
             self.fail(WorkerLost("the worker sent more tokens than the request asked for"))
+            return
+        self._unread += sum(1 + len(token.top) for token in event.tokens)
+        if self._unread > MAX_UNREAD:
+            self._on_close()
+            self._on_unread()
+            self.fail(RequestError("the client does not read the answer", code="client_too_slow", status=408))
         else:
             self.push(event)
 
@@ -61,6 +73,7 @@ class TokenStream:
         """All that has come already, without waiting; a slow reader catches up in one go."""
         events = list(self._events)
         self._events.clear()
+        self._unread = 0
         return events
 
     def __aiter__(self) -> "TokenStream":
@@ -73,6 +86,8 @@ class TokenStream:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if len(self._events) == 1:
+            self._unread = 0
         return self._events.popleft()
 
     def _wake(self) -> None:

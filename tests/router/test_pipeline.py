@@ -306,3 +306,16 @@ async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_reque
         results = await asyncio.gather(*(collect(rig, request) for request in requests))
         assert results == [expected(request) for request in requests]
         assert len(rig["d0"].seen) == len(rig["d1"].seen) == 20
+
+
+async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_request, until, monkeypatch):
+    monkeypatch.setattr("router.token_stream.MAX_UNREAD", 20)
+    async with fleet_of(0, 1) as rig:
+        allow(rig["d0"], 1)
+        events, _ = await nth_token(rig, a_request(max_tokens=500), 1)
+        for _ in range(100):
+            rig["d0"].gate.release()
+        await until(lambda: rig["d0"].cancelled)
+        with pytest.raises(RequestError, match="does not read"):
+            async for _ in events:
+                pass
