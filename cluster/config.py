@@ -28,7 +28,7 @@ class ModelSection:
 
     path: str = BUNDLED_MODEL  # `bundled`, a folder, or a Hugging Face hub id
     name: str | None = None  # what clients call it; None: the folder's name
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where a worker sees a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the workers are given GPUs
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens
     max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
@@ -40,7 +40,7 @@ class WorkerResources:
 
     threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
     num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
-    kv_cache_gib: float = field(default=1.0, metadata=bounds(0.001, 65536))
+    kv_cache_gib: float = field(default=0.25, metadata=bounds(0.001, 65536))
     num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
 
 
@@ -85,6 +85,24 @@ class ClusterConfig:
     @property
     def num_workers(self) -> int:
         return self.prefill.replicas + self.decode.replicas
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the workers compute. Raises ConfigError where that is not the same for all."""
+        sections = [self.decode.resources, *([self.prefill.resources] if self.prefill.replicas else [])]
+        with_gpu = [resources.num_gpus > 0 for resources in sections]
+        if self.model.device == "cpu":
+            return "cpu"
+        if all(with_gpu):
+            return "cuda"
+        if any(with_gpu):
+            raise ConfigError(
+                "prefill.num_gpus and decode.num_gpus: give GPUs to both kinds of workers or to none, since KV does "
+                "not travel between GPU and host memory"
+            )
+        if self.model.device == "cuda":
+            raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
+        return "cpu"
 
     def threads(self, resources: WorkerResources) -> int:
         """Cores for one worker's steps: what is asked for, else an equal share of this machine's."""

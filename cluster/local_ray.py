@@ -6,6 +6,7 @@ interfaces (authenticated by Ray's token), and so do HAProxy's pages of statisti
 
 import contextlib
 import os
+import shlex
 import socket
 import tempfile
 import threading
@@ -47,6 +48,18 @@ def haproxy_binary() -> str | None:
         return None
 
 
+def _unspliced_haproxy(folder: Path) -> Path:
+    """An executable in `folder` that starts HAProxy without splicing.
+
+    Serve's configuration asks for it, and then HAProxy does not tell the router of a client that leaves while its
+    answer is being computed, where the request's head and body came in two packets: the request ran to its end.
+    """
+    wrapper = folder / "haproxy"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(haproxy_binary() or "haproxy")} -dS "$@"\n', encoding="utf-8")
+    wrapper.chmod(0o700)
+    return wrapper
+
+
 def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
     """Ray's switches that exist as environment variables alone. They must be set before Ray is imported."""
     switches = {
@@ -69,6 +82,7 @@ def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_unspliced_haproxy(folder)),
             "RAY_SERVE_HAPROXY_NBTHREAD": "1",
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),

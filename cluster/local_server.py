@@ -60,7 +60,8 @@ class _Starter:
         self._gone.wait()
 
     def _watch(self) -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # unbuffered: a buffer's lock, held at the interpreter's end, would be fatal
+            pass
         self._gone.set()
         if self._interrupts:  # the main thread is in the middle of starting something
             _thread.interrupt_main()
@@ -89,8 +90,9 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
     _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
+    _report(reports, Report("step", "Starting Ray ..."))
     with local_ray(_ray_options(order, config)):
-        _report(reports, Report("step", "Ray is up"))
+        _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         _deploy(config)
         _await_ready(own_url(order.host, order.port))
         workers = f"{config.prefill.replicas} prefill and {config.decode.replicas} decode"

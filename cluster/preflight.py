@@ -4,11 +4,13 @@ import errno
 import socket
 from pathlib import Path
 
-from cluster.config import ClusterConfig, WorkerResources, kv_cache_size
+from cluster.config import ClusterConfig
+from cluster.worker_parts import WorkerSettings
 from protocol.errors import ConfigError
 
-# What a process of ours takes beside weights and cache: the interpreter, torch, Ray.
-PROCESS_BYTES = 300 * 2**20
+# What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
+PROCESS_BYTES = 150 * 2**20
+WORKER_BYTES = 600 * 2**20
 SERVE_PROCESSES = 4  # controller, proxies, Ray's own
 
 
@@ -33,7 +35,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
 
     from model.config import load_model_config
     from model.kv_cache import kv_block_bytes
-    from model.load import resolve_dtype
+    from model.load import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.memory import available_bytes, gibibytes
     from model.weights import Checkpoint
     from router.tokenizer import TextTokenizer
@@ -41,19 +43,19 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     model = load_model_config(folder)
     checkpoint = Checkpoint(folder, model)
     TextTokenizer.load(folder)
-    on_cpu = config.model.device == "cpu" or not torch.cuda.is_available()
-    device = torch.device("cpu" if on_cpu else "cuda")
+    device = torch.device(config.device)
     dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
-    block_bytes = kv_block_bytes(model, config.model.block_size, dtype)
-
-    def worker_bytes(resources: WorkerResources) -> int:
-        cache_bytes, num_blocks = kv_cache_size(resources)
-        return (cache_bytes or (num_blocks or 0) * block_bytes) + checkpoint.num_parameters * dtype.itemsize
-
-    needed = config.prefill.replicas * worker_bytes(config.prefill.resources)
-    needed += config.decode.replicas * worker_bytes(config.decode.resources)
-    if on_cpu:
-        needed += PROCESS_BYTES * (config.num_workers + config.router.replicas + SERVE_PROCESSES)
+    needed = 0
+    for section in (config.prefill, config.decode):
+        if section.replicas == 0:
+            continue
+        engine = WorkerSettings.of(config, section.resources).engine_config(folder)
+        num_blocks = resolve_num_blocks(engine, model, dtype)
+        resolve_max_context(engine, model, num_blocks)
+        cache_bytes = num_blocks * kv_block_bytes(model, config.model.block_size, dtype)
+        needed += section.replicas * (cache_bytes + checkpoint.num_parameters * dtype.itemsize)
+    if device.type == "cpu":
+        needed += WORKER_BYTES * config.num_workers + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         free = available_bytes(device)
         if needed > free:
             raise ConfigError(

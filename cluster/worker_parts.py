@@ -5,6 +5,7 @@ torch is imported inside the function: the processes that only deploy or route l
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.config import ClusterConfig, ModelSection, WorkerResources, kv_cache_size
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kvtransfer.link import Transport
     from kvtransfer.store import KVStore
     from model.block_pool import BlockPool
-    from model.load import LoadedEngine
+    from model.load import EngineConfig, LoadedEngine
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class WorkerSettings:
 
     model: ModelSection
     resources: WorkerResources
+    device: Literal["cpu", "cuda"]
     threads: int
     transport: Literal["auto", "tcp", "torch_distributed"]
     transfer: TransferConfig
@@ -32,7 +34,25 @@ class WorkerSettings:
     @classmethod
     def of(cls, config: ClusterConfig, resources: WorkerResources) -> "WorkerSettings":
         transfer = config.kv_transfer
-        return cls(config.model, resources, config.threads(resources), transfer.transport, transfer.transfer)
+        return cls(
+            config.model, resources, config.device, config.threads(resources), transfer.transport, transfer.transfer
+        )
+
+    def engine_config(self, folder: Path) -> "EngineConfig":
+        """What the engine is told."""
+        from model.load import EngineConfig
+
+        kv_cache_bytes, num_blocks = kv_cache_size(self.resources)
+        return EngineConfig(
+            model_dir=folder,
+            device=self.device,
+            dtype=self.model.dtype,
+            block_size=self.model.block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+            threads=self.threads,
+            max_context=self.model.max_context,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,35 +72,20 @@ class WorkerParts:
 
 async def load_parts(settings: WorkerSettings) -> WorkerParts:
     """Load the model and make the cache. Raises ConfigError with one line that a user can act on."""
-    import torch
-
     from kvtransfer.transports import make_transport
     from model.block_pool import BlockPool
-    from model.load import EngineConfig, load_engine
+    from model.load import load_engine
 
-    device = settings.model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     transport = settings.transport
     if transport == "auto":
-        transport = "torch_distributed" if device == "cuda" else "tcp"
-    elif transport == "tcp" and device == "cuda":
+        transport = "torch_distributed" if settings.device == "cuda" else "tcp"
+    elif transport == "tcp" and settings.device == "cuda":
         raise ConfigError("kv_transfer.transport: tcp moves host memory only; on cuda use torch_distributed")
-    kv_cache_bytes, num_blocks = kv_cache_size(settings.resources)
-    config = EngineConfig(
-        model_dir=resolve_model_folder(settings.model.path),
-        device=device,
-        dtype=settings.model.dtype,
-        block_size=settings.model.block_size,
-        kv_cache_bytes=kv_cache_bytes,
-        num_blocks=num_blocks,
-        threads=settings.threads,
-        max_context=settings.model.max_context,
-    )
+    config = settings.engine_config(resolve_model_folder(settings.model.path))
     # Serve's health checks are answered on the event loop meanwhile.
     loaded = await asyncio.to_thread(load_engine, config)
     store: KVStore = loaded.kv_cache
-    if device == "cuda":
+    if settings.device == "cuda":
         from kvtransfer.transports.staging import CudaStore
 
         store = CudaStore(loaded.kv_cache)

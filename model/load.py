@@ -52,8 +52,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     checkpoint = Checkpoint(config.model_dir, model_config)
     device = _device(config)
     dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
-    num_blocks = _num_blocks(config, model_config, dtype)
-    max_context = _max_context(config, model_config, num_blocks)
+    num_blocks = resolve_num_blocks(config, model_config, dtype)
+    max_context = resolve_max_context(config, model_config, num_blocks)
     _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
     kv_cache = KVCache(
         model_config,
@@ -109,7 +109,8 @@ def _backend(device: torch.device) -> Backend:
     return CudaBackend()
 
 
-def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """How many blocks the cache gets. Raises ConfigError for settings that make no cache."""
     if (config.num_blocks is None) == (config.kv_cache_bytes is None):
         raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
     if config.block_size < 1:
@@ -125,7 +126,8 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     return wanted // one
 
 
-def _max_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """Tokens of the longest request. Raises ConfigError for more than the model or the cache takes."""
     room = num_blocks * config.block_size
     if config.max_context is None:
         return min(model.max_position, room)

@@ -142,7 +142,9 @@ def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
 
 def _show_ready(order: Order, name: str, console: Console) -> None:
     url = own_url(order.host, order.port)
-    body = json.dumps({"model": name, "prompt": "import os\n\ndef list_files(path):\n", "max_tokens": 48})
+    body = json.dumps(
+        {"model": name, "prompt": "import os\n\ndef list_files(path):\n", "max_tokens": 48, "temperature": 0.6}
+    )
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
     print(f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)

@@ -18,6 +18,7 @@ from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive
 
 PROMPT = "import os\n\ndef list_files(path):\n"
 SETTLE_S = 15.0
+LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
 
 # Ray Serve offers no way to bind these elsewhere (README, "What listens where").
 # Serve's replicas take calls from Serve's handles, with Ray's token; HAProxy shows statistics.
@@ -43,6 +44,17 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> 
     eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
     eventually("no place is held", lambda: server.status()["places_held"] == 0)
     assert sum(worker["stats"]["aborted_requests"] for worker in server.workers("decode")) > aborted
+
+
+def test_a_client_of_an_unstreamed_answer_that_leaves_frees_its_blocks(server: Server) -> None:
+    """httpx sends head and body in two packets, as most clients do; a proxy may treat those otherwise than one."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True}
+    try:
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
+    except httpx.ReadTimeout:
+        eventually("all blocks are free again", lambda: server.owned_blocks() == 0, within_s=LEAVING_S)
+    else:
+        raise AssertionError("the answer came before the client could leave: it must be longer")
 
 
 def test_64_streams_at_once_end_whole_and_leave_nothing(server: Server) -> None:
