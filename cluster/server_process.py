@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from cluster.descendants import descendants
 from cluster.local_ray import free_ports
 
 START_S = 240.0
@@ -126,10 +127,13 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 @contextlib.contextmanager
-def server_at(url: str | None, arguments: Sequence[str]) -> Iterator[str]:
-    """The url of a server: the one that is given, else of one that runs for as long as the context lasts."""
+def server_at(url: str | None, arguments: Sequence[str]) -> Iterator[tuple[str, list[int] | None]]:
+    """(url, process ids) of a server: the one that is given, whose processes are not known, or one of our own.
+
+    Ours runs for as long as the context lasts.
+    """
     if url is not None:
-        yield url.rstrip("/")
+        yield url.rstrip("/"), None
         return
     with ServerProcess(arguments) as server:
-        yield server.url
+        yield server.url, descendants(server.pid)

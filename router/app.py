@@ -50,7 +50,9 @@ def build_app(service: RouterService | None = None) -> FastAPI:
     app.add_middleware(Belongings)
     app.add_exception_handler(HTTPException, _on_http_error)
     for path, method, endpoint in _ROUTES:
-        app.add_api_route(path, _guarded(endpoint), methods=[method], response_model=None)
+        # Load balancers ask for heads.
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, _guarded(endpoint), methods=methods, response_model=None)
     return app
 
 

@@ -39,7 +39,7 @@ class Load:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
     parser.add_argument("--concurrency", type=int, default=64, help="streams at a time (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=192, help="streams in all (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=960, help="streams in all (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens a prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens an answer (default: %(default)s)")
     parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; returns 0, or 1 where a stream failed or a block leaked. Raises ConfigError, ServerDied."""
-    with server_at(arguments.url, arguments.serve) as url:
+    with server_at(arguments.url, arguments.serve) as (url, processes):
         load = Load(
             model=fetch_status(url)["model"],
             concurrency=arguments.concurrency,
@@ -55,20 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
             prompt_tokens=arguments.prompt_tokens,
             max_tokens=arguments.max_tokens,
         )
-        figures = asyncio.run(measure(url, load))
+        figures = asyncio.run(measure(url, load, processes))
     for name, value in figures.items():
         print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
     print(json.dumps(figures))
     return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
 
 
-async def measure(url: str, load: Load) -> dict[str, Any]:
-    """The figures of one run, after a short one that warms everything up."""
+async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict[str, Any]:
+    """The figures of one run, after a short one that warms everything up.
+
+    `processes` are the server's; None: whatever has the titles of a server's processes on this machine.
+    """
     await _send_all(url, Load(load.model, load.concurrency, load.concurrency, load.prompt_tokens, 4, seed=1))
     groups = {
-        "router": processes_named(ROUTER_TITLE),
-        "proxy": [pid for title in PROXY_TITLES for pid in processes_named(title)],
-        "workers": [pid for title in WORKER_TITLES for pid in processes_named(title)],
+        "router": processes_named(ROUTER_TITLE, processes),
+        "proxy": [pid for title in PROXY_TITLES for pid in processes_named(title, processes)],
+        "workers": [pid for title in WORKER_TITLES for pid in processes_named(title, processes)],
     }
     before = {group: cpu_seconds(pids) for group, pids in groups.items()}
     client_before, began = time.process_time(), time.perf_counter()

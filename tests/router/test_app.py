@@ -32,6 +32,7 @@ async def events(site, path="/v1/completions", **asked):
 async def test_the_app_says_what_it_is(site_of):
     async with site_of(1, 1) as site:
         assert (await site.http.get("/health")).json() == {"status": "ok"}
+        assert (await site.http.head("/health")).status_code == 200
         assert (await site.http.get("/version")).json() == {"version": site.service.config.version}
         models = (await site.http.get("/v1/models")).json()
         assert models["object"] == "list"
