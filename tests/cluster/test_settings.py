@@ -131,3 +131,9 @@ def test_the_readme_shows_the_defaults():
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown = readme.split("```yaml")[1].split("```")[0]
     assert read_config(yaml.safe_load(shown)) == read_config({})
+
+
+def test_the_serve_file_has_a_valid_configuration():
+    file = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+    (application,) = file["applications"]
+    assert read_config(application["args"]).num_workers == 2
