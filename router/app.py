@@ -63,15 +63,7 @@ async def completions(request: Request) -> Response:
     asked = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
     jobs = await service.jobs.of_completion(asked, service.max_context(), _reserve(request))
-    form = CompletionFormat(
-        f"cmpl-{secrets.token_hex(12)}",
-        service.now(),
-        service.config.model_name,
-        jobs,
-        service.tokenizer,
-        return_token_ids=bool(asked.return_token_ids),
-        usage_in_chunks=_include_usage(asked),
-    )
+    form = _format(CompletionFormat, "cmpl", service, asked, jobs)
     return await _answer(request, asked, jobs, form, arrive)
 
 
@@ -82,15 +74,7 @@ async def chat_completions(request: Request) -> Response:
     asked = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
     jobs = await service.jobs.of_chat(asked, service.max_context(), _reserve(request))
-    form = ChatFormat(
-        f"chatcmpl-{secrets.token_hex(12)}",
-        service.now(),
-        service.config.model_name,
-        jobs,
-        service.tokenizer,
-        return_token_ids=bool(asked.return_token_ids),
-        usage_in_chunks=_include_usage(asked),
-    )
+    form = _format(ChatFormat, "chatcmpl", service, asked, jobs)
     return await _answer(request, asked, jobs, form, arrive)
 
 
@@ -213,6 +197,25 @@ def _include_usage(asked: GenerationFields) -> bool:
 def _reserve(request: Request) -> Callable[[int], None]:
     """Takes places that are given back when the response is over, whichever way."""
     return lambda num_choices: until_responded(request).enter_context(_service(request).room(num_choices))
+
+
+def _format(
+    kind: type[CompletionFormat] | type[ChatFormat],
+    prefix: str,
+    service: RouterService,
+    asked: GenerationFields,
+    jobs: Sequence[Job],
+) -> Format:
+    """Who writes the response, under an id of its own that begins with `prefix`."""
+    return kind(
+        f"{prefix}-{secrets.token_hex(12)}",
+        service.now(),
+        service.config.model_name,
+        jobs,
+        service.tokenizer,
+        return_token_ids=bool(asked.return_token_ids),
+        usage_in_chunks=_include_usage(asked),
+    )
 
 
 async def _answer(
