@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from protocol.kv_layout import Encoding
+
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
@@ -9,7 +11,8 @@ class TransferConfig:
 
     lease_s: float = 5.0  # a peer that is silent for so long is gone; so is one that needs longer for one chunk's bytes
     progress_s: float = 60.0  # a transfer on which the peer makes no step for so long is given up
-    max_chunk_bytes: int = 4 * 1024 * 1024  # a chunk's size at most, but at least one block
+    max_chunk_bytes: int = 4 * 1024 * 1024  # a chunk's size at most, but at least one unit: transfers take turns by it
+    encoding: Encoding = "raw"  # of KV that this worker sends
     max_pending_offers: int = 4096  # offers that wait for their request, of all peers
     max_queued_messages: int = 65536  # chunks and commits of one peer that wait for their bytes
     used_ticket_s: float = 900.0  # how long a used ticket is remembered
@@ -18,5 +21,5 @@ class TransferConfig:
     def __post_init__(self) -> None:
         """Raises ValueError for a value that can't be meant."""
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
+            if name != "encoding" and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")

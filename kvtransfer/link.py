@@ -1,33 +1,42 @@
-"""The interface of all transports: move blocks of one layer from this worker's store into the peer's.
+"""The interface of all transports: move units of KV from this worker's store into the peer's.
 
-A link carries bytes, in order, between one prefill and one decode worker. What they mean is agreed beforehand on the
-control connection (messages.Chunk), so a link has no headers, and the receiver alone decides where bytes go.
+A link carries units, in order, from one rank of one worker to one rank of another. What they are is agreed beforehand on
+the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes go.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from kvtransfer.layout import Cut, Segment
 
 LinkParams = dict[str, str | int]
 """What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""
 
 
 class DataLink(Protocol):
-    """One direction of bytes between a pair of workers. Calls are made one at a time, each awaited.
+    """One direction of bytes between a pair of ranks, on stores cut as agreed.
 
-    Every method raises ConnectionLost once the link is broken. A cancelled call leaves the link unusable.
+    Calls may overlap and are carried out in the order in which they are made. `seal` is a number below 2**64 that both
+    sides derive from the chunk's message: the digest that follows the bytes depends on it, so that another chunk's
+    bytes don't pass for this one's. Every method raises ConnectionLost once the link is broken. A cancelled call leaves
+    the link unusable.
     """
 
-    async def send(self, layer: int, block_ids: Sequence[int]) -> None:
-        """Send these blocks of `layer`, in this order; returns when the store's memory is no longer read."""
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        """Send these units, in this order, and their digest.
 
-    async def receive(self, layer: int, block_ids: Sequence[int]) -> None:
-        """Receive len(block_ids) blocks into these places; returns when all bytes are written."""
+        Returns when this side has done its part. Where the peer reads this side's memory (shm, cuda_ipc) it may still
+        do so until the transfer has ended; what it reads after that is refused by its digest or by its lease.
+        """
 
-    async def discard(self, num_bytes: int) -> None:
-        """Receive `num_bytes` into nowhere: a chunk of a transfer that was aborted here."""
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        """Receive units into these places; returns when all bytes are written, and whether their digest holds."""
+
+    async def discard(self, num_units: int) -> None:
+        """Receive a chunk into nowhere: its transfer was aborted here."""
 
     async def close(self) -> None:
-        """Break the link. When this returns, nothing reads or writes the store through it any more."""
+        """Break the link. When this returns, nothing writes into the store through it any more."""
 
 
 class PendingLink(Protocol):
@@ -44,16 +53,16 @@ class PendingLink(Protocol):
 
 
 class Transport(Protocol):
-    """Makes links for one worker."""
+    """Makes links for one rank of a worker."""
 
     @property
     def name(self) -> str:
-        """As in the configuration: `tcp`, `torch_distributed`."""
+        """As in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`."""
 
-    async def prepare(self, host: str) -> PendingLink:
-        """Receiving side: make ready for one peer to join, reachable at `host`."""
+    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+        """Receiving side: make ready for one peer to join, reachable at `host`. Raises ConnectionLost."""
 
-    async def join(self, params: LinkParams) -> DataLink:
+    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         """Sending side: join what the peer prepared. Raises ConnectionLost."""
 
     async def close(self) -> None:

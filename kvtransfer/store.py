@@ -1,40 +1,51 @@
-"""What a transfer needs to know of a KV cache."""
+"""What a transfer needs to know of one rank's KV cache."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from protocol.kv_layout import KVLayout
 
 
 class KVStore(Protocol):
-    """Block storage in host memory, layer by layer. Live: `model/kv_cache.py`; simulated: tests/simulation.
+    """Block storage, layer by layer: [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], contiguous.
 
-    A block of a layer is contiguous: K and V of all heads (ARCHITECTURE: [num_blocks, 2, heads, block_size, dim]).
+    Live: `model/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store is, is asked once,
+    when a link is made.
     """
 
     @property
-    def num_layers(self) -> int: ...
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def rank(self) -> int:
+        """Of this cache among the worker's tensor-parallel ranks."""
 
     @property
     def num_blocks(self) -> int: ...
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of model and layout. Two stores can exchange blocks only where these are equal."""
+@runtime_checkable
+class HostStore(KVStore, Protocol):
+    """A cache in host memory."""
 
     def layer_bytes(self, layer: int) -> memoryview:
-        """A writable view of uint8 [num_blocks * block_bytes]; block b begins at b * block_bytes."""
+        """A writable view of uint8 [num_blocks * layout.block_bytes]; block b begins at b * layout.block_bytes."""
+
+
+@runtime_checkable
+class SharedStore(HostStore, Protocol):
+    """A cache in host memory that another process can map: one file descriptor for all layers, one after the other."""
+
+    @property
+    def memory_fd(self) -> int:
+        """Of a memfd. It stays the store's."""
+
+    def layer_offset(self, layer: int) -> int:
+        """Where a layer begins in it, in bytes."""
 
 
 @runtime_checkable
 class DeviceStore(KVStore, Protocol):
-    """A cache in a GPU's memory: its bytes can't be viewed from the host (`layer_bytes` raises TypeError)."""
+    """A cache in a GPU's memory: its bytes can't be viewed from the host."""
 
     @property
     def device(self) -> str:
@@ -42,6 +53,3 @@ class DeviceStore(KVStore, Protocol):
 
     def layer_tensor(self, layer: int) -> Any:
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
-
-    def read_blocks(self, layer: int, block_ids: Sequence[int]) -> memoryview:
-        """A host copy of these blocks, uint8 [len(block_ids) * block_bytes]: what digests are computed from."""

@@ -1,7 +1,8 @@
 """Every message on our own sockets, and their one encoding: typed msgpack arrays that begin with the type's tag.
 
 Two kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
-joins a prefill worker (sender) to a decode worker (receiver); the KV bytes themselves go over a data link beside it.
+joins a rank of a worker that sends KV (the source) to one of a worker that receives it (the target); the KV bytes
+themselves go over data links beside it.
 Both begin with Hello from the connecting side and Welcome (or Refuse) from the listening side.
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
@@ -10,6 +11,7 @@ msgspec is used because it checks every field's type while decoding and is faste
 import msgspec
 
 from protocol.errors import ProtocolError
+from protocol.kv_layout import Encoding, KVLayout
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Peer, Ticket
@@ -22,20 +24,46 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 # --- both kinds of connection ---
 
 
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """What data links a rank can be an end of."""
+
+    transports: tuple[str, ...]  # by preference
+    machine: str  # equal where two processes can share memory and local sockets
+    device: str  # `cpu`, or a GPU's own name, equal for processes on the same GPU
+
+
+class KVHello(msgspec.Struct, frozen=True, array_like=True):
+    """What the source's Hello adds on a transfer control connection."""
+
+    layout: KVLayout
+    rank: int
+    encoding: Encoding
+    reach: Reach
+
+
 class Hello(_Message, frozen=True):
     """Who connects, and whom it believes to reach."""
 
     sender: Peer
     receiver: Peer
-    fingerprint: str = ""  # of the KV layout; empty on a token channel
-    transport: str = ""  # the data link wanted; empty on a token channel
+    kv: KVHello | None = None  # None on a token channel
+
+
+class KVWelcome(msgspec.Struct, frozen=True, array_like=True):
+    """What the target's Welcome adds on a transfer control connection. The target chooses the transport."""
+
+    layout: KVLayout
+    rank: int
+    transport: str
+    why: str  # this transport, in words for people
+    link: dict[str, str | int]  # how to join data link 0, in the transport's own words
 
 
 class Welcome(_Message, frozen=True):
-    """The connection is accepted. `link` tells how to join the data link (transport's own words)."""
+    """The connection is accepted."""
 
     receiver: Peer
-    link: dict[str, str | int] = {}  # msgspec copies a mutable default
+    kv: KVWelcome | None = None  # None on a token channel
 
 
 class Refuse(_Message, frozen=True):
@@ -75,7 +103,18 @@ class PrefillFailed(_Message, frozen=True):
     request_id: str
 
 
-# --- transfer control, prefill worker to decode worker ---
+class SendPrefix(_Message, frozen=True):
+    """Router to any worker: send what the prefix cache holds of these tokens to the ticket's target.
+
+    Where it holds nothing, the worker tells the target so, by an Abort.
+    """
+
+    ticket: Ticket
+    token_ids: tuple[int, ...]
+    cache_salt: bytes
+
+
+# --- transfer control, source to target ---
 
 
 class Offer(_Message, frozen=True):
@@ -85,38 +124,68 @@ class Offer(_Message, frozen=True):
     num_tokens: int
 
 
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive units of one layer; unit 0 holds the request's first tokens."""
+
+    layer: int
+    first_unit: int
+    num_units: int
+
+
 class Chunk(_Message, frozen=True):
-    """`num_bytes` follow on the data link: consecutive blocks of one layer."""
+    """These runs follow on the data link, one after the other, sealed with `chunk_seal` of this message."""
 
     transfer_id: bytes
-    sequence: int  # 0, 1, 2, ... within the transfer
-    layer: int
-    first_block: int  # index into the request's block table, not a pool's block id
-    num_blocks: int
-    num_bytes: int
-    digest: bytes  # xxh3-128 of the bytes
+    sequence: int  # 0, 1, 2, ... within the transfer; a chunk that is sent again keeps its own
+    attempt: int  # 0, 1, 2
+    link: int  # 0 is the Welcome's, later ones the LinkReady's
+    runs: tuple[Run, ...]
+    num_bytes: int  # of KV on the wire, the seal not counted
 
 
 class Commit(_Message, frozen=True):
-    """All chunks are out, and this is the first token."""
+    """All chunks are out. From a prefill worker the first token follows; a pulled prefix has none."""
 
     transfer_id: bytes
     num_chunks: int
-    first_token: SampledToken
+    first_token: SampledToken | None
 
 
-# --- transfer control, decode worker to prefill worker ---
+class LinkWanted(_Message, frozen=True):
+    """The link broke, could not be joined, or carries damaged bytes: another, please."""
+
+    link: int  # the number of the new one: one more than the last
+    without: tuple[str, ...]  # transports to avoid where there are others
+
+
+# --- transfer control, target to source ---
 
 
 class Grant(_Message, frozen=True):
-    """Blocks are reserved. The first `skip_blocks` are there already: don't send them."""
+    """Blocks are reserved. KV of the first `skip_tokens` tokens is there already: don't send it."""
 
     transfer_id: bytes
-    skip_blocks: int
+    skip_tokens: int
+
+
+class Damaged(_Message, frozen=True):
+    """This attempt of a chunk did not arrive whole: its seal is wrong, or its link broke. Send it again."""
+
+    transfer_id: bytes
+    sequence: int
+    attempt: int
+
+
+class LinkReady(_Message, frozen=True):
+    """How to join data link number `link`."""
+
+    link: int
+    transport: str
+    params: dict[str, str | int]
 
 
 class Verified(_Message, frozen=True):
-    """Every byte arrived and its digest holds: the sender may let go of its blocks."""
+    """Every byte arrived and its seal holds: the source may let go of its blocks."""
 
     transfer_id: bytes
 
@@ -140,10 +209,14 @@ Message = (
     | StatsFrame
     | Cancel
     | PrefillFailed
+    | SendPrefix
     | Offer
     | Chunk
     | Commit
+    | LinkWanted
     | Grant
+    | Damaged
+    | LinkReady
     | Verified
     | Abort
 )

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from protocol.kv_layout import KVLayout
 from protocol.tickets import Address, Peer
 
 Role = Literal["prefill", "decode"]
@@ -15,9 +16,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     role: Role
     peer: Peer
     token_address: Address  # its token channel listener
-    transfer_address: Address | None  # its transfer control listener; None: it receives no KV
-    fingerprint: str  # of model and KV layout: workers with different ones can't exchange KV
-    block_size: int
+    transfer_addresses: tuple[Address, ...]  # transfer control listeners, one for each rank; none: it receives no KV
+    layout: KVLayout  # decides with whom it can exchange KV
     num_blocks: int
     max_context: int  # tokens, prompt and output together
 
@@ -46,4 +46,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_bytes: int = 0  # counter
     transfer_seconds: float = 0.0  # counter
     transfer_digest_failures: int = 0  # counter: chunks of KV that arrived damaged
+    transfer_retries: int = 0  # counter: chunks sent again, damaged ones and those of broken links
+    transfer_links_lost: int = 0  # counter: data links that broke while their connection stood
+    pulled_tokens: int = 0  # counter: prompt tokens whose KV came from another worker's prefix cache
     broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound

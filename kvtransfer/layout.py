@@ -1,0 +1,98 @@
+"""Who sends which KV heads to whom, and in what pieces. Pure.
+
+A lane joins one rank of the source worker to one rank of the target worker. All lanes of a transfer are independent:
+each has its own control connection, link, grant, digests and commit; the transfer is whole when all of them are.
+
+The piece that travels is the unit: the K and V of a lane's heads for `unit_tokens` tokens of one layer, on the wire
+[2, num_heads, unit_tokens, head_dim]. `unit_tokens` divides both sides' block sizes, so a unit lies within one block on
+either side. A unit's id in a store is `block id * units a block + its place in the block`; where a block is one unit,
+unit ids are block ids.
+"""
+
+import math
+from dataclasses import dataclass
+
+from protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
+
+SCALE_BYTES = 2  # bf16, one for each (token, head) of K and of V
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One pair of ranks, and the KV heads (the model's numbers) that go from one to the other."""
+
+    source_rank: int
+    target_rank: int
+    first_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One rank's end of a lane: how its store is cut into the units that travel."""
+
+    layout: KVLayout  # this side's
+    first_head: int  # of the lane's, counted within this rank's cache
+    num_heads: int
+    unit_tokens: int
+    encoding: Encoding
+
+    @property
+    def units_per_block(self) -> int:
+        return self.layout.block_size // self.unit_tokens
+
+    @property
+    def is_whole_blocks(self) -> bool:
+        """A unit on the wire is a block of the store, byte by byte: nothing has to be packed."""
+        return self.units_per_block == 1 and self.num_heads == self.layout.heads_per_rank and self.encoding == "raw"
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit on the wire, scales included."""
+        rows = 2 * self.num_heads * self.unit_tokens
+        if self.encoding == "raw":
+            return rows * self.layout.head_dim * DTYPE_BYTES[self.layout.dtype]
+        return rows * (self.layout.head_dim + SCALE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Units of one layer, as they lie in one side's store, in the order of the wire."""
+
+    layer: int
+    unit_ids: tuple[int, ...]
+
+
+def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane, ...]:
+    """The lanes of a transfer: every head of every target rank comes from exactly one source rank.
+
+    Where ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies share the
+    work. Raises ValueError for sizes that can't share the heads evenly.
+    """
+    for tp_size in (source_tp, target_tp):
+        small, large = sorted((tp_size, num_kv_heads))
+        if small < 1 or large % small:
+            raise ValueError(f"{tp_size} ranks can't share {num_kv_heads} KV heads evenly")
+    source_copies = max(1, source_tp // num_kv_heads)  # ranks that hold the same head
+    heads_per_source = max(1, num_kv_heads // source_tp)
+    heads_per_target = max(1, num_kv_heads // target_tp)
+    lanes: list[Lane] = []
+    for target_rank in range(target_tp):
+        first = target_rank * num_kv_heads // target_tp
+        end = first + heads_per_target
+        while first < end:
+            count = min(end - first, heads_per_source - first % heads_per_source)
+            copy = target_rank % source_copies
+            source_rank = first * source_tp // num_kv_heads + copy
+            lanes.append(Lane(source_rank, target_rank, first, count))
+            first += count
+    return tuple(lanes)
+
+
+def cut_lane(lane: Lane, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
+    """The lane's ends at the source and at the target."""
+    unit_tokens = math.gcd(source.block_size, target.block_size)
+    return (
+        Cut(source, lane.first_head - source.first_head(lane.source_rank), lane.num_heads, unit_tokens, encoding),
+        Cut(target, lane.first_head - target.first_head(lane.target_rank), lane.num_heads, unit_tokens, encoding),
+    )
