@@ -1,7 +1,8 @@
 """The interface of all transports: move units of KV from this worker's store into the peer's.
 
-A link carries units, in order, from one rank of one worker to one rank of another. What they are is agreed beforehand on
-the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes go.
+A link carries units, in order, from one rank of one worker to one rank of another. What they are is agreed beforehand
+on the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes
+go.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Permission for one transfer: minted by the router, bound to one request, two workers and their epochs.
 
-The worker that receives KV accepts it only with a ticket it can verify, made out to itself, and not seen before. KV goes
-from prefill to decode workers, and back, or between prefill workers, where a prefix is pulled.
+The worker that receives KV accepts it only with a ticket it can verify, made out to itself, and not seen before. KV
+goes from prefill to decode workers, and back, or between prefill workers, where a prefix is pulled.
 """
 
 import hashlib
