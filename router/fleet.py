@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket
@@ -23,3 +24,12 @@ class Fleet(Protocol):
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         """Continue the request to its end; without a ticket, compute the prompt here too."""
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        """Send KV of so many tokens once for each ticket, out of free blocks, and time it.
+
+        Also raises TransferFailed, as `probe_target` does.
+        """
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """Receive what `probe_source` sends with these tickets, into free blocks."""
