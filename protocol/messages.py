@@ -234,5 +234,5 @@ def decode_message(payload: bytes | memoryview) -> Message:
     """The message in `payload`. Raises ProtocolError for anything that is not exactly one known message."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: values nested without end
         raise ProtocolError(f"not a message of this protocol: {error}") from error
