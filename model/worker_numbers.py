@@ -1,5 +1,6 @@
 """The numbers that a worker tells of itself, gathered from where they arise; both kinds of worker tell the same."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +30,7 @@ class SchedulerNumbers(Protocol):
 
 
 class TransferNumbers(Protocol):
-    """What both sides of KV transfer count."""
+    """What either side of KV transfer counts."""
 
     in_flight: int
     done: int  # counter
@@ -37,6 +38,8 @@ class TransferNumbers(Protocol):
     bytes: int  # counter
     seconds: float  # counter
     digest_failures: int  # counter
+    retries: int  # counter
+    links_lost: int  # counter
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class WorkerCounters:
     step_seconds: float = 0.0
     finished_requests: int = 0
     aborted_requests: int = 0
+    pulled_tokens: int = 0
 
     def count_step(self, seconds: float, computed_tokens: int) -> None:
         """An engine step has run."""
@@ -61,10 +65,10 @@ def worker_stats(
     counters: WorkerCounters,
     scheduler: SchedulerNumbers,
     pool: BlockPool,
-    transfers: TransferNumbers | None,
+    transfers: Sequence[TransferNumbers],
     engine: Engine,
 ) -> WorkerStats:
-    """All numbers now. `transfers` is None for a worker that neither sends nor receives KV."""
+    """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none."""
     return WorkerStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -72,7 +76,7 @@ def worker_stats(
         free_blocks=pool.free_blocks,
         total_blocks=pool.num_blocks,
         owned_blocks=pool.owned_blocks,
-        num_transfers=0 if transfers is None else transfers.in_flight,
+        num_transfers=sum(side.in_flight for side in transfers),
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         computed_tokens=counters.computed_tokens,
@@ -82,10 +86,13 @@ def worker_stats(
         preemptions=scheduler.preemptions,
         finished_requests=counters.finished_requests,
         aborted_requests=counters.aborted_requests,
-        transfers_done=0 if transfers is None else transfers.done,
-        transfers_failed=0 if transfers is None else transfers.failed,
-        transfer_bytes=0 if transfers is None else transfers.bytes,
-        transfer_seconds=0.0 if transfers is None else transfers.seconds,
-        transfer_digest_failures=0 if transfers is None else transfers.digest_failures,
+        transfers_done=sum(side.done for side in transfers),
+        transfers_failed=sum(side.failed for side in transfers),
+        transfer_bytes=sum(side.bytes for side in transfers),
+        transfer_seconds=sum((side.seconds for side in transfers), 0.0),
+        transfer_digest_failures=sum(side.digest_failures for side in transfers),
+        transfer_retries=sum(side.retries for side in transfers),
+        transfer_links_lost=sum(side.links_lost for side in transfers),
+        pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,
     )

@@ -287,9 +287,16 @@ class Pipeline:
         ]
 
     def _mint(self, path: Path, request_id: str) -> Ticket | None:
-        if path.prefill is None or path.decode.transfer_address is None:
+        if path.prefill is None:
             return None
-        return mint_ticket(self._secret, request_id, path.prefill.peer, path.decode.peer, path.decode.transfer_address)
+        return mint_ticket(
+            self._secret,
+            request_id,
+            path.prefill.peer,
+            path.decode.peer,
+            path.decode.transfer_addresses,
+            source_ranks=path.prefill.layout.tp_size,
+        )
 
     def _stamp(self, stages: Stages, event: TokenEvent) -> None:
         now = self._clock()

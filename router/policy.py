@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import RequestError
+from protocol.kv_layout import incompatibility
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
 
@@ -51,7 +52,7 @@ class Candidate:
     def free_tokens(self) -> int:
         """Tokens of KV that find room now."""
         blocks = self.stats.free_blocks if self.stats else self.info.num_blocks
-        return blocks * self.info.block_size
+        return blocks * self.info.layout.block_size
 
 
 def choose(
@@ -64,7 +65,7 @@ def choose(
     """The path for a request whose prompt has `num_tokens` tokens.
 
     Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
-    blocks. Prefill: the fewest queued tokens among those that share the decode worker's KV layout. The worker id
+    blocks. Prefill: the fewest queued tokens among those whose KV the decode worker can take. The worker id
     breaks ties. Workers in `avoid` failed this request before: a prefill worker among them is never taken, a decode
     worker only where there is no other. Raises NoPath where no decode worker is left.
     """
@@ -73,12 +74,12 @@ def choose(
     if not able:
         raise NoPath("no decode worker is available; try again shortly")
     best = min(others or able, key=lambda one: _decode_order(one, num_tokens))
-    if best.info.transfer_address is None:
+    if not best.info.transfer_addresses:
         return Path(None, best.info)
     partners = [
         one
         for one in prefill
-        if one.info.fingerprint == best.info.fingerprint
+        if incompatibility(one.info.layout, best.info.layout) is None
         and one.info.max_context >= num_tokens
         and one.info.peer not in avoid
     ]

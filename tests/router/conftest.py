@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
+from protocol.kv_layout import KVLayout
 from protocol.messages import Cancel, Hello, Ping, PrefillFailed, StatsFrame, TokenFrame, Welcome
 from protocol.network import Connection, Listener
 from protocol.requests import (
@@ -95,9 +96,8 @@ class FakeWorker:
             role=self.role,
             peer=Peer(self.name, self.epoch),
             token_address=self.listener.address,
-            transfer_address=Address("127.0.0.1", 1),
-            fingerprint="same",
-            block_size=16,
+            transfer_addresses=(Address("127.0.0.1", 1),),
+            layout=KVLayout("fake", "float32", 2, 2, 8, 16),
             num_blocks=100,
             max_context=512,
         )
@@ -171,7 +171,7 @@ class FakeWorker:
     async def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         with self._own(request):
             if ticket is not None:
-                verify_ticket(SECRET, ticket, prefill=ticket.prefill, decode=self.info.peer)
+                verify_ticket(SECRET, ticket, source=ticket.source, target=self.info.peer)
                 await self.ready(request.request_id).wait()
             tokens = list(request.token_ids)
             while True:
@@ -201,7 +201,7 @@ class FakeFleet:
         return [worker.info for worker in self.all.values() if not worker.dead]
 
     async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
-        decode = None if ticket is None else self.all[ticket.decode.worker_id]
+        decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:

@@ -3,13 +3,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.kv_layout import KVLayout
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer
 from router.policy import Candidate, NoPath, choose
 
 
+LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
+
+
 def worker(role, name, *, requests=0, tokens=0, stats=None, **changes):
-    info = WorkerInfo(role, Peer(name, 1), Address("h", 1), Address("h", 2), "same", 16, 100, 1000)
+    info = WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 1000)
     return Candidate(msgspec.structs.replace(info, **changes), stats, requests, tokens)
 
 
@@ -55,14 +59,27 @@ def test_a_failed_prefill_worker_is_never_taken_again_and_a_decode_worker_only_f
     assert names(choose(prefills, decodes[:1], num_tokens=2, avoid=avoid)) == (None, "d0")
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"max_context": 10}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": msgspec.structs.replace(LAYOUT, model="other")},
+        {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")},
+        {"max_context": 10},
+    ],
+)
 def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
     path = choose([worker("prefill", "p0", **change)], [worker("decode", "d0")], num_tokens=20)
     assert names(path) == (None, "d0")
 
 
+def test_block_and_tensor_parallel_sizes_may_differ_within_a_pair():
+    other = msgspec.structs.replace(LAYOUT, block_size=64, tp_size=2)
+    path = choose([worker("prefill", "p0", layout=other)], [worker("decode", "d0")], num_tokens=20)
+    assert names(path) == ("p0", "d0")
+
+
 def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
-    path = choose([worker("prefill", "p0")], [worker("decode", "d0", transfer_address=None)], num_tokens=20)
+    path = choose([worker("prefill", "p0")], [worker("decode", "d0", transfer_addresses=())], num_tokens=20)
     assert names(path) == (None, "d0")
 
 
