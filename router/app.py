@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError, TwostrokeError
+from router.doctor import doctor
 from router.generation import Generation
 from router.http_io import (
     Belongings,
@@ -165,6 +166,7 @@ _ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("/ready", "GET", ready),
     ("/metrics", "GET", metrics),
     ("/status", "GET", status),
+    ("/doctor", "GET", doctor),
     ("/version", "GET", show_version),
 )
 
