@@ -1,69 +1,165 @@
-"""The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), kv_heads, block_size, head_dim].
+"""The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
 
 A block of a layer is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
 Which block belongs to whom is the block pool's business, not ours.
 """
 
+import logging
+import mmap
+
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.memory import gibibytes
+from model.shared_memory import NoRoom, NoSharedMemory, SharedMemory
+from protocol.errors import ConfigError
+from protocol.kv_layout import KVLayout
 
-LAYOUT_VERSION = 1
+logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """Block storage of all layers; on CPUs also what `kvtransfer` calls a KVStore."""
+    """Block storage of all layers on one rank, zeros at first; what `kvtransfer` calls a KVStore.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        model_digest: str,
-    ):
-        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        # Zeros, not garbage: masked positions are multiplied by 0, and 0 * NaN is NaN.
-        self.tensors: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._model_digest = model_digest
+    Zeros, not garbage: masked positions are multiplied by 0, and 0 * NaN is NaN.
+    """
+
+    def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int):
+        self.tensors = tensors
+        self._layout = layout
+        self._rank = rank
+        self._num_blocks = tensors[0].shape[0]
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     @property
     def num_layers(self) -> int:
-        return len(self.tensors)
+        return self._layout.num_layers
 
     @property
     def num_blocks(self) -> int:
-        return self.tensors[0].shape[0]
+        return self._num_blocks
 
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.tensors[0].shape[3]
+        return self._layout.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return self.tensors[0][0].numel() * self.tensors[0].element_size()
+        """Bytes of one block of one layer on this rank."""
+        return self._layout.block_bytes
 
-    @property
-    def fingerprint(self) -> str:
-        """Of model and layout, readable: a mismatch shows which part differs."""
-        _, _, heads, block_size, head_dim = self.tensors[0].shape
-        dtype = str(self.tensors[0].dtype).removeprefix("torch.")
-        return (
-            f"model={self._model_digest} dtype={dtype} block_size={block_size} layers={self.num_layers} "
-            f"kv_heads={heads} head_dim={head_dim} layout={LAYOUT_VERSION}"
-        )
+    def close(self) -> None:
+        """Let go of the memory; it is freed with the last tensor on it."""
+        self.tensors = []
+
+
+class HostKVCache(KVCache):
+    """A cache in ordinary host memory: a HostStore."""
 
     def layer_bytes(self, layer: int) -> memoryview:
-        """A writable view of uint8 [num_blocks * block_bytes]. Raises TypeError for a cache on a GPU."""
-        tensor = self.tensors[layer]
-        if tensor.device.type != "cpu":
-            raise TypeError(f"the KV cache is on {tensor.device}, its bytes are not addressable from the host")
-        return tensor.view(torch.uint8).reshape(-1).numpy().data
+        """A writable view of uint8 [num_blocks * block_bytes]."""
+        return self.tensors[layer].view(torch.uint8).reshape(-1).numpy().data
+
+
+class SharedKVCache(HostKVCache):
+    """A cache in host memory that processes of this machine can map and read: a SharedStore."""
+
+    def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int, memory: SharedMemory, layer_stride: int):
+        super().__init__(tensors, layout, rank)
+        self._memory = memory
+        self._layer_stride = layer_stride
+
+    @property
+    def memory_fd(self) -> int:
+        """Of the memfd that holds all layers. Raises ValueError once the cache is closed."""
+        return self._memory.fd
+
+    def layer_offset(self, layer: int) -> int:
+        """Where a layer begins in the memfd, in bytes: on a page."""
+        return layer * self._layer_stride
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
+
+
+class DeviceKVCache(KVCache):
+    """A cache in a GPU's memory: a DeviceStore."""
+
+    @property
+    def device(self) -> str:
+        """As torch names it, `cuda:0`."""
+        return str(self.tensors[0].device)
+
+    def layer_tensor(self, layer: int) -> Tensor:
+        return self.tensors[layer]
+
+
+def make_kv_cache(
+    config: ModelConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    model_digest: str,
+    tp_size: int = 1,
+    rank: int = 0,
+) -> KVCache:
+    """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
+
+    Raises ConfigError where the host has too little memory, and ValueError for a rank outside of `tp_size`.
+    """
+    if not 0 <= rank < tp_size:
+        raise ValueError(f"rank {rank} is not one of {tp_size}")
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout(
+        model_digest, name, config.num_layers, config.num_kv_heads, config.head_dim, block_size, tp_size=tp_size
+    )
+    shape = (num_blocks, 2, layout.heads_per_rank, block_size, config.head_dim)
+    if device.type != "cpu":
+        return DeviceKVCache(_zeros(layout, shape, dtype, device), layout, rank)
+    try:
+        return _shared_cache(layout, rank, shape, dtype)
+    except NoSharedMemory as error:
+        logger.warning("the KV cache can't be shared with other processes, so KV goes to them over sockets: %s", error)
+    try:
+        return HostKVCache(_zeros(layout, shape, dtype, device), layout, rank)
+    except RuntimeError as error:  # torch's own word for it
+        raise _too_little(layout, num_blocks, error) from error
+
+
+def _zeros(layout: KVLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
+
+
+def _shared_cache(layout: KVLayout, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> SharedKVCache:
+    """Raises NoSharedMemory or ConfigError."""
+    layer_bytes = shape[0] * layout.block_bytes
+    stride = -(-layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = SharedMemory(stride * layout.num_layers)
+    except NoRoom as error:
+        raise _too_little(layout, shape[0], error) from error
+    tensors = [
+        torch.frombuffer(memory.memory, dtype=dtype, count=layer_bytes // dtype.itemsize, offset=layer * stride)
+        for layer in range(layout.num_layers)
+    ]
+    return SharedKVCache([tensor.view(shape) for tensor in tensors], layout, rank, memory, stride)
+
+
+def _too_little(layout: KVLayout, num_blocks: int, error: Exception) -> ConfigError:
+    size = gibibytes(num_blocks * layout.block_bytes * layout.num_layers)
+    return ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})")
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ from model.config import ModelConfig, load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder, load_decoder_weights
 from model.engine import ThreadEngine
-from model.kv_cache import KVCache, kv_block_bytes
+from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from model.memory import available_bytes, gibibytes
 from model.runner import ModelRunner
 from model.sampler import Sampler
@@ -55,7 +55,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     num_blocks = resolve_num_blocks(config, model_config, dtype)
     max_context = resolve_max_context(config, model_config, num_blocks)
     _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
-    kv_cache = KVCache(
+    kv_cache = make_kv_cache(
         model_config,
         num_blocks=num_blocks,
         block_size=config.block_size,

@@ -17,7 +17,7 @@ import model.bundled
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder, load_decoder_weights
-from model.kv_cache import KVCache
+from model.kv_cache import make_kv_cache
 from model.runner import ModelRunner
 from model.sampler import Sampler
 from model.weights import Checkpoint
@@ -69,7 +69,7 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder, config)
     weights = load_decoder_weights(checkpoint, config, torch.float32, CPU, config.max_position)
-    kv_cache = KVCache(
+    kv_cache = make_kv_cache(
         config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
     )
     sampler = Sampler(config.vocab_size, CPU)

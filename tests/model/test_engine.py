@@ -134,7 +134,7 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
     loaded = load_engine(EngineConfig(write_checkpoint(dtype=dtype), num_blocks=8, block_size=4, threads=1))
     try:
         assert (loaded.num_blocks, loaded.max_context) == (8, 32)
-        assert "block_size=4" in loaded.kv_cache.fingerprint
+        assert loaded.kv_cache.layout.block_size == 4
         draw = Draw(SamplingParams(temperature=0.0), [1, 2, 3], 3)
         (token,) = await loaded.engine.step([SequenceStep([1, 2, 3], 0, [5], draw)])
         assert token is not None

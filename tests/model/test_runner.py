@@ -9,7 +9,7 @@ from torch import Tensor
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder, load_decoder_weights
-from model.kv_cache import KVCache
+from model.kv_cache import make_kv_cache
 from model.runner import ModelRunner, make_layout
 from model.step import Draw, SequenceStep
 from model.weights import Checkpoint
@@ -38,7 +38,7 @@ def model(write_checkpoint: Any) -> tuple[ModelRunner, ArgmaxSampler]:
     folder = write_checkpoint()
     config = load_model_config(folder)
     weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, 64)
-    cache = KVCache(config, num_blocks=16, block_size=4, dtype=torch.float32, device=CPU, model_digest="")
+    cache = make_kv_cache(config, num_blocks=16, block_size=4, dtype=torch.float32, device=CPU, model_digest="")
     sampler = ArgmaxSampler()
     return ModelRunner(Decoder(config, weights, CpuBackend()), sampler, cache, max_context=64), sampler
 
