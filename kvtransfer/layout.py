@@ -10,9 +10,11 @@ unit ids are block ids.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
+from protocol.messages import Run
 
 SCALE_BYTES = 2  # bf16, one for each (token, head) of K and of V
 
@@ -25,6 +27,14 @@ class Lane:
     target_rank: int
     first_head: int
     num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Units of one layer, as they lie in one side's store, in the order of the wire."""
+
+    layer: int
+    unit_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +64,21 @@ class Cut:
             return rows * self.layout.head_dim * DTYPE_BYTES[self.layout.dtype]
         return rows * (self.layout.head_dim + SCALE_BYTES)
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Units of one layer, as they lie in one side's store, in the order of the wire."""
-
-    layer: int
-    unit_ids: tuple[int, ...]
+    def segments(self, runs: Iterable[Run], block_ids: tuple[int, ...]) -> tuple[Segment, ...]:
+        """Where the runs' units lie in this side's store, for a request with this block table."""
+        parts = self.units_per_block
+        if parts == 1:
+            return tuple(Segment(run.layer, block_ids[run.first_unit : run.first_unit + run.num_units]) for run in runs)
+        return tuple(
+            Segment(
+                run.layer,
+                tuple(
+                    block_ids[unit // parts] * parts + unit % parts
+                    for unit in range(run.first_unit, run.first_unit + run.num_units)
+                ),
+            )
+            for run in runs
+        )
 
 
 def plan_lanes(source_tp: int, target_tp: int, num_kv_heads: int) -> tuple[Lane, ...]:
