@@ -56,6 +56,7 @@ class KVWelcome(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     transport: str
     why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
     link: dict[str, str | int]  # how to join data link 0, in the transport's own words
 
 
