@@ -7,6 +7,19 @@ from protocol.errors import ConfigError
 from protocol.kv_layout import Encoding
 from protocol.messages import Reach
 
+_ON_GPUS = ("cuda_ipc", "torch_distributed", "tcp")  # best first
+_ELSEWHERE = ("shm", "tcp", "torch_distributed")
+_SAME_MACHINE = ("cuda_ipc", "shm")  # the target reads the source's memory: as it is stored
+_WHY = {
+    "cuda_ipc": "both workers run on the same machine, and the target reads the source's GPU memory",
+    "shm": "both workers run on the same machine, and their caches are in shared memory",
+    "tcp": "it joins any two workers, and is the fastest that does",
+}
+_NOT_OFFERED = {
+    "cuda_ipc": "its GPU memory can't be shared, or its configuration names another transport",
+    "shm": "its cache is not in shared memory, or its configuration names another transport",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -22,4 +35,51 @@ def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: 
 
     Raises ConfigError where they have none in common, with both sides' lists.
     """
-    raise ConfigError("not written yet")
+    order = _order(source, target)
+    obstacles = {name: _obstacle(name, source, target, encoding) for name in order}
+    usable = [name for name in order if obstacles[name] is None]
+    if not usable:
+        raise ConfigError(_nothing_in_common(source, target, [text for text in obstacles.values() if text is not None]))
+    chosen = next((name for name in usable if name not in without), usable[0])
+    missing = [
+        obstacles[name] or f"{name}: a link by it broke or could not be joined" for name in order[: order.index(chosen)]
+    ]
+    return Choice(chosen, _why(chosen, source), tuple(missing))
+
+
+def _order(source: Reach, target: Reach) -> list[str]:
+    """All transports that come into question, best first; those that we have no opinion of by the target's."""
+    known = _ON_GPUS if "cpu" not in (source.device, target.device) else _ELSEWHERE
+    others = [name for name in target.transports if name in source.transports]
+    return [*known, *(name for name in others if name not in {*_ON_GPUS, *_ELSEWHERE})]
+
+
+def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> str | None:
+    """Why this pair can't use a transport, as a sentence; None where it can."""
+    if name in _SAME_MACHINE and source.machine != target.machine:
+        return f"{name}: the workers run on different machines ({source.machine} and {target.machine})"
+    if name in _SAME_MACHINE and encoding != "raw":
+        return f"{name}: it moves KV as it is stored, and this pair's is encoded as {encoding}"
+    if name == "torch_distributed" and (source.device == "cpu") != (target.device == "cpu"):
+        return f"{name}: one worker is on a CPU and the other on a GPU"
+    lacking = [side for side, reach in (("source", source), ("target", target)) if name not in reach.transports]
+    if len(lacking) == 2:
+        return f"{name}: neither worker offers it"
+    if lacking:
+        reason = _NOT_OFFERED.get(name, "its configuration names another transport")
+        return f"{name}: the {lacking[0]} does not offer it ({reason})"
+    return None
+
+
+def _why(name: str, source: Reach) -> str:
+    if name == "torch_distributed":
+        return f"{name}: {'gloo' if source.device == 'cpu' else 'NCCL'} joins any two workers on such devices"
+    return f"{name}: {_WHY.get(name, 'both workers offer it')}"
+
+
+def _nothing_in_common(source: Reach, target: Reach, obstacles: list[str]) -> str:
+    offers = [", ".join(reach.transports) or "none" for reach in (source, target)]
+    return (
+        f"no KV transport joins the two workers: the source offers {offers[0]}, the target {offers[1]} "
+        f"({'; '.join(obstacles)})"
+    )
