@@ -1,29 +1,49 @@
-"""The way between a store's blocks and a contiguous buffer that a process group can send."""
+"""The way between a store's units and contiguous buffers that a process group can send.
 
-from collections.abc import Sequence
+A buffer holds a chunk as it is on the wire: its units one after the other, encoded where that was agreed, and their
+digest. So a chunk is one message, however many blocks and layers it spans.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtransfer.block_views import block_views
-from kvtransfer.store import DeviceStore, KVStore
-from model.kv_cache import KVCache
+from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.encodings import decode, encode
+from kvtransfer.host_units import HostUnits, count_units
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.store import HostStore
+
+NUM_BUFFERS = 2
+"""While one chunk is on the wire, the next is packed, or the one before unpacked."""
+
+_HOT_BYTES = 512 * 1024  # packed and digested at once: the digest reads what is in the processor's cache
 
 
 class Staging(Protocol):
-    """A contiguous buffer on the device whose group moves it, and the way between it and the blocks."""
+    """The buffers of one end of a link, on the device whose group moves them.
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], the same memory each time; grown where needed."""
+    Holds at most NUM_BUFFERS of the largest chunk so far each. `pack` and `post` belong to one thread, `wait` and
+    `unpack` to another; a buffer is on one of the two at a time.
+    """
 
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        """Blocks -> packed, uint8 [len(block_ids) * block_bytes]; complete when it returns."""
+    def buffer(self, index: int, num_units: int) -> Tensor:
+        """uint8 [num_units * unit_bytes + DIGEST_BYTES]: buffer `index`, grown where needed."""
 
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        """packed -> blocks; complete when it returns."""
+    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+        """Units and their digest -> packed."""
+
+    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+        """packed -> units, complete when it returns; where the digest is wrong, no unit is touched and it is False."""
+
+    def post(self, move: Callable[[], dist.Work]) -> dist.Work:
+        """Start a send of what was packed, or a receive."""
 
     def wait(self, work: dist.Work) -> None:
         """Wait on the calling thread until a send or receive is complete. Raises RuntimeError."""
@@ -32,115 +52,81 @@ class Staging(Protocol):
 class HostStaging:
     """For stores in host memory."""
 
-    def __init__(self, store: KVStore):
-        self._store = store
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, store: HostStore, cut: Cut):
+        self._cut = cut
+        self._units = HostUnits(store, cut)
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._raw = np.empty(0, np.uint8)  # units before they are encoded, or after they are decoded
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[:num_bytes]
+    def buffer(self, index: int, num_units: int) -> Tensor:
+        num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[index][:num_bytes]
 
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        array, at = packed.numpy(), 0
-        for view in block_views(self._store, layer, block_ids):
-            np.copyto(array[at : at + view.nbytes], np.frombuffer(view, np.uint8))
-            at += view.nbytes
+    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+        array: NDArray[np.uint8] = packed.numpy()
+        hasher = xxhash.xxh3_128(seed=seal)
+        at = 0
+        for part in _parts(segments, self._part_units):
+            size = count_units(part) * self._cut.unit_bytes
+            piece = array[at : at + size]
+            if self._cut.encoding == "raw":
+                self._units.pack(part, piece)
+            else:
+                raw = self._scratch(part)
+                self._units.pack(part, raw)
+                encode(raw, self._cut, piece)
+            hasher.update(piece)
+            at += size
+        array[at:] = np.frombuffer(hasher.digest(), np.uint8)
 
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        array, at = packed.numpy(), 0
-        for view in block_views(self._store, layer, block_ids):
-            np.copyto(np.frombuffer(view, np.uint8), array[at : at + view.nbytes])
-            at += view.nbytes
+    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+        array: NDArray[np.uint8] = packed.numpy()
+        end = array.size - DIGEST_BYTES
+        if xxhash.xxh3_128_digest(array[:end], seed=seal) != array[end:].tobytes():
+            return False
+        if self._cut.encoding == "raw":
+            self._units.unpack(segments, array)
+            return True
+        at = 0
+        for part in _parts(segments, self._part_units):
+            size = count_units(part) * self._cut.unit_bytes
+            raw = self._scratch(part)
+            decode(array[at : at + size], self._cut, raw)
+            self._units.unpack(part, raw)
+            at += size
+        return True
+
+    def post(self, move: Callable[[], dist.Work]) -> dist.Work:
+        return move()
 
     def wait(self, work: dist.Work) -> None:
         work.wait()
 
-
-class CudaStaging:
-    """For stores in GPU memory; works on a stream of its own, beside the model's. Not confirmed on hardware."""
-
-    def __init__(self, store: DeviceStore):
-        self._store = store
-        self._device = torch.device(store.device)
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._memory[:num_bytes]
-
-    def pack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            blocks = block_words(self._store, layer)
-            words = packed.view(blocks.dtype).view(len(block_ids), -1)
-            torch.index_select(blocks, 0, self._index(block_ids), out=words)
-        self._stream.synchronize()
-
-    def unpack(self, layer: int, block_ids: Sequence[int], packed: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            blocks = block_words(self._store, layer)
-            blocks.index_copy_(0, self._index(block_ids), packed.view(blocks.dtype).view(len(block_ids), -1))
-        self._stream.synchronize()
-
-    def wait(self, work: dist.Work) -> None:
-        with torch.cuda.stream(self._stream):
-            work.wait()
-        self._stream.synchronize()
-
-    def _index(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-
-
-class CudaStore:
-    """A KV cache in a GPU's memory as `kvtransfer` sees it. Not confirmed on hardware."""
-
-    def __init__(self, cache: KVCache):
-        self._cache = cache
-
     @property
-    def num_layers(self) -> int:
-        return self._cache.num_layers
+    def _part_units(self) -> int:
+        return max(1, _HOT_BYTES // self._units.unit_bytes)
 
-    @property
-    def num_blocks(self) -> int:
-        return self._cache.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._cache.block_size
-
-    @property
-    def block_bytes(self) -> int:
-        return self._cache.block_bytes
-
-    @property
-    def fingerprint(self) -> str:
-        return self._cache.fingerprint
-
-    @property
-    def device(self) -> str:
-        return str(self._cache.tensors[0].device)
-
-    def layer_bytes(self, layer: int) -> memoryview:
-        """Raises TypeError: there is no such view."""
-        return self._cache.layer_bytes(layer)
-
-    def layer_tensor(self, layer: int) -> Tensor:
-        return self._cache.tensors[layer]
-
-    def read_blocks(self, layer: int, block_ids: Sequence[int]) -> memoryview:
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        words = block_words(self, layer).index_select(0, index)
-        return words.cpu().view(torch.uint8).view(-1).numpy().data
+    def _scratch(self, part: Sequence[Segment]) -> NDArray[np.uint8]:
+        size = count_units(part) * self._units.unit_bytes
+        if self._raw.size < size:
+            self._raw = np.empty(size, np.uint8)
+        return self._raw[:size]
 
 
-def block_words(store: DeviceStore, layer: int) -> Tensor:
-    """The layer as [num_blocks, words of a block]: int64 where blocks divide into such words, else uint8.
-
-    Index operations on single bytes are several times slower.
-    """
-    tensor: Tensor = store.layer_tensor(layer)
-    dtype = torch.int64 if store.block_bytes % 8 == 0 else torch.uint8
-    return tensor.view(store.num_blocks, -1).view(dtype)
+def _parts(segments: Sequence[Segment], part_units: int) -> list[list[Segment]]:
+    """The units in parts of at most `part_units`, in order."""
+    parts: list[list[Segment]] = []
+    room = 0
+    for segment in segments:
+        at = 0
+        while at < len(segment.unit_ids):
+            if room == 0:
+                parts.append([])
+                room = part_units
+            taken = segment.unit_ids[at : at + room]
+            parts[-1].append(Segment(segment.layer, taken))
+            at += len(taken)
+            room -= len(taken)
+    return parts

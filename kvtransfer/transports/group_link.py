@@ -1,0 +1,260 @@
+"""One end of a process group of two that carries chunks of KV. See `torch_distributed` for how groups come about."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from kvtransfer.host_units import count_units
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.store import DeviceStore, HostStore, KVStore
+from kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
+from protocol.errors import ConnectionLost
+
+T = TypeVar("T")
+
+RECEIVER_RANK, SENDER_RANK = 0, 1
+_JOINED_KEY = "joined"
+_CHUNKS, _FAREWELL = 0, 1  # gloo's tags; nothing is ever sent with the second
+
+
+class GroupLink:
+    """A DataLink over a process group, which it owns, with two threads and NUM_BUFFERS staging buffers.
+
+    The first thread packs and posts a send, or posts a receive; the second waits for it, and unpacks. So while chunk n
+    is on the wire, chunk n + 1 is packed, or its receive posted, and chunk n - 1 unpacked.
+    Only these threads touch the store, under a lock: what hangs in gloo can be abandoned safely, since what it still
+    receives goes into staging memory and nowhere else.
+    """
+
+    def __init__(self, store: KVStore, cut: Cut, own_rank: int, on_close: Callable[["GroupLink"], None]):
+        self._staging = make_staging(store, cut)
+        self._own_rank = own_rank
+        self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
+        self._on_close = on_close
+        self._posting = ThreadPoolExecutor(1, "kv-group-post")
+        self._waiting = ThreadPoolExecutor(1, "kv-group-wait")
+        self._free: SimpleQueue[int] = SimpleQueue()  # staging buffers
+        for index in range(NUM_BUFFERS):
+            self._free.put(index)
+        self._rendezvous: Any = None  # a TCPStore; the stubs don't know `clone`
+        self._group: Any = None  # torch's stubs know neither `send` and `recv` of a backend nor gloo's options
+        self._touching_store = threading.Lock()
+        self._closed = False
+        self._busy = 0  # calls whose work has not ended
+        self._dropped: Future[None] = Future()
+        self._closing: asyncio.Future[None] | None = None
+
+    # --- the rendezvous; its calls block and run on the posting thread ---
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a blocking `call` on the posting thread. Raises ConnectionLost."""
+
+        def work(outcome: Future[T]) -> None:
+            outcome.set_result(call())
+
+        return await self._carry_out(work)
+
+    def open_rendezvous(self, host: str, port: int | None, timeout_s: float) -> int:
+        """Connect to the store at `port`, or make it where that is None; returns its port."""
+        limit = timedelta(seconds=timeout_s)
+        if port is not None:
+            self._rendezvous = TCPStore(host, port, None, False, limit, False)
+            return port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = int(listener.getsockname()[1])
+        self._rendezvous = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+        return port
+
+    def announce(self, prefix: str, word: str) -> None:
+        """Let the side that waits in `await_peer` go on. On any thread, shortly."""
+        if self._rendezvous is not None:
+            PrefixStore(prefix, self._rendezvous.clone()).set(_JOINED_KEY, word)
+
+    def await_peer(self, prefix: str) -> None:
+        """Wait until the peer has come, or `announce` was called here: for the store's time-out at most."""
+        if self._rendezvous is not None:
+            PrefixStore(prefix, self._rendezvous).get(_JOINED_KEY)
+        if self._closed:
+            raise ConnectionLost("the link was given up")
+
+    def form_group(self, prefix: str, own_host: str, timeout_s: float) -> None:
+        """Form the group with the peer, which does the same."""
+        if self._rendezvous is None:
+            raise ConnectionLost("there is no rendezvous")
+        # A client of its own: groups that are formed by several threads over one client deadlock.
+        rendezvous = PrefixStore(prefix, self._rendezvous.clone())
+        if isinstance(self._staging, HostStaging):
+            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = timedelta(seconds=timeout_s)
+            gloo._threads = 1
+            gloo._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+            self._group = ProcessGroupGloo(rendezvous, self._own_rank, 2, gloo)
+        else:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupNCCL(rendezvous, self._own_rank, 2, nccl)
+
+    # --- chunks ---
+
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        def pack(packed: Tensor) -> None:
+            with self._touching_store:
+                self._check_open()
+                self._staging.pack(segments, seal, packed)
+
+        await self._exchange(count_units(segments), pack, None)
+
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        def unpack(packed: Tensor) -> bool:
+            with self._touching_store:
+                self._check_open()
+                return self._staging.unpack(segments, seal, packed)
+
+        return await self._exchange(count_units(segments), None, unpack)
+
+    async def discard(self, num_units: int) -> None:
+        await self._exchange(num_units, None, None)
+
+    async def _exchange(
+        self, num_units: int, pack: Callable[[Tensor], None] | None, unpack: Callable[[Tensor], bool] | None
+    ) -> bool:
+        """Send what `pack` fills in, or receive what `unpack` takes out; whether that was intact."""
+
+        def post(outcome: Future[bool]) -> None:
+            index = self._free.get()  # while both are in use this thread waits: for an operation's time-out at most
+            try:
+                packed = self._staging.buffer(index, num_units)
+                if pack is not None:
+                    pack(packed)
+                work = self._post(packed, is_send=pack is not None)
+                self._waiting.submit(_into, outcome, lambda outcome: finish(outcome, index, packed, work))
+            except BaseException:
+                self._free.put(index)
+                raise
+
+        def finish(outcome: Future[bool], index: int, packed: Tensor, work: dist.Work) -> None:
+            try:
+                self._staging.wait(work)
+                intact = unpack is None or unpack(packed)
+            finally:
+                self._free.put(index)
+            outcome.set_result(intact)
+
+        return await self._carry_out(post)
+
+    def _post(self, packed: Tensor, *, is_send: bool) -> dist.Work:
+        if self._group is None:
+            raise ConnectionLost("the group is not formed")
+        move = self._group.send if is_send else self._group.recv
+        return self._staging.post(lambda: move([packed], self._peer_rank, _CHUNKS))
+
+    async def _carry_out(self, work: Callable[[Future[T]], None]) -> T:
+        """What `work` puts into its Future, begun on the posting thread. Any failure, and cancelling, ends the link."""
+        if self._closed:
+            raise ConnectionLost("the link is closed")
+        outcome: Future[T] = Future()
+        self._busy += 1
+        ended = asyncio.wrap_future(outcome)
+        ended.add_done_callback(self._retire)
+        self._posting.submit(_into, outcome, work)
+        try:
+            return await asyncio.shield(ended)
+        except BaseException:
+            self._shut_store()
+            raise
+
+    def _retire(self, ended: asyncio.Future[Any]) -> None:
+        self._busy -= 1
+        if not ended.cancelled():
+            ended.exception()  # an error of abandoned work has nobody left to be told to
+
+    # --- the end ---
+
+    async def close(self) -> None:
+        """Nothing touches the store when this returns; a hanging call ends later, see `ended`."""
+        self._shut_store()
+        if self._closing is None:
+            self._closing = asyncio.wrap_future(self._dropped)
+            self._closing.add_done_callback(lambda _: self._on_close(self))
+            self._posting.submit(self._drop_after_the_last)
+            self._posting.shutdown(wait=False)
+        if self._busy == 0:
+            await asyncio.wait([self._closing])
+        elif self._group is not None:
+            await asyncio.to_thread(self._break_group)
+
+    async def ended(self) -> None:
+        """Wait until the threads have ended: after `close`, for an operation's time-out at most."""
+        if self._closing is not None:
+            await asyncio.wait([self._closing])
+
+    def refuse_peer(self) -> None:
+        """Whoever joins now finds the link closed."""
+        self._shut_store()
+
+    def _drop_after_the_last(self) -> None:
+        """On the posting thread, which has nothing left to do: let the waiting thread drop the group in the end."""
+        self._waiting.submit(self._drop)
+        self._waiting.shutdown(wait=False)
+
+    def _drop(self) -> None:
+        """Let go of the group and the rendezvous, which wait for threads of their own."""
+        self._group = None
+        self._rendezvous = None
+        self._dropped.set_result(None)
+
+    def _break_group(self) -> None:
+        """Close the group's connection while a call hangs in it. Blocks shortly."""
+        group = self._group
+        if group is None:
+            return
+        if not isinstance(self._staging, HostStaging):
+            group.abort()  # also ends the operations
+            return
+        # Gloo closes a connection on which a wait has expired, and `abort` does not. The hanging call itself returns at
+        # its time-out all the same, but the peer hears of it now, and no more bytes come.
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, _FAREWELL).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionLost("the link is closed")
+
+    def _shut_store(self) -> None:
+        with self._touching_store:  # waits for a copy at most
+            self._closed = True
+
+
+def make_staging(store: KVStore, cut: Cut) -> Staging:
+    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
+    if isinstance(store, HostStore):
+        return HostStaging(store, cut)
+    if isinstance(store, DeviceStore):
+        from kvtransfer.transports.cuda_staging import CudaStaging  # loads Triton
+
+        return CudaStaging(store, cut)
+    raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")
+
+
+def _into(outcome: Future[T], work: Callable[[Future[T]], None]) -> None:
+    """Do a part of the outcome's work; torch's errors (all RuntimeErrors) and the system's become ConnectionLost."""
+    try:
+        work(outcome)
+    except (RuntimeError, ValueError, OSError) as error:
+        # Made afresh, without the cause: its traceback would keep the group, its threads and sockets alive.
+        outcome.set_exception(ConnectionLost(f"the link broke: {error}"))
+    except BaseException as error:
+        outcome.set_exception(error.with_traceback(None))
