@@ -124,6 +124,21 @@ class DecodeScheduler:
                 budget -= self._add_entry(entries, job, budget)
         return DecodeStep(tuple(entries), tuple(reserved))
 
+    def reserve_offered(self) -> tuple[DecodeJob, ...]:
+        """Reserve the blocks of offered jobs whose turn it is; may be called while a step is under way.
+
+        So their KV need not wait for the step's end. Whoever computes here gets its turn before the next step.
+        """
+        reserved: list[DecodeJob] = []
+        for job in list(self._waiting):
+            if not job.wants_transfer:
+                break
+            if job.is_offered:
+                if not self._admit(job):
+                    break
+                reserved.append(job)
+        return tuple(reserved)
+
     def complete(self, step: DecodeStep, sampled: "list[SampledToken | None]") -> list[Progress]:
         """Account for a step that has run; returns the drawn tokens of jobs that nobody has ended meanwhile.
 

@@ -6,14 +6,17 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
-from decode_worker.jobs import DecodeStep, Progress
-from decode_worker.offers import AwaitedOffers
+from decode_worker.jobs import DecodeJob, DecodeStep, Progress
 from decode_worker.scheduler import DecodeScheduler
+from kvtransfer.offers import AwaitedOffers
+from kvtransfer.prefix_export import PrefixExports
+from kvtransfer.probe import LinkProbe
 from kvtransfer.receiver import IncomingTransfer, KVReceiver
+from kvtransfer.sender import KVSender
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
@@ -33,8 +36,9 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """Runs one engine's steps. `receiver` is None where no KV ever comes: every prompt is computed here.
 
-    `max_context` is the model's, in tokens. Pool, store and engine belong to this worker alone while it runs; `start`
-    starts the receiver, `stop` closes it and leaves the others to their maker.
+    `sender` is None where no cached prefix is sent to others. `max_context` is the model's, in tokens. Pool, store and
+    engine belong to this worker alone while it runs; `start` starts the receiver, `stop` closes receiver and sender and
+    leaves the others to their maker.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class DecodeWorker:
         pool: BlockPool,
         network: Network,
         receiver: KVReceiver | None,
+        sender: KVSender | None,
         clock: Clock,
         max_context: int,
     ):
@@ -56,6 +61,7 @@ class DecodeWorker:
         self._store = store
         self._pool = pool
         self._receiver = receiver
+        self._sender = sender
         self._clock = clock
         self._max_context = max_context
         self._scheduler = DecodeScheduler(
@@ -73,6 +79,7 @@ class DecodeWorker:
             callbacks=TokenServerCallbacks(
                 cancel=self._cancel,
                 prefill_failed=self._prefill_failed,
+                send_prefix=self._send_prefix,
                 router_lost=self._router_lost,
                 stats=self.stats,
             ),
@@ -88,28 +95,29 @@ class DecodeWorker:
             ),
         )
         self._calls = Calls()
-        self._offers: AwaitedOffers | None = None
-        if receiver is not None:
-            self._offers = AwaitedOffers(
-                receiver, config.offer_wait_s, came=self._offered, missing=self._prefill_failed
-            )
+        self._offers = None if receiver is None else AwaitedOffers(receiver, config.offer_wait_s)
+        self._exports: PrefixExports | None = None
+        if sender is not None:
+            self._exports = PrefixExports(peer=peer, sender=sender, pool=pool, ended=self._life.wake)
+        self.probe = LinkProbe(
+            pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
+        )
         self._receiving: set[asyncio.Task[None]] = set()
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
-        transfer_address: Address | None = None
+        transfer_addresses: tuple[Address, ...] = ()
         if self._receiver is not None:
-            transfer_address = await self._receiver.start(host)
+            transfer_addresses = (await self._receiver.start(host),)
         token_address = await self._token_server.start(host)
         self._life.start()
         return WorkerInfo(
             role="decode",
             peer=self._peer,
             token_address=token_address,
-            transfer_address=transfer_address,
-            fingerprint=self._store.fingerprint,
-            block_size=self._store.block_size,
+            transfer_addresses=transfer_addresses,
+            layout=self._store.layout,
             num_blocks=self._pool.num_blocks,
             max_context=self._max_context,
         )
@@ -133,8 +141,10 @@ class DecodeWorker:
         call = Call(job, ticket, asyncio.get_running_loop().create_future(), self._clock())
         self._calls.add(call)
         if ticket is not None and self._offers is not None:
-            self._offers.expect(call, ticket)
-        self._life.begin_request()
+            self._offers.wait(
+                ticket, came=lambda: self._offered(call), missing=lambda: self._prefill_failed(request.request_id)
+            )
+        self._life.wake()
         try:
             return await call.reply
         except asyncio.CancelledError:
@@ -143,7 +153,7 @@ class DecodeWorker:
 
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
-        transfers = None if self._receiver is None else self._receiver.stats
+        transfers = [side.stats for side in (self._receiver, self._sender) if side is not None]
         return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
 
     def check_health(self) -> None:
@@ -151,17 +161,21 @@ class DecodeWorker:
         self._life.check_health()
 
     async def drain(self) -> None:
-        """Take no new requests, and return once every call under way has ended."""
+        """Take no new requests, and return once every call, transfer and trial under way has ended."""
         await self._life.drain()
 
     async def stop(self) -> None:
         """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
+        await self._token_server.close()  # nobody asks for a prefix any more
         if self._receiver is not None:
             await self._receiver.close()
+        if self._sender is not None:
+            await self._sender.close()
         await asyncio.gather(*self._receiving)
-        await self._token_server.close()
+        if self._exports is not None:
+            await self._exports.outlive()
 
     async def _step(self) -> bool:
         step = self._schedule()
@@ -172,26 +186,26 @@ class DecodeWorker:
 
     def _schedule(self) -> DecodeStep:
         step = self._scheduler.schedule()
-        for job in step.reserved:
-            call = self._calls.of_job(job)
-            if call.ticket is not None and self._receiver is not None:
-                sequence = job.sequence
-                call.incoming = self._receiver.expect(
-                    call.ticket,
-                    sequence.block_ids,
-                    len(sequence.token_ids),
-                    sequence.num_computed // self._pool.block_size,
-                )
-                task = asyncio.create_task(
-                    self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
-                )
-                self._receiving.add(task)
+        self._begin_transfers(step.reserved)
         now = self._clock()
         for entry in step.entries:
             call = self._calls.of_job(entry.job)
             if call.stepped_at is None:
                 call.stepped_at = now
         return step
+
+    def _begin_transfers(self, reserved: Iterable[DecodeJob]) -> None:
+        for job in reserved:
+            call = self._calls.of_job(job)
+            if call.ticket is not None and self._receiver is not None:
+                sequence = job.sequence
+                call.incoming = self._receiver.expect(
+                    call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+                )
+                task = asyncio.create_task(
+                    self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
+                )
+                self._receiving.add(task)
 
     async def _run(self, step: DecodeStep) -> list[SampledToken | None]:
         started_at = self._clock()
@@ -223,6 +237,7 @@ class DecodeWorker:
 
     def _offered(self, call: Call) -> None:
         self._scheduler.offered(call.job)
+        self._begin_transfers(self._scheduler.reserve_offered())  # the KV may come while a step is under way
         self._life.wake()
 
     async def _receive(self, call: Call, incoming: IncomingTransfer) -> None:
@@ -231,6 +246,8 @@ class DecodeWorker:
         started_at = self._clock()
         try:
             first_token = await incoming.verified()
+            if first_token is None:
+                raise TransferFailed("it came without a first token, as a cached prefix does")
         except TransferFailed as error:
             _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
             self._scheduler.transfer_failed(job)
@@ -252,8 +269,7 @@ class DecodeWorker:
             return  # the router says it again until it hears of the request
         if call.incoming is not None:
             call.incoming.abort("the prefill failed")  # `_receive` goes on from there
-        if self._offers is not None:
-            self._offers.give_up(call)
+        self._refuse_offer(call)
         self._scheduler.compute_here(call.job)
         self._life.wake()
 
@@ -282,9 +298,17 @@ class DecodeWorker:
 
     def _forget(self, call: Call) -> None:
         self._calls.remove(call)
-        if self._offers is not None:
-            self._offers.give_up(call)
+        self._refuse_offer(call)
         self._life.wake()
+
+    def _refuse_offer(self, call: Call) -> None:
+        """Or the prefill worker would keep its blocks for a whole lease. Harmless once the transfer has begun."""
+        if self._offers is not None and call.ticket is not None and call.incoming is None:
+            self._offers.refuse(call.ticket)
+
+    def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
+        if self._exports is not None:
+            self._exports.send(ticket, token_ids, cache_salt)
 
     def _fail_all(self, reason: str) -> None:
         """Give every request up: an error event to its router, WorkerLost to its caller."""
@@ -295,4 +319,5 @@ class DecodeWorker:
             self._abort(call, reason, WorkerLost(reason))
 
     def _is_busy(self) -> bool:
-        return bool(len(self._calls) or self._receiving)
+        is_exporting = self._exports is not None and self._exports.is_busy
+        return bool(len(self._calls) or self._receiving) or is_exporting or self.probe.is_busy

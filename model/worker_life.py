@@ -19,7 +19,7 @@ class WorkerCallbacks:
     """What a worker does and tells. Only `step` and `hang_up` wait."""
 
     step: Callable[[], Awaitable[bool]]  # run one step; whether there was anything to do
-    is_busy: Callable[[], bool]  # whether any call or transfer is under way
+    is_busy: Callable[[], bool]  # whether any call, transfer or trial is under way
     died: Callable[[str], None]  # the engine died, for this reason: fail every request
     hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
 
@@ -47,8 +47,8 @@ class WorkerLife:
         self._integrity_interval_s = integrity_interval_s
         self._callbacks = callbacks
         self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died, clock=clock, max_step_s=max_step_s)
-        self._quiet = asyncio.Event()  # cleared by each request, set once the step loop finds that nothing is under way
-        self._quiet.set()
+        self._quiet = asyncio.Event()  # set where the step loop finds that nothing is under way, and at its end
+        self._is_stepping = False
         self._is_draining = False
         self._checked_at = float("-inf")
         self._hanging_up: asyncio.Task[None] | None = None
@@ -56,6 +56,7 @@ class WorkerLife:
     def start(self) -> None:
         """Begin to step. Must be called on the event loop that serves the worker."""
         self._loop.start()
+        self._is_stepping = True
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
@@ -67,11 +68,6 @@ class WorkerLife:
         if self._is_draining:
             raise WorkerLost(f"worker {self._worker_id} is draining")
 
-    def begin_request(self) -> None:
-        """A request has been queued."""
-        self._quiet.clear()
-        self._loop.wake()
-
     def wake(self) -> None:
         """There may be something to do now: a request, free blocks, or nothing left at all."""
         self._loop.wake()
@@ -79,7 +75,10 @@ class WorkerLife:
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_draining = True
-        await self._quiet.wait()
+        if self._is_stepping and self._callbacks.is_busy():
+            self._quiet.clear()
+            self._loop.wake()
+            await self._quiet.wait()
 
     async def stop(self) -> None:
         """Step no more; a step under way finishes first, unless it is stuck. May be called more than once."""
@@ -87,6 +86,7 @@ class WorkerLife:
         await self._loop.stop()
         if self._hanging_up is not None:
             await self._hanging_up
+        self._is_stepping = False
         self._quiet.set()
 
     def _idle(self) -> None:
@@ -102,6 +102,7 @@ class WorkerLife:
 
     def _died(self, error: Exception) -> None:
         self._callbacks.died(f"the engine of worker {self._worker_id} died: {error!r}")
+        self._is_stepping = False
         self._quiet.set()
         # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
         self._hanging_up = asyncio.create_task(self._callbacks.hang_up(), name="hang up")

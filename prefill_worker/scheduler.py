@@ -2,59 +2,20 @@
 
 A prompt gets all its blocks when it is admitted, so a running one never waits for blocks and none is preempted. Blocks
 go back once the job has ended and neither a step nor a transfer uses them.
+
+A prompt whose beginning is pulled from another worker waits for that worker's offer, holding nothing and nobody up;
+then it is admitted in its turn, and is computed on from where the pulled KV ends, or from where its own began. An offer
+holds blocks at the other worker. So where blocks are short here all offers that wait are given up: workers would else
+wait for each other's blocks in a circle.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
-from model.step import SequenceStep
+from prefill_worker.jobs import Admission, Chunk, PrefillJob, PrefillStep
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest
-
-
-@dataclass(eq=False, slots=True)
-class PrefillJob:
-    """One prompt between its arrival and the release of its blocks. Only the scheduler changes it."""
-
-    sequence: SequenceState
-    arrival: int  # 0, 1, 2, ...: the order in which prompts came
-    num_cached_tokens: int = 0  # found in the prefix cache on admission
-    in_step: bool = False  # the engine may be writing into its blocks
-    is_sending: bool = False  # a transfer may be reading its blocks
-    has_ended: bool = False  # computed, failed or aborted: nothing more will be scheduled
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self.sequence.request
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the prompt; for a resumed request, with the outputs that came with it."""
-        return len(self.sequence.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A job's part of a step."""
-
-    job: PrefillJob
-    step: SequenceStep
-    num_tokens_after: int  # the prompt's tokens whose KV exists once the step is done
-
-    @property
-    def ends_prompt(self) -> bool:
-        return self.step.draw is not None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStep:
-    """What to run next. `admitted` jobs hold blocks since this very decision; they are among the chunks' jobs."""
-
-    chunks: tuple[Chunk, ...]
-    admitted: tuple[PrefillJob, ...]
-
 
 QueuePolicy = Callable[[PrefillJob], tuple[float, ...]]
 """A sort key over waiting jobs: the smallest is admitted next."""
@@ -68,7 +29,7 @@ def first_come_first_served(job: PrefillJob) -> tuple[float, ...]:
 class PrefillScheduler:
     """Chunked prefill over one block pool: at most `max_step_tokens` tokens of `max_batch` prompts in a step.
 
-    At most `max_waiting` prompts may be queued.
+    At most `max_waiting` prompts may be queued. An offer is taken where it spares `min_pull_tokens` at least.
     """
 
     def __init__(
@@ -79,6 +40,7 @@ class PrefillScheduler:
         max_batch: int,
         max_context: int,
         max_waiting: int,
+        min_pull_tokens: int = 1,
         policy: QueuePolicy = first_come_first_served,
     ):
         self._pool = pool
@@ -86,9 +48,13 @@ class PrefillScheduler:
         self._max_batch = max_batch
         self._max_context = max_context
         self._max_waiting = max_waiting
+        self._min_pull_tokens = min_pull_tokens
         self._policy = policy
         self._waiting: list[PrefillJob] = []
-        self._running: list[PrefillJob] = []  # in the order of their admission
+        self._running: list[PrefillJob] = []  # in the order in which they could begin
+        self._pulling: list[PrefillJob] = []
+        self._admitted: list[PrefillJob] = []  # not told yet
+        self._declined: list[PrefillJob] = []  # not told yet
         self._num_arrived = 0
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
@@ -96,8 +62,8 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that hold no blocks yet."""
-        return len(self._waiting)
+        """Prompts that are in no step yet: without blocks, or with KV under way."""
+        return len(self._waiting) + len(self._pulling)
 
     @property
     def num_running(self) -> int:
@@ -107,10 +73,11 @@ class PrefillScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens still to be computed."""
-        return sum(job.sequence.num_uncomputed for job in (*self._waiting, *self._running))
+        pulling = sum(job.num_tokens - job.offered_tokens for job in self._pulling)
+        return pulling + sum(job.sequence.num_uncomputed for job in (*self._waiting, *self._running))
 
-    def add(self, request: GenerateRequest) -> PrefillJob:
-        """Queue a prompt.
+    def add(self, request: GenerateRequest, *, awaits_offer: bool = False) -> PrefillJob:
+        """Queue a prompt; one that awaits an offer is not admitted before `offered` or `not_offered`.
 
         Raises RequestError for one that could never run here, and, with status 429, for one too many.
         """
@@ -133,7 +100,8 @@ class PrefillScheduler:
             )
         if len(self._waiting) >= self._max_waiting:
             raise RequestError(f"{self._max_waiting} prompts wait here already", code="overloaded", status=429)
-        job = PrefillJob(SequenceState(request, self._pool.block_size), self._num_arrived)
+        sequence = SequenceState(request, self._pool.block_size)
+        job = PrefillJob(sequence, self._num_arrived, awaits_offer=awaits_offer)
         self._num_arrived += 1
         self._waiting.append(job)
         return job
@@ -145,18 +113,50 @@ class PrefillScheduler:
         """
         budget = self._max_step_tokens
         chunks: list[Chunk] = []
-        for job in self._running:
+        for job in self._running[: self._max_batch]:
             if budget == 0:
                 break
             budget -= self._add_chunk(chunks, job, budget)
-        admitted: list[PrefillJob] = []
-        while budget > 0 and self._waiting and len(self._running) < self._max_batch:
-            job = min(self._waiting, key=self._policy)
-            if not self._admit(job):
+        while (head := self._head()) is not None:
+            has_place = budget > 0 and len(self._running) < self._max_batch
+            if not has_place and not head.offered_tokens:
+                break
+            if not self._admit(head):
                 break  # nobody overtakes: a large prompt would starve behind small ones
-            admitted.append(job)
-            budget -= self._add_chunk(chunks, job, budget)
-        return PrefillStep(tuple(chunks), tuple(admitted))
+            if has_place and not head.is_pulling:
+                budget -= self._add_chunk(chunks, head, budget)
+        return PrefillStep(tuple(chunks), self._take_admission())
+
+    def admit_offered(self) -> Admission:
+        """Admit prompts with an offer whose turn it is, and no others. May be called while a step is under way."""
+        while (head := self._head()) is not None and head.offered_tokens and self._admit(head):
+            pass
+        return self._take_admission()
+
+    def offered(self, job: PrefillJob, num_tokens: int) -> None:
+        """Another worker offers the KV of a waiting job's first `num_tokens` tokens."""
+        job.awaits_offer = False
+        if num_tokens < job.num_tokens:  # at least one must be computed, or there is nothing to draw from
+            job.offered_tokens = num_tokens
+        else:
+            self._declined.append(job)
+
+    def not_offered(self, job: PrefillJob) -> None:
+        """No offer comes for a waiting job."""
+        job.awaits_offer = False
+
+    def pulled(self, job: PrefillJob) -> int:
+        """All offered KV has come; returns how many tokens that spares, 0 where the job has ended meanwhile."""
+        num_cached = job.sequence.num_computed
+        if not self._end_pull(job):
+            return 0
+        job.sequence.num_computed = job.num_cached_tokens = job.offered_tokens
+        job.sequence.publish_full_blocks(self._pool)
+        return job.offered_tokens - num_cached
+
+    def pull_failed(self, job: PrefillJob) -> None:
+        """The offered KV does not come, and nothing writes into the job's blocks any more: all is computed here."""
+        self._end_pull(job)
 
     def complete(self, step: PrefillStep) -> list[PrefillJob]:
         """Account for a step that has run; returns the jobs whose prompt is now computed and that nobody has ended."""
@@ -192,23 +192,55 @@ class PrefillScheduler:
         if job.has_ended:
             return
         job.has_ended = True
-        if job in self._waiting:
-            self._waiting.remove(job)
-        else:
-            self._running.remove(job)
+        for jobs in (self._waiting, self._pulling, self._running):
+            if job in jobs:
+                jobs.remove(job)
         self._release_if_unused(job)
+
+    def _head(self) -> PrefillJob | None:
+        """Whose turn it is to be admitted."""
+        ready = (job for job in self._waiting if not job.awaits_offer)
+        return min(ready, key=self._policy, default=None)
 
     def _admit(self, job: PrefillJob) -> bool:
         sequence = job.sequence
         matched = sequence.match_prefix(self._pool)
         if sequence.blocks_needed(sequence.num_uncomputed) > self._pool.free_blocks:
             sequence.reset(self._pool)
+            for other in self._waiting:
+                self._decline(other)
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
         job.num_cached_tokens = matched
         self.prefix_queries += job.num_tokens
         self.prefix_hits += matched
         self._waiting.remove(job)
+        self._admitted.append(job)
+        if job.offered_tokens >= matched + self._min_pull_tokens:
+            job.is_pulling = True
+            self._pulling.append(job)
+        else:
+            self._decline(job)
+            self._running.append(job)
+        return True
+
+    def _decline(self, job: PrefillJob) -> None:
+        if job.offered_tokens:
+            job.offered_tokens = 0
+            self._declined.append(job)
+
+    def _take_admission(self) -> Admission:
+        admission = Admission(tuple(self._admitted), tuple(self._declined))
+        self._admitted, self._declined = [], []
+        return admission
+
+    def _end_pull(self, job: PrefillJob) -> bool:
+        """Whether the job goes on."""
+        job.is_pulling = False
+        if job.has_ended:
+            self._release_if_unused(job)
+            return False
+        self._pulling.remove(job)
         self._running.append(job)
         return True
 
@@ -219,5 +251,5 @@ class PrefillScheduler:
         return num_tokens
 
     def _release_if_unused(self, job: PrefillJob) -> None:
-        if job.has_ended and not job.in_step and not job.is_sending:
+        if job.has_ended and not (job.in_step or job.is_sending or job.is_pulling):
             job.sequence.reset(self._pool)

@@ -6,45 +6,38 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kvtransfer.offers import AwaitedOffers
+from kvtransfer.prefix_export import PrefixExports
+from kvtransfer.probe import LinkProbe
+from kvtransfer.receiver import IncomingTransfer, KVReceiver
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import WorkerCounters, worker_stats
+from prefill_worker.calls import Call
 from prefill_worker.config import PrefillConfig
-from prefill_worker.scheduler import PrefillJob, PrefillScheduler, PrefillStep
+from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
+from prefill_worker.scheduler import PrefillScheduler
 from protocol.clock import Clock
 from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLost
 from protocol.network import Network
-from protocol.requests import GenerateRequest, PrefillReply, SampledToken, TokenEvent, finish_reason
+from protocol.requests import GenerateRequest, PrefillReply, SampledToken
 from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer, Ticket
+from protocol.tickets import Address, Peer, Ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A `prefill` call that has not returned, or whose transfer has not ended."""
-
-    job: PrefillJob
-    ticket: Ticket | None
-    arrived_at: float
-    reply: "asyncio.Future[PrefillReply]"
-    started_at: float = 0.0
-    transfer: OutgoingTransfer | None = None
-    sending: "asyncio.Task[None] | None" = None  # ends with the transfer, by releasing the job's blocks
-
-
 class PrefillWorker:
     """Runs one engine's prefill steps. `sender` is None where KV stays here (a worker that only draws first tokens).
 
-    `max_context` is the model's, in tokens. Pool, store and engine belong to this worker alone while it runs; `stop`
-    closes the sender and leaves the others to their maker.
+    `receiver` is None where no prefix is pulled from another worker. `max_context` is the model's, in tokens. Pool,
+    store and engine belong to this worker alone while it runs; `start` starts the receiver, `stop` closes receiver and
+    sender and leaves the others to their maker.
     """
 
     def __init__(
@@ -57,6 +50,7 @@ class PrefillWorker:
         pool: BlockPool,
         network: Network,
         sender: KVSender | None,
+        receiver: KVReceiver | None,
         clock: Clock,
         max_context: int,
     ):
@@ -66,6 +60,7 @@ class PrefillWorker:
         self._store = store
         self._pool = pool
         self._sender = sender
+        self._receiver = receiver
         self._clock = clock
         self._max_context = max_context
         self._scheduler = PrefillScheduler(
@@ -74,13 +69,18 @@ class PrefillWorker:
             max_batch=config.max_batch,
             max_context=max_context,
             max_waiting=config.max_waiting,
+            min_pull_tokens=config.min_pull_tokens,
         )
         self._token_server = TokenServer(
             peer=peer,
             network=network,
             config=config.token_channel,
             callbacks=TokenServerCallbacks(
-                cancel=self._cancel, prefill_failed=_ignore, router_lost=self._router_lost, stats=self.stats
+                cancel=self._cancel,
+                prefill_failed=_ignore,
+                send_prefix=self._send_prefix,
+                router_lost=self._router_lost,
+                stats=self.stats,
             ),
         )
         self._life = WorkerLife(
@@ -93,41 +93,60 @@ class PrefillWorker:
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
         )
-        self._calls: dict[str, _Call] = {}  # by request id, until call and transfer have ended
-        self._calls_by_job: dict[PrefillJob, _Call] = {}  # until the call returns
+        self._offers = None if receiver is None else AwaitedOffers(receiver, config.pull_wait_s)
+        self._exports: PrefixExports | None = None
+        if sender is not None:
+            self._exports = PrefixExports(peer=peer, sender=sender, pool=pool, ended=self._life.wake)
+        self.probe = LinkProbe(
+            pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
+        )
+        self._calls: dict[str, Call] = {}  # by request id, until call and transfers have ended
+        self._calls_by_job: dict[PrefillJob, Call] = {}  # until the call returns
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
-        address = await self._token_server.start(host)
+        transfer_addresses: tuple[Address, ...] = ()
+        if self._receiver is not None:
+            transfer_addresses = (await self._receiver.start(host),)
+        token_address = await self._token_server.start(host)
         self._life.start()
         return WorkerInfo(
             role="prefill",
             peer=self._peer,
-            token_address=address,
-            transfer_address=None,
-            fingerprint=self._store.fingerprint,
-            block_size=self._store.block_size,
+            token_address=token_address,
+            transfer_addresses=transfer_addresses,
+            layout=self._store.layout,
             num_blocks=self._pool.num_blocks,
             max_context=self._max_context,
         )
 
-    async def prefill(self, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
         """Compute the prompt and return its first token; with a ticket, send its KV on. Cancelling it aborts both.
 
-        Returns before the KV has arrived: a transfer that fails is the decode worker's to mend. Raises RequestError
-        (can't be served as asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker
-        is ending, its engine died, or the request's router is gone).
+        With `pull`, another worker has been asked to send the KV of the prompt's beginning; what does not come in time,
+        or not whole, is computed here. Returns before the KV has been sent on: a transfer that fails is the decode
+        worker's to mend. Raises RequestError (can't be served as asked), TicketRefused or EpochMismatch (a ticket for
+        somebody else), WorkerLost (the worker is ending, its engine died, or the request's router is gone).
         """
         self._life.check_takes_requests()
-        self._check_ticket(request, ticket)
+        if ticket is not None:
+            self._check_ticket(request, ticket, ticket.source)
+        if pull is not None:
+            self._check_ticket(request, pull, pull.target)
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
-        job = self._scheduler.add(request)
-        call = _Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
+        if self._offers is None:
+            pull = None
+        job = self._scheduler.add(request, awaits_offer=pull is not None)
+        call = Call(job, ticket, pull, self._clock(), asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         self._calls_by_job[job] = call
-        self._life.begin_request()
+        if pull is not None and self._offers is not None:
+            self._offers.wait(pull, came=lambda: self._offered(call), missing=lambda: self._not_offered(call))
+        self._life.wake()
         try:
             return await call.reply
         except asyncio.CancelledError:
@@ -136,7 +155,7 @@ class PrefillWorker:
 
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
-        transfers = None if self._sender is None else self._sender.stats
+        transfers = [side.stats for side in (self._sender, self._receiver) if side is not None]
         return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
 
     def check_health(self) -> None:
@@ -144,17 +163,22 @@ class PrefillWorker:
         self._life.check_health()
 
     async def drain(self) -> None:
-        """Take no new requests, and return once every call and transfer under way has ended."""
+        """Take no new requests, and return once every call, transfer and trial under way has ended."""
         await self._life.drain()
 
     async def stop(self) -> None:
         """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
+        await self._token_server.close()  # nobody asks for a prefix any more
         if self._sender is not None:
             await self._sender.close()
-        await asyncio.gather(*(call.sending for call in self._calls.values() if call.sending is not None))
-        await self._token_server.close()
+        if self._receiver is not None:
+            await self._receiver.close()
+        tasks = [task for call in self._calls.values() for task in (call.sending, call.pulling) if task is not None]
+        await asyncio.gather(*tasks)
+        if self._exports is not None:
+            await self._exports.outlive()
 
     async def _step(self) -> bool:
         step = self._schedule()
@@ -165,26 +189,42 @@ class PrefillWorker:
 
     def _schedule(self) -> PrefillStep:
         step = self._scheduler.schedule()
-        for job in step.admitted:
+        self._begin_transfers(step.admission)
+        return step
+
+    def _begin_transfers(self, admission: Admission) -> None:
+        for job in admission.declined:
+            self._refuse_offer(self._calls_by_job[job])
+        for job in admission.admitted:
             call = self._calls_by_job[job]
             call.started_at = self._clock()
+            if job.is_pulling:
+                self._begin_pull(call)
             if call.ticket is not None and self._sender is not None:
                 sequence = job.sequence
-                call.transfer = self._sender.open(
+                call.outgoing = self._sender.open(
                     call.ticket, job.num_tokens, sequence.block_ids, sequence.num_computed
                 )
                 self._scheduler.begin_sending(job)
-                call.sending = asyncio.create_task(
-                    self._see_off(call, call.transfer), name=f"send {job.request.request_id}"
-                )
-        return step
+                call.sending = asyncio.create_task(self._see_off(call, call.outgoing), name=f"send {call.request_id}")
+
+    def _begin_pull(self, call: Call) -> None:
+        if call.pull is None or self._receiver is None:
+            raise RuntimeError(f"request {call.request_id} has nothing to pull")  # the scheduler was told of an offer
+        sequence, num_tokens = call.job.sequence, call.job.offered_tokens
+        num_blocks = -(-num_tokens // self._pool.block_size)
+        call.incoming = self._receiver.expect(
+            call.pull, sequence.block_ids[:num_blocks], num_tokens, skip_tokens=sequence.num_computed
+        )
+        call.pull = None
+        call.pulling = asyncio.create_task(self._pull(call, call.incoming), name=f"pull {call.request_id}")
 
     async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
         def on_layer(layer: int) -> None:
             for chunk in step.chunks:
                 call = self._calls_by_job.get(chunk.job)
-                if call is not None and call.transfer is not None:
-                    call.transfer.layer_ready(layer, chunk.num_tokens_after)
+                if call is not None and call.outgoing is not None:
+                    call.outgoing.layer_ready(layer, chunk.num_tokens_after)
 
         started_at = self._clock()
         try:
@@ -202,52 +242,74 @@ class PrefillWorker:
         for job in self._scheduler.complete(step):
             call = self._calls_by_job[job]
             first_token = first_tokens[job]
-            if call.transfer is not None:
-                call.transfer.commit(first_token)
+            if call.outgoing is not None:
+                call.outgoing.commit(first_token)
             self._counters.generated_tokens += 1
             self._counters.finished_requests += 1
             self._end(call)
-            if not call.reply.done():
-                call.reply.set_result(self._reply(call, first_token))
+            call.answer(first_token, self._clock())
 
-    def _reply(self, call: _Call, first_token: SampledToken) -> PrefillReply:
-        request = call.job.request
-        given = request.num_output_tokens_given
-        event = TokenEvent(
-            request_id=request.request_id,
-            index=given,
-            tokens=(first_token,),
-            finish_reason=finish_reason(request, given + 1, first_token.token_id),
-        )
-        return PrefillReply(
-            event=event,
-            num_cached_tokens=call.job.num_cached_tokens,
-            queue_s=call.started_at - call.arrived_at,
-            prefill_s=self._clock() - call.started_at,
-        )
+    def _offered(self, call: Call) -> None:
+        num_tokens = None
+        if call.pull is not None and self._receiver is not None:
+            num_tokens = self._receiver.offered_tokens(call.pull.transfer_id)
+        if num_tokens is None:
+            self._not_offered(call)
+            return
+        self._scheduler.offered(call.job, num_tokens)
+        self._begin_transfers(self._scheduler.admit_offered())  # the KV may come while a step is under way
+        self._life.wake()
 
-    async def _see_off(self, call: _Call, transfer: OutgoingTransfer) -> None:
+    def _not_offered(self, call: Call) -> None:
+        """Nothing has come, or what had come was withdrawn: the prompt is computed here."""
+        self._refuse_offer(call)
+        self._scheduler.not_offered(call.job)
+        self._life.wake()
+
+    def _refuse_offer(self, call: Call) -> None:
+        """Harmless where there is no offer to expect."""
+        if call.pull is not None and self._offers is not None:
+            self._offers.refuse(call.pull)
+        call.pull = None
+
+    async def _pull(self, call: Call, incoming: IncomingTransfer) -> None:
+        """See the pulled KV come; until then the job's blocks stay its own, whatever becomes of the job."""
+        job = call.job
+        try:
+            await incoming.verified()
+        except TransferFailed as error:
+            _log.warning("the prefix of request %s did not come: %s", call.request_id, error)
+            self._scheduler.pull_failed(job)
+        else:
+            self._counters.pulled_tokens += self._scheduler.pulled(job)
+            if call.outgoing is not None and not job.has_ended:
+                for layer in range(self._store.layout.num_layers):
+                    call.outgoing.layer_ready(layer, job.sequence.num_computed)
+        finally:
+            call.pulling = None
+            self._forget_if_over(call)
+            self._life.wake()
+
+    async def _see_off(self, call: Call, transfer: OutgoingTransfer) -> None:
         """Keep the job's blocks until nothing reads them any more."""
         try:
             await transfer.done()
         except TransferFailed as error:
-            _log.warning("the KV of request %s was not sent: %s", call.job.request.request_id, error)
+            _log.warning("the KV of request %s was not sent: %s", call.request_id, error)
         finally:
             self._scheduler.end_sending(call.job)
             call.sending = None
-            if call.job.has_ended:
-                del self._calls[call.job.request.request_id]
+            self._forget_if_over(call)
             self._life.wake()  # its blocks may be what another prompt waits for
 
-    def _check_ticket(self, request: GenerateRequest, ticket: Ticket | None) -> None:
-        """A forged ticket is the decode worker's to refuse: only there blocks are at stake."""
-        if ticket is None:
-            return
-        if self._sender is None:
+    def _check_ticket(self, request: GenerateRequest, ticket: Ticket, mine: Peer) -> None:
+        """`mine` is the ticket's end that should be here. A forged one is for the receiving side's KVReceiver to find:
+        only there blocks are at stake."""
+        if mine is ticket.source and self._sender is None:
             raise TicketRefused(f"worker {self._peer.worker_id} sends no KV")
-        if ticket.prefill.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
-            raise TicketRefused(f"the ticket is for {ticket.request_id} on {ticket.prefill.worker_id}")
-        if ticket.prefill.epoch != self._peer.epoch:
+        if mine.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
+            raise TicketRefused(f"the ticket is for {ticket.request_id} on {mine.worker_id}")
+        if mine.epoch != self._peer.epoch:
             raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
 
     def _cancel(self, request_id: str) -> None:
@@ -260,33 +322,43 @@ class PrefillWorker:
             if call.job.request.router_id == router_id:
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
-    def _abort(self, call: _Call, reason: str, error: WorkerLost | None = None) -> None:
-        """End a call wherever it stands, and its transfer, which may outlive it.
+    def _abort(self, call: Call, reason: str, error: WorkerLost | None = None) -> None:
+        """End a call wherever it stands, and its transfers, which may outlive it.
 
         `error` tells the call's awaiter, who needs none where it was cancelled itself.
         """
-        if call.transfer is not None:
-            call.transfer.abort(reason)
+        for transfer in (call.outgoing, call.incoming):
+            if transfer is not None:
+                transfer.abort(reason)
         if call.job.has_ended:
             return
+        self._refuse_offer(call)
         self._counters.aborted_requests += 1
         self._end(call)
-        if error is not None and not call.reply.done():
-            call.reply.set_exception(error)
+        if error is not None:
+            call.fail(error)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: Call) -> None:
         self._scheduler.end(call.job)
         del self._calls_by_job[call.job]
-        if call.sending is None:
-            del self._calls[call.job.request.request_id]
+        self._forget_if_over(call)
         self._life.wake()
+
+    def _forget_if_over(self, call: Call) -> None:
+        if call.is_over:
+            del self._calls[call.request_id]
+
+    def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
+        if self._exports is not None:
+            self._exports.send(ticket, token_ids, cache_salt)
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._calls_by_job.values()):
             self._abort(call, reason, WorkerLost(reason))
 
     def _is_busy(self) -> bool:
-        return bool(self._calls)
+        is_exporting = self._exports is not None and self._exports.is_busy
+        return bool(self._calls) or is_exporting or self.probe.is_busy
 
 
 def _ignore(_: str) -> None:

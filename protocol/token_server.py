@@ -10,12 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError, ConnectionLost
-from protocol.messages import Cancel, Hello, Ping, PrefillFailed, Refuse, StatsFrame, TokenFrame, Welcome
+from protocol.messages import (
+    Cancel,
+    Hello,
+    Ping,
+    PrefillFailed,
+    Refuse,
+    SendPrefix,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
 from protocol.network import Connection, Listener, Network
 from protocol.requests import TokenEvent
 from protocol.silence import Silence
 from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer
+from protocol.tickets import Address, Peer, Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +54,7 @@ class TokenServerCallbacks:
 
     cancel: Callable[[str], None]  # a request id
     prefill_failed: Callable[[str], None]  # a request id
+    send_prefix: Callable[[Ticket, Sequence[int], bytes], None]  # where to, the prefix's tokens, its cache salt
     router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
     stats: Callable[[], WorkerStats]  # asked for the worker's numbers
 
@@ -156,6 +167,8 @@ class TokenServer:
                     self._callbacks.cancel(request_id)
                 case PrefillFailed(request_id):
                     self._callbacks.prefill_failed(request_id)
+                case SendPrefix(ticket, token_ids, cache_salt):
+                    self._callbacks.send_prefix(ticket, token_ids, cache_salt)
                 case Ping():
                     pass
                 case _:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.block_pool import BlockPool
-from prefill_worker.scheduler import PrefillJob, PrefillScheduler, PrefillStep
+from prefill_worker.jobs import PrefillJob, PrefillStep
+from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SamplingParams
 
@@ -175,7 +176,7 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_prompt_is_computed_
         step = one.schedule()
         assert sum(len(chunk.step.token_ids) for chunk in step.chunks) <= max_step_tokens
         assert len(step.chunks) <= max_batch
-        for job in step.admitted:
+        for job in step.admission.admitted:
             if draw.random() < 0.5:
                 one.begin_sending(job)
                 sending.append(job)

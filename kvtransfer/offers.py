@@ -1,0 +1,46 @@
+"""Requests that wait for another worker to begin sending their KV, which it shows by its offer."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtransfer.receiver import KVReceiver
+from protocol.tickets import Ticket
+
+
+class AwaitedOffers:
+    """Tells when a ticket's offer has come, or has not come in `wait_s`. Takes the receiver's `on_offer` for itself."""
+
+    def __init__(self, receiver: KVReceiver, wait_s: float):
+        self._receiver = receiver
+        self._wait_s = wait_s
+        self._awaited: dict[bytes, tuple[Callable[[], None], asyncio.TimerHandle]] = {}  # by transfer id
+        receiver.on_offer = self._on_offer
+
+    def wait(self, ticket: Ticket, *, came: Callable[[], None], missing: Callable[[], None]) -> None:
+        """Call `came` once the offer is here, which may be now, or `missing` when the wait is over without it.
+
+        Neither is called after `refuse`. An offer that was withdrawn again has come: see KVReceiver.offered_tokens.
+        """
+        transfer_id = ticket.transfer_id
+        if self._receiver.has_offer(transfer_id):
+            came()
+            return
+
+        def give_up() -> None:
+            del self._awaited[transfer_id]
+            missing()
+
+        self._awaited[transfer_id] = came, asyncio.get_running_loop().call_later(self._wait_s, give_up)
+
+    def refuse(self, ticket: Ticket) -> None:
+        """Wait no more, and take no offer that is here or still comes: its worker would keep its blocks for us."""
+        _, timer = self._awaited.pop(ticket.transfer_id, (None, None))
+        if timer is not None:
+            timer.cancel()
+        self._receiver.refuse(ticket)
+
+    def _on_offer(self, transfer_id: bytes) -> None:
+        came, timer = self._awaited.pop(transfer_id, (None, None))
+        if came is not None and timer is not None:
+            timer.cancel()
+            came()

@@ -1,0 +1,62 @@
+"""`prefill` calls, from their arrival until they have returned and their transfers have ended."""
+
+import asyncio
+from dataclasses import dataclass
+
+from kvtransfer.receiver import IncomingTransfer
+from kvtransfer.sender import OutgoingTransfer
+from prefill_worker.jobs import PrefillJob
+from protocol.errors import TwostrokeError
+from protocol.requests import PrefillReply, SampledToken, TokenEvent, finish_reason
+from protocol.tickets import Ticket
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A `prefill` call that has not returned, or of which a transfer has not ended."""
+
+    job: PrefillJob
+    ticket: Ticket | None
+    pull: Ticket | None  # for KV that another worker may offer; None once it is taken or refused
+    arrived_at: float
+    reply: "asyncio.Future[PrefillReply]"
+    started_at: float = 0.0
+    outgoing: OutgoingTransfer | None = None
+    incoming: IncomingTransfer | None = None
+    sending: "asyncio.Task[None] | None" = None  # ends with the outgoing transfer, by releasing the job's blocks
+    pulling: "asyncio.Task[None] | None" = None  # ends with the incoming one, by letting the job go on
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has returned, and nothing reads or writes its blocks."""
+        return self.job.has_ended and self.sending is None and self.pulling is None
+
+    def answer(self, first_token: SampledToken, now: float) -> None:
+        """Return from the call, unless its awaiter is gone."""
+        if self.reply.done():
+            return
+        request = self.job.request
+        given = request.num_output_tokens_given
+        event = TokenEvent(
+            request_id=request.request_id,
+            index=given,
+            tokens=(first_token,),
+            finish_reason=finish_reason(request, given + 1, first_token.token_id),
+        )
+        self.reply.set_result(
+            PrefillReply(
+                event=event,
+                num_cached_tokens=self.job.num_cached_tokens,
+                queue_s=self.started_at - self.arrived_at,
+                prefill_s=now - self.started_at,
+            )
+        )
+
+    def fail(self, error: TwostrokeError) -> None:
+        """Raise `error` to the call's awaiter, unless it is gone."""
+        if not self.reply.done():
+            self.reply.set_exception(error)
