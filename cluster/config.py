@@ -21,6 +21,8 @@ from router.token_channels import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
 
+TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -30,7 +32,7 @@ class ModelSection:
     name: str | None = None  # what clients call it; None: the folder's name
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the workers are given GPUs
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens
+    block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens; prefill and decode can have their own
     max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
 
 
@@ -47,6 +49,7 @@ class WorkerResources:
 @dataclass(frozen=True)
 class PrefillSection:
     replicas: int = field(default=1, metadata=bounds(0, 1024))  # 0: aggregated, decode workers read prompts themselves
+    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
     worker: PrefillConfig = field(default_factory=PrefillConfig, metadata=SAME_LEVEL)
 
@@ -54,6 +57,7 @@ class PrefillSection:
 @dataclass(frozen=True)
 class DecodeSection:
     replicas: int = field(default=1, metadata=bounds(1, 1024))
+    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
     worker: DecodeConfig = field(default_factory=DecodeConfig, metadata=SAME_LEVEL)
 
@@ -68,7 +72,8 @@ class RouterSection:
 
 @dataclass(frozen=True)
 class TransferSection:
-    transport: Literal["auto", "tcp", "torch_distributed"] = "auto"  # auto: tcp on CPUs, torch_distributed on GPUs
+    transport: TransportChoice = "auto"  # auto: for each pair of workers the best that both have
+    tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections that one link spreads its bytes over
     transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
 
 

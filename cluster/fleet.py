@@ -8,7 +8,8 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.worker_directory import WorkerDirectory, directory_of
-from protocol.errors import RequestError, WorkerLost
+from protocol.errors import RequestError, TransferFailed, WorkerLost
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket
@@ -25,31 +26,40 @@ class ServeFleet:
         self._prefill = prefill.prefill if prefill is not None else None
         self._decode = decode.decode
         handles = [decode] if prefill is None else [prefill, decode]
-        self._directories = [directory_of(handle.deployment_name) for handle in handles]
-        for directory in self._directories:
+        self._handles = [(handle, directory_of(handle.deployment_name)) for handle in handles]
+        for _, directory in self._handles:
             directory.watch(self._on_departed)
 
     def workers(self) -> Sequence[WorkerInfo]:
-        return [info for directory in self._directories for info in directory.workers()]
+        return [info for _, directory in self._handles for info in directory.workers()]
 
     async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
         if self._prefill is None:
             raise WorkerLost("there are no prefill workers in this application")
-        reply: PrefillReply = await self._call(self._prefill, self._directories[0], worker, request, ticket)
+        reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket)
         return reply
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
-        reply: DecodeReply = await self._call(self._decode, self._directories[-1], worker, request, ticket)
+        reply: DecodeReply = await self._call(self._decode, self._handles[-1][1], worker, request, ticket)
         return reply
 
-    async def _call(
-        self,
-        method: DeploymentHandle,
-        directory: WorkerDirectory,
-        worker: Peer,
-        request: GenerateRequest,
-        ticket: Ticket | None,
-    ) -> Any:
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        handle, directory = self._home(worker)
+        times: ProbeTimes = await self._call(handle.probe_source, directory, worker, tickets, num_tokens)
+        return times
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        handle, directory = self._home(worker)
+        await self._call(handle.probe_target, directory, worker, tickets, num_tokens)
+
+    def _home(self, worker: Peer) -> tuple[DeploymentHandle, WorkerDirectory]:
+        """The deployment that the worker is a replica of. Raises WorkerLost where it is in none."""
+        for handle, directory in self._handles:
+            if worker in directory:
+                return handle, directory
+        raise WorkerLost(f"worker {worker.worker_id} is gone")
+
+    async def _call(self, method: DeploymentHandle, directory: WorkerDirectory, worker: Peer, *arguments: Any) -> Any:
         """Call `method` on exactly `worker`. Raises WorkerLost as soon as Serve tells that it is gone."""
         departed: asyncio.Future[None] = self._loop.create_future()
         calls = self._calls.setdefault(worker, set())
@@ -59,7 +69,7 @@ class ServeFleet:
             # After the future is in place: a departure from here on is seen.
             if worker not in directory:
                 raise WorkerLost(f"worker {worker.worker_id} is gone")
-            response = method.remote(worker, request, ticket)
+            response = method.remote(worker, *arguments)
             answer = asyncio.ensure_future(_result(response))
             try:
                 await asyncio.wait((answer, departed), return_when=asyncio.FIRST_COMPLETED)
@@ -88,12 +98,12 @@ class ServeFleet:
 
 
 async def _result(response: Any) -> Any:
-    """The call's result. Raises RequestError where the worker refuses the request, WorkerLost for all else."""
+    """The call's result. Raises RequestError where the worker refuses, TransferFailed, and WorkerLost for all else."""
     try:
         return await response
     except Exception as error:
         # Serve's two ways to carry a call differ: actor calls wrap the worker's exception, gRPC brings it bare.
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, RequestError | WorkerLost):
+        if isinstance(cause, RequestError | TransferFailed | WorkerLost):
             raise cause from None
         raise WorkerLost(f"the worker's call failed: {type(cause).__name__}: {cause}") from error

@@ -49,10 +49,10 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     for section in (config.prefill, config.decode):
         if section.replicas == 0:
             continue
-        engine = WorkerSettings.of(config, section.resources).engine_config(folder)
+        engine = WorkerSettings.of(config, section).engine_config(folder)
         num_blocks = resolve_num_blocks(engine, model, dtype)
         resolve_max_context(engine, model, num_blocks)
-        cache_bytes = num_blocks * kv_block_bytes(model, config.model.block_size, dtype)
+        cache_bytes = num_blocks * kv_block_bytes(model, engine.block_size, dtype)
         needed += section.replicas * (cache_bytes + checkpoint.num_parameters * dtype.itemsize)
     if device.type == "cpu":
         needed += WORKER_BYTES * config.num_workers + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)

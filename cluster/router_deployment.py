@@ -15,6 +15,7 @@ from protocol.clock import draw_epoch
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
 from router.app import build_app
+from router.doctor import Doctor
 from router.pipeline import Pipeline
 from router.service import RouterService, ServiceConfig
 from router.token_channels import TokenChannels
@@ -39,6 +40,7 @@ class RouterReplica:
     """One router: HTTP in, token channels and Serve calls out."""
 
     _service: RouterService | None = None
+    _doctor: Doctor | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -71,12 +73,14 @@ class RouterReplica:
                 config=settings.router.pipeline,
             ),
         )
+        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this after the constructor, and serves what it returns."""
         app = build_app()
         app.state.service = self._service
+        app.state.doctor = self._doctor
         return app
 
     async def __del__(self) -> None:

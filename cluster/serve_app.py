@@ -27,7 +27,7 @@ MIN_SECRET_CHARS = 16
 
 def application(config: ClusterConfig, secret: bytes) -> Application:
     """The application's graph. Nothing starts before Serve runs it."""
-    decode = WorkerSettings.of(config, config.decode.resources)
+    decode = WorkerSettings.of(config, config.decode)
     decode_app = (
         serve.deployment(DecodeReplica, name="DecodeWorker")
         .options(**worker_options(decode, config.decode.replicas))
@@ -35,7 +35,7 @@ def application(config: ClusterConfig, secret: bytes) -> Application:
     )
     handles = [decode_app]
     if config.prefill.replicas > 0:
-        prefill = WorkerSettings.of(config, config.prefill.resources)
+        prefill = WorkerSettings.of(config, config.prefill)
         handles.append(
             serve.deployment(PrefillReplica, name="PrefillWorker")
             .options(**worker_options(prefill, config.prefill.replicas))

@@ -2,6 +2,8 @@
 
 A field whose default is a dataclass is a section of its own; one marked `SAME_LEVEL` has its keys beside its owner's,
 so that a consumer's own config can sit in a section together with settings that only the cluster cares for.
+
+All numbers are times, sizes or counts: where a field has no bounds of its own, it can't be negative.
 """
 
 import difflib
@@ -82,10 +84,9 @@ def _unknown(key: object, known: list[str], path: str) -> str:
 
 def _checked(value: object, kind: Any, field: Field[Any], where: str) -> object:
     value = _typed(value, kind, where)
-    limits = field.metadata.get(_BOUNDS)
-    if limits is not None and value is not None:
-        low, high = limits
-        if not low <= value <= high:  # bounds are given to numbers only
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = field.metadata.get(_BOUNDS, (0.0, math.inf))
+        if not low <= value <= high:
             wanted = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ConfigError(f"{where}: {value} must be {wanted}")
     return value

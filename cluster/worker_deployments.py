@@ -7,6 +7,7 @@ since the process that deploys and the router's process load this module too.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,13 +18,15 @@ from cluster.worker_parts import WorkerParts, WorkerSettings, load_parts
 from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.clock import draw_epoch
-from protocol.errors import EpochMismatch
+from protocol.errors import EpochMismatch, WorkerLost
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer, Ticket
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
+    from kvtransfer.probe import LinkProbe
     from prefill_worker.worker import PrefillWorker
 
 
@@ -44,12 +47,27 @@ class _WorkerReplica:
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
         self._network = TcpNetwork(secret)
-        self._parts = await load_parts(settings)
+        self._parts = await load_parts(settings, self._peer, self._network, secret)
         return self._parts
 
     async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
         self._worker = worker
         self._info = await worker.start(ray.util.get_node_ip_address())
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        """As LinkProbe.source."""
+        return await self._probed(worker).source(tickets, num_tokens)
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """As LinkProbe.target."""
+        await self._probed(worker).target(tickets, num_tokens)
+
+    def _probed(self, worker: Peer) -> "LinkProbe":
+        """The worker's, which is meant. Raises EpochMismatch or WorkerLost where there is none of that name."""
+        check_peer(worker, self._peer)
+        if self._worker is None:
+            raise WorkerLost(f"worker {worker.worker_id} has not started")
+        return self._worker.probe
 
     def record_replica_metadata(self) -> dict[str, object]:
         return worker_metadata(self._info)
@@ -70,7 +88,6 @@ class PrefillReplica(_WorkerReplica):
 
     async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
-        from kvtransfer.sender import KVSender
         from prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
@@ -81,14 +98,8 @@ class PrefillReplica(_WorkerReplica):
             store=parts.store,
             pool=parts.pool,
             network=self._network,
-            sender=KVSender(
-                peer=self._peer,
-                store=parts.store,
-                network=self._network,
-                transport=parts.transport,
-                config=settings.transfer,
-                clock=time.monotonic,
-            ),
+            sender=parts.sender,
+            receiver=parts.receiver,
             clock=time.monotonic,
             max_context=parts.loaded.max_context,
         )
@@ -106,7 +117,6 @@ class DecodeReplica(_WorkerReplica):
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
         from decode_worker.worker import DecodeWorker
-        from kvtransfer.receiver import KVReceiver
 
         parts = await self._load(settings, secret)
         self._decode_worker = DecodeWorker(
@@ -116,15 +126,8 @@ class DecodeReplica(_WorkerReplica):
             store=parts.store,
             pool=parts.pool,
             network=self._network,
-            receiver=KVReceiver(
-                peer=self._peer,
-                store=parts.store,
-                network=self._network,
-                transport=parts.transport,
-                config=settings.transfer,
-                clock=time.monotonic,
-                secret=secret,
-            ),
+            receiver=parts.receiver,
+            sender=parts.sender,
             clock=time.monotonic,
             max_context=parts.loaded.max_context,
         )

@@ -4,18 +4,30 @@ torch is imported inside the function: the processes that only deploy or route l
 """
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.config import ClusterConfig, ModelSection, WorkerResources, kv_cache_size
+from cluster.config import (
+    ClusterConfig,
+    DecodeSection,
+    ModelSection,
+    PrefillSection,
+    TransportChoice,
+    WorkerResources,
+    kv_cache_size,
+)
 from cluster.model_folder import resolve_model_folder
 from kvtransfer.config import TransferConfig
-from protocol.errors import ConfigError
+from protocol.network import Network
+from protocol.tickets import Peer
 
 if TYPE_CHECKING:
-    from kvtransfer.link import Transport
+    from kvtransfer.receiver import KVReceiver
+    from kvtransfer.sender import KVSender
     from kvtransfer.store import KVStore
+    from kvtransfer.transports import Transports
     from model.block_pool import BlockPool
     from model.load import EngineConfig, LoadedEngine
 
@@ -26,16 +38,24 @@ class WorkerSettings:
 
     model: ModelSection
     resources: WorkerResources
+    block_size: int  # tokens
     device: Literal["cpu", "cuda"]
     threads: int
-    transport: Literal["auto", "tcp", "torch_distributed"]
+    transport: TransportChoice
+    tcp_streams: int
     transfer: TransferConfig
 
     @classmethod
-    def of(cls, config: ClusterConfig, resources: WorkerResources) -> "WorkerSettings":
-        transfer = config.kv_transfer
+    def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
         return cls(
-            config.model, resources, config.device, config.threads(resources), transfer.transport, transfer.transfer
+            model=config.model,
+            resources=section.resources,
+            block_size=section.block_size or config.model.block_size,
+            device=config.device,
+            threads=config.threads(section.resources),
+            transport=config.kv_transfer.transport,
+            tcp_streams=config.kv_transfer.tcp_streams,
+            transfer=config.kv_transfer.transfer,
         )
 
     def engine_config(self, folder: Path) -> "EngineConfig":
@@ -47,7 +67,7 @@ class WorkerSettings:
             model_dir=folder,
             device=self.device,
             dtype=self.model.dtype,
-            block_size=self.model.block_size,
+            block_size=self.block_size,
             kv_cache_bytes=kv_cache_bytes,
             num_blocks=num_blocks,
             threads=self.threads,
@@ -57,41 +77,58 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """An engine with its cache, its block accounting, and the transport that moves blocks."""
+    """An engine with its cache, its block accounting, and both sides of KV transfer on the transports it has."""
 
     loaded: "LoadedEngine"
     store: "KVStore"  # the engine's cache, as transfers see it
     pool: "BlockPool"
-    transport: "Transport"
+    transports: "Transports"
+    sender: "KVSender"
+    receiver: "KVReceiver"
 
     async def close(self) -> None:
-        """Let go of the links, and end the engine's thread after the step under way."""
-        await self.transport.close()
+        """Let go of the links, end the engine's thread after the step under way, and free the cache.
+
+        Sender and receiver are the worker's to close, beforehand.
+        """
+        await self.transports.close()
         await asyncio.to_thread(self.loaded.engine.close)
+        self.loaded.kv_cache.close()
 
 
-async def load_parts(settings: WorkerSettings) -> WorkerParts:
+async def load_parts(settings: WorkerSettings, peer: Peer, network: Network, secret: bytes) -> WorkerParts:
     """Load the model and make the cache. Raises ConfigError with one line that a user can act on."""
-    from kvtransfer.transports import make_transport
+    from kvtransfer.receiver import KVReceiver
+    from kvtransfer.sender import KVSender
+    from kvtransfer.transports import make_transports
     from model.block_pool import BlockPool
     from model.load import load_engine
 
-    transport = settings.transport
-    if transport == "auto":
-        transport = "torch_distributed" if settings.device == "cuda" else "tcp"
-    elif transport == "tcp" and settings.device == "cuda":
-        raise ConfigError("kv_transfer.transport: tcp moves host memory only; on cuda use torch_distributed")
     config = settings.engine_config(resolve_model_folder(settings.model.path))
     # Serve's health checks are answered on the event loop meanwhile.
     loaded = await asyncio.to_thread(load_engine, config)
     store: KVStore = loaded.kv_cache
-    if settings.device == "cuda":
-        from kvtransfer.transports.staging import CudaStore
-
-        store = CudaStore(loaded.kv_cache)
+    transports = make_transports(settings.transport, store, tcp_streams=settings.tcp_streams)
     return WorkerParts(
         loaded,
         store,
-        BlockPool(loaded.num_blocks, settings.model.block_size),
-        make_transport(transport, store),
+        BlockPool(loaded.num_blocks, settings.block_size),
+        transports,
+        KVSender(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=settings.transfer,
+            clock=time.monotonic,
+        ),
+        KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=settings.transfer,
+            clock=time.monotonic,
+            secret=secret,
+        ),
     )

@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 import msgspec
 from rich.console import Console
 
-from cluster.config import load_yaml, read_config
+from cluster.config import TransportChoice, load_yaml, read_config
 from cluster.descendants import become_subreaper, end_descendants
 from cluster.local_ray import haproxy_binary
 from cluster.local_server import Order, Report, own_url
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--transport", choices=("auto", "tcp", "torch_distributed"), help="how KV travels")
+    parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
     parser.add_argument("--verbose", action="store_true", help="show what Ray says")
 
