@@ -13,6 +13,7 @@ CONFIG_ERROR_EXIT = 2
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
+    "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }
 _BENCHES = {
     "engine": ("cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),

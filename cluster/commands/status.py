@@ -13,7 +13,18 @@ from rich.table import Table
 
 from protocol.errors import ConfigError
 
-PIPE_COLUMNS = 140
+PIPE_COLUMNS = 190
+
+# Shown as they are, since a worker's start: prompt tokens that came from another worker's prefix cache, then transfers
+# that failed, chunks sent again, chunks that came damaged, links that broke.
+_COUNTERS = (
+    "pulled_tokens",
+    "transfers_failed",
+    "transfer_retries",
+    "transfer_digest_failures",
+    "transfer_links_lost",
+    "preemptions",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     time.sleep(arguments.interval)
     after = fetch_status(arguments.url)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_COLUMNS)  # into a file or a pipe, a row is one line
+    console = table_console()
     console.print(status_table(before, after, time.monotonic() - began))
     return 0 if after["ready"] else 1
+
+
+def table_console() -> Console:
+    """Standard output for tables: into a file or a pipe, a row is one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def fetch_status(url: str) -> dict[str, Any]:
@@ -49,7 +64,7 @@ def fetch_status(url: str) -> dict[str, Any]:
 
 
 def status_table(before: dict[str, Any], after: dict[str, Any], seconds: float) -> Table:
-    """One row a worker; rates are of the time between the two answers."""
+    """One row a worker; rates are of the time between the two answers, other numbers since the worker's start."""
     state = "ready" if after["ready"] else "not ready"
     table = Table(
         box=box.SIMPLE, title=f"{after['model']} — {state}, {after['places_held']} places held", title_justify="left"
@@ -64,6 +79,11 @@ def status_table(before: dict[str, Any], after: dict[str, Any], seconds: float) 
         "prompt tok/s",
         "output tok/s",
         "KV MB/s",
+        "pulled",
+        "failed",
+        "retried",
+        "damaged",
+        "links lost",
         "preempted",
     )
     for heading in columns:
@@ -85,7 +105,7 @@ def status_table(before: dict[str, Any], after: dict[str, Any], seconds: float) 
             _rate(stats, old, "computed_tokens", seconds),
             _rate(stats, old, "generated_tokens", seconds),
             _rate(stats, old, "transfer_bytes", seconds, unit=1e6),
-            str(stats["preemptions"]),
+            *(str(stats[counter]) for counter in _COUNTERS),
         )
     return table
 

@@ -2,24 +2,16 @@
 
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.cli import main
 from cluster.commands.status import status_table
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    return lines[0]
+from protocol.stats import WorkerStats
+from tests.cluster.command_line import answering, one_line
 
 
 def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,47 +55,37 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("twostroke ")
 
 
-def test_status_says_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_a_command_that_asks_a_server_says_where_none_answers(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert main(["status", "--url", url]) == 2
+        assert main([command, "--url", url]) == 2
     assert one_line(capsys).startswith(f"twostroke: no Twostroke server answers at {url}")
 
 
 def worker(generated: int) -> dict[str, Any]:
-    counters = dict.fromkeys(
-        ("num_running", "num_waiting", "computed_tokens", "transfer_bytes", "preemptions", "prefix_hits"), 0
+    stats = WorkerStats(
+        owned_blocks=3,
+        total_blocks=64,
+        generated_tokens=generated,
+        pulled_tokens=11,
+        transfers_failed=12,
+        transfer_retries=13,
+        transfer_digest_failures=14,
+        transfer_links_lost=15,
+        preemptions=16,
     )
-    stats = counters | {"owned_blocks": 3, "total_blocks": 64, "prefix_queries": 0, "generated_tokens": generated}
-    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "stats": stats}
+    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "stats": msgspec.to_builtins(stats)}
 
 
-@pytest.fixture
-def status_server() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Silence: the test's output is the command's."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str], status_server: str) -> None:
-    assert main(["status", "--url", status_server, "--interval", "0"]) == 0
+def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
+    with answering({"/status": body}) as url:
+        assert main(["status", "--url", url, "--interval", "0"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "w1" in line)
     assert row.split()[:5] == ["w1", "decode", "0", "0", "3/64"]
+    assert row.split()[-6:] == ["11", "12", "13", "14", "15", "16"]
 
 
 def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> None:

@@ -1,0 +1,123 @@
+"""`twostroke doctor`: how KV travels between the workers of a running server, how fast, and what would be better."""
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.commands.status import table_console
+from protocol.errors import ConfigError
+
+SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print what the router says, a line for each pair")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try all pairs once; returns 0, or 1 where one failed. Raises ConfigError where no server tries them."""
+    console = table_console()
+    pairs: list[dict[str, Any]] = []
+    expected = left_out = 0
+    is_whole = False
+    # On a terminal it shows how far the trials are; elsewhere it is silent.
+    progress = Console(stderr=True)
+    with progress.status("Trying the links between the workers ...") as shown:
+        for line in fetch_report(arguments.url):
+            if arguments.json:
+                print(json.dumps(line), flush=True)
+            match line["event"]:
+                case "begin":
+                    expected, left_out = line["pairs"], line["left_out"]
+                case "pair":
+                    pairs.append(line)
+                    shown.update(f"Trying the links between the workers: {len(pairs)} of {expected} pairs are done ...")
+                case "end":
+                    is_whole = True
+    if not arguments.json:
+        _show(pairs, left_out, console)
+    if not is_whole:
+        progress.print(f"twostroke: the server stopped answering after {len(pairs)} of {expected} pairs")
+    return 0 if is_whole and all(pair["error"] is None for pair in pairs) else 1
+
+
+def fetch_report(url: str) -> Iterator[dict[str, Any]]:
+    """The lines of GET /doctor as they come; ends early where the server does.
+
+    Raises ConfigError where no server of ours answers, or it refuses.
+    """
+    try:
+        answer = urllib.request.urlopen(f"{url.rstrip('/')}/doctor", timeout=SILENCE_S)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise ConfigError(f"{url}/doctor: {_refusal(error)}") from error
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ConfigError(f"no Twostroke server answers at {url}: {error}") from error
+    with answer:
+        try:
+            for line in answer:
+                yield json.loads(line)
+        except (OSError, ValueError):  # cut off: at a line's end, or within it
+            return
+
+
+def doctor_table(pairs: list[dict[str, Any]]) -> Table:
+    """One row a pair, in the order in which they were tried."""
+    table = Table(box=box.SIMPLE, title="KV from worker to worker", title_justify="left")
+    for heading in ("from", "to", "transport"):
+        table.add_column(heading)
+    for heading in ("GB/s", "round trip ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("why", overflow="fold")
+    for pair in pairs:
+        ends = [f"{pair[side + '_role']} {pair[side]}" for side in ("source", "target")]
+        if pair["error"] is not None:
+            table.add_row(*ends, "[red]failed[/]", "", "", escape(pair["error"]))
+        else:
+            speed, delay = f"{pair['bytes_per_s'] / 1e9:.2f}", f"{pair['round_trip_s'] * 1e3:.2f}"
+            table.add_row(*ends, pair["transport"], speed, delay, escape(pair["why"]))
+    return table
+
+
+def missing_lines(pairs: list[dict[str, Any]]) -> list[str]:
+    """What better transports would need, each said once with how many pairs it is missing for."""
+    counts: dict[str, int] = {}
+    for pair in pairs:
+        for reason in pair["missing"]:
+            counts[reason] = counts.get(reason, 0) + 1
+    return [f"{reason} ({count} {'pair' if count == 1 else 'pairs'})" for reason, count in counts.items()]
+
+
+def _show(pairs: list[dict[str, Any]], left_out: int, console: Console) -> None:
+    if not pairs:
+        console.print(
+            "There is no pair of workers that KV could travel between: decode workers read prompts themselves."
+        )
+        return
+    console.print(doctor_table(pairs))
+    missing = missing_lines(pairs)
+    if missing:
+        console.print("Missing for a better transport:")
+        for line in missing:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+    elif all(pair["error"] is None for pair in pairs):
+        console.print("No better transport is missing anything: all pairs use the best there is.")
+    if left_out:
+        console.print(f"{left_out} more pairs were not tried.")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """What the server says in OpenAI's error object, or else the status."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"the server answers with status {error.code}"
