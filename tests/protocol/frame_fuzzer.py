@@ -57,13 +57,14 @@ _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 _ID = bytes(range(200, 216))
 _TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, (Address("127.0.0.1", 65535), Address("::1", 1)), 2, b"m" * 16)
 _LAYOUT = KVLayout("0123abcd", "bfloat16", 32, 8, 128, 16, 2)
+_PARAMS: dict[str, str | int] = {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}
 _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))
 
 CORPUS: tuple[Message, ...] = (
     Hello(_SOURCE, _TARGET),
     Hello(_SOURCE, _TARGET, KVHello(_LAYOUT, 1, "int8", Reach(("shm", "tcp"), "machine", "cpu"))),
     Welcome(_TARGET),
-    Welcome(_TARGET, KVWelcome(_LAYOUT, 0, "tcp", "the only one", {"host": "127.0.0.1", "port": 1, "token": "00ff"})),
+    Welcome(_TARGET, KVWelcome(_LAYOUT, 0, "tcp", "it joins any two", ("shm: it is elsewhere",), _PARAMS)),
     Refuse("the layouts differ: größer"),
     Ping(),
     TokenFrame((TokenEvent("r", 3, (_TOKEN,), "stop"), TokenEvent("s", 0, (SampledToken(5),), None, "gone"))),
@@ -80,7 +81,7 @@ CORPUS: tuple[Message, ...] = (
     LinkWanted(3, ("shm", "cuda_ipc")),
     Grant(_ID, 4096),
     Damaged(_ID, 5, 1),
-    LinkReady(3, "tcp", {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}),
+    LinkReady(3, "tcp", _PARAMS),
     Verified(_ID),
     Abort(_ID, "reason"),
 )

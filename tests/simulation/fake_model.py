@@ -12,13 +12,11 @@ from collections.abc import Sequence
 
 import xxhash
 
-from model.block_pool import BlockPool
 from model.step import Engine, OnLayer, SequenceStep
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
+from tests.simulation.fake_store import POSITION_BYTES, FakeStore
 
 VOCAB = 61
-POSITION_BYTES = 8
-_GARBAGE = b"\xee" * POSITION_BYTES
 _TOKEN = struct.Struct("<II")
 
 
@@ -59,64 +57,6 @@ def expected_tokens(request: GenerateRequest, num_layers: int) -> list[int]:
         extend(token)
 
 
-class FakeStore:
-    """A KVStore of plain bytes."""
-
-    def __init__(self, *, num_layers: int, num_blocks: int, block_size: int):
-        self.num_layers = num_layers
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.block_bytes = block_size * POSITION_BYTES
-        self.fingerprint = f"fake/{num_layers}/{block_size}"
-        self.owner: BlockPool | None = None
-        self.violations: list[str] = []
-        self.layers = [bytearray(_GARBAGE * (num_blocks * block_size)) for _ in range(num_layers)]
-
-    def touch(self, block_ids: Sequence[int], what: str) -> None:
-        """Note where somebody reads or writes blocks that nobody owns: they may be another request's any moment."""
-        if self.owner is not None:
-            unowned = [block for block in block_ids if self.owner.references(block) == 0]
-            if unowned:
-                self.violations.append(f"{what} blocks {unowned}, which nobody owns")
-
-    def layer_bytes(self, layer: int) -> memoryview:
-        return memoryview(self.layers[layer])
-
-    def read(self, layer: int, block_ids: Sequence[int], num_positions: int) -> bytes:
-        """KV bytes of a sequence's first positions."""
-        memory, size = self.layers[layer], self.block_bytes
-        num_blocks = -(-num_positions // self.block_size)
-        joined = b"".join([memory[block * size : (block + 1) * size] for block in block_ids[:num_blocks]])
-        return joined[: num_positions * POSITION_BYTES]
-
-    def write(self, layer: int, block_ids: Sequence[int], position: int, kv: bytes) -> None:
-        """Store one position's KV."""
-        start = block_ids[position // self.block_size] * self.block_bytes
-        start += position % self.block_size * POSITION_BYTES
-        self.layers[layer][start : start + POSITION_BYTES] = kv
-
-    def spoil(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks with garbage."""
-        garbage = _GARBAGE * self.block_size
-        for memory in self.layers:
-            for block in block_ids:
-                memory[block * self.block_bytes : (block + 1) * self.block_bytes] = garbage
-
-
-class SpoilingPool(BlockPool):
-    """A pool whose freshly allocated blocks hold garbage: nobody may rely on what happened to be there."""
-
-    def __init__(self, store: FakeStore):
-        super().__init__(store.num_blocks, store.block_size)
-        self._store = store
-        store.owner = self
-
-    def allocate(self, count: int) -> list[int]:
-        block_ids = super().allocate(count)
-        self._store.spoil(block_ids)
-        return block_ids
-
-
 class FakeEngine(Engine):
     """Takes virtual time by tokens and layers, and writes each layer's KV at the end of that layer's time."""
 
@@ -124,6 +64,7 @@ class FakeEngine(Engine):
 
     def __init__(self, store: FakeStore, *, step_s: float = 0.001, token_s: float = 0.0001):
         self._store = store
+        self._num_layers = store.layout.num_layers
         self._step_s = step_s
         self._token_s = token_s
         self._is_stepping = False
@@ -140,8 +81,8 @@ class FakeEngine(Engine):
         self._is_stepping = True
         self.num_steps += 1
         await self.released.wait()
-        layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._store.num_layers
-        for layer in range(self._store.num_layers):
+        layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._num_layers
+        for layer in range(self._num_layers):
             await asyncio.sleep(layer_s)
             if self.num_steps == self.fail_at_step:
                 raise RuntimeError("the fake engine was told to fail")
@@ -158,9 +99,11 @@ class FakeEngine(Engine):
         before = b""
         if one.start > 0:
             before = store.read(layer, one.block_ids, one.start)[-POSITION_BYTES:]
-        for position, token_id in enumerate(one.token_ids, one.start):
+        computed: list[bytes] = []
+        for token_id in one.token_ids:
             before = position_kv(before, token_id, layer)
-            store.write(layer, one.block_ids, position, before)
+            computed.append(before)
+        store.write(layer, one.block_ids, one.start, b"".join(computed))
 
     def _draw(self, one: SequenceStep) -> SampledToken | None:
         if one.draw is None:
@@ -168,5 +111,5 @@ class FakeEngine(Engine):
         num_positions = one.start + len(one.token_ids)
         if num_positions != len(one.draw.history):
             raise RuntimeError("a draw whose history is not what was computed")
-        kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._store.num_layers)]
+        kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._num_layers)]
         return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden))

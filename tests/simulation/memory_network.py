@@ -1,12 +1,15 @@
 """Connections in memory, on virtual time: seeded latency, order kept, messages really encoded, loss on demand.
 
-Each process of a simulation has a host name and its own view of the network, so that a fault can part two hosts.
+Each process of a simulation has a host name and its own view of the network, so that a fault can part two hosts. What
+is under way arrives in no process's context: it does so although its sender, or its receiver, stands still
+(virtual_loop.py).
 """
 
 import asyncio
+import contextvars
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocol.errors import ConnectionLost
 from protocol.messages import Message, decode_message, encode_message
@@ -18,6 +21,9 @@ KERNEL_BYTES = 16 * 1024
 """What a peer's side takes although nobody reads there."""
 
 Trace = Callable[[str], None]
+
+Mangle = Callable[["MemoryConnection", Message], Sequence[Message]]
+"""What a misbehaving process sends in the place of a message: nothing, others, or more."""
 
 
 class MemoryConnection:
@@ -44,10 +50,13 @@ class MemoryConnection:
     def send(self, message: Message) -> None:
         if self._lost is not None:
             raise ConnectionLost(self._lost)
-        payload = encode_message(message)
-        self._fabric.trace(f"{self.host} -> {self.peer_host} {message}")
-        self._flying_bytes += len(payload)
-        self._later(self._arrive, payload)
+        mangle = self._fabric.mangle
+        for one in (message,) if mangle is None else mangle(self, message):
+            payload = encode_message(one)
+            if self._fabric.trace is not None:
+                self._fabric.trace(f"{self.host} -> {self.peer_host} {one}")
+            self._flying_bytes += len(payload)
+            self._later(self._arrive, payload)
 
     async def drain(self) -> None:
         while self.unsent_bytes > HIGH_WATER_BYTES:
@@ -76,8 +85,9 @@ class MemoryConnection:
         """The network fails between the two ends: what is under way is lost. Each learns of it in its own time."""
         if not self._is_cut:
             self._is_cut = self.peer._is_cut = True
+            loop = asyncio.get_running_loop()
             for end in (self, self.peer):
-                asyncio.get_running_loop().call_later(self._fabric.latency(), end._notice_cut)
+                loop.call_later(self._fabric.latency(), end._notice_cut, context=contextvars.Context())
 
     def _notice_cut(self) -> None:
         if self._lost is None:
@@ -96,7 +106,7 @@ class MemoryConnection:
         loop = asyncio.get_running_loop()
         # Timers of the very same moment fire in no certain order.
         self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.latency())
-        loop.call_at(self._last_arrival, action, *args)
+        loop.call_at(self._last_arrival, action, *args, context=contextvars.Context())
 
     def _arrive(self, payload: bytes) -> None:
         self._flying_bytes -= len(payload)
@@ -129,6 +139,7 @@ class MemoryListener:
         self._fabric = fabric
         self._address = address
         self._handler = handler
+        self._context = contextvars.copy_context()  # the listening process's
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @property
@@ -136,7 +147,9 @@ class MemoryListener:
         return self._address
 
     def accept(self, connection: MemoryConnection) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(connection), name=f"handler at {self._address}")
+        task = asyncio.get_running_loop().create_task(
+            self._serve(connection), name=f"handler at {self._address}", context=self._context.copy()
+        )
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
@@ -157,12 +170,13 @@ class MemoryListener:
 class MemoryFabric:
     """All hosts' network."""
 
-    def __init__(self, seed: int, *, typical_latency_s: float = 0.0005, trace: Trace = lambda _: None):
+    def __init__(self, seed: int, *, typical_latency_s: float = 0.0005, trace: Trace | None = None):
         self._draw = random.Random(seed)
         self._typical_latency_s = typical_latency_s
         self._ports = iter(range(1024, 65536))
         self._parted: set[frozenset[str]] = set()
         self.trace = trace
+        self.mangle: Mangle | None = None
         self.listeners: dict[Address, MemoryListener] = {}
         self.connections: dict[MemoryConnection, None] = {}
 

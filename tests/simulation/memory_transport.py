@@ -1,117 +1,251 @@
 """Data links in memory: bytes take virtual time, and are read and written bit by bit, as on a real link.
 
-So blocks that are freed while a link still reads or writes them show up as wrong tokens.
+Two kinds. A `memory` link is a stream, like TCP: the source reads its blocks and pushes bytes. A `memory_pull` link is
+like shared memory: the source says where its units lie, with a digest of what they hold, and the target reads the
+source's store itself when it receives. On both, blocks that are freed while a link still touches them show up: in the
+store's list of violations, or as wrong tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextvars
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import xxhash
+
+from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import LinkParams
+from kvtransfer.transports import Transports
 from protocol.errors import ConnectionLost
-from tests.simulation.fake_model import FakeStore
+from protocol.messages import Reach
+from tests.simulation.fake_store import FakeStore, Grip
 
 ESTABLISH_S = 5.0
+KINDS = ("memory_pull", "memory")  # as real workers prefer them
 
 Damage = Callable[[bytearray], None]
-"""May change bytes under way."""
+"""May change bytes under way, in number too."""
+
+
+def memory_transports(fabric: "LinkFabric", host: str, store: FakeStore) -> Transports:
+    """Both kinds of links, for one rank of a worker."""
+    reach = Reach(KINDS, "one machine", "cpu")
+    return Transports({kind: MemoryTransport(fabric, host, store, kind) for kind in KINDS}, reach)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some units of a chunk, all in one layer, and who may touch their blocks."""
+
+    layer: int
+    unit_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    grip: Grip
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointers:
+    """What travels on a pull link in the place of bytes."""
+
+    store: FakeStore
+    cut: Cut
+    segments: tuple[Segment, ...]
+    digest: bytes
 
 
 class _Pipe:
-    """Bytes from one host to another, in order."""
+    """What goes from one host to another, in order: bytes and the pointers between them."""
 
-    def __init__(self, source: str, target: str):
-        self.hosts = frozenset((source, target))
+    def __init__(self, fabric: "LinkFabric", source: str, target: str):
+        self.hosts = (source, target)
         self.is_broken = False
-        self.buffer = bytearray()
-        self._waiting: asyncio.Future[None] | None = None
+        self.unread_bytes = 0  # under way, or arrived and not taken
+        self._fabric = fabric
+        self._bytes = bytearray()
+        self._pointers: deque[_Pointers] = deque()
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._last_arrival = 0.0
 
     def check(self) -> None:
         if self.is_broken:
             raise ConnectionLost("the data link is broken")
 
-    def push(self, data: bytes) -> None:
-        self.buffer += data
-        self._wake()
+    async def push(self, data: bytearray) -> None:
+        """Send bytes; waits while the peer takes none."""
+        while self.unread_bytes > self._fabric.window_bytes:
+            self.check()
+            await self._change()
+        self.check()
+        self._fabric.damage(data)
+        self.unread_bytes += len(data)
+        self._later(self._arrive, data)
+
+    def point(self, pointers: _Pointers) -> None:
+        self.check()
+        self._later(self._pointers.append, pointers)
 
     async def pull(self, num_bytes: int) -> bytes:
-        while len(self.buffer) < num_bytes:
+        while len(self._bytes) < num_bytes:
             self.check()
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            await self._change()
         self.check()
-        data = bytes(self.buffer[:num_bytes])
-        del self.buffer[:num_bytes]
+        data = bytes(self._bytes[:num_bytes])
+        del self._bytes[:num_bytes]
+        self.unread_bytes -= num_bytes
+        self._wake()
         return data
 
+    async def next_pointers(self) -> _Pointers:
+        while not self._pointers:
+            self.check()
+            await self._change()
+        self.check()
+        return self._pointers.popleft()
+
     def break_off(self) -> None:
-        self.is_broken = True
-        self._wake()
+        if not self.is_broken:
+            self.is_broken = True
+            self._fabric.pipes.pop(self, None)
+            self._wake()
+
+    def _arrive(self, data: bytearray) -> None:
+        self._bytes += data
+
+    def _later(self, arrive: Callable[..., None], what: object) -> None:
+        """Never before what was sent earlier; and whatever the sending process does meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.delay_s)
+
+        def land() -> None:
+            arrive(what)
+            self._wake()
+
+        loop.call_at(self._last_arrival, land, context=contextvars.Context())
+
+    async def _change(self) -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[waiting] = None
+        await waiting
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
 
 class MemoryLink:
-    """One end of a pipe, on one store."""
+    """One end of a pipe, on one store. Calls take their turn; each touches its blocks in two halves, time between."""
 
-    def __init__(self, fabric: "LinkFabric", pipe: _Pipe, store: FakeStore):
+    def __init__(self, fabric: "LinkFabric", pipe: _Pipe, store: FakeStore, cut: Cut, *, is_pull: bool):
         self._fabric = fabric
         self._pipe = pipe
         self._store = store
+        self._cut = cut
+        self._is_pull = is_pull
+        self._turn = asyncio.Lock()
 
-    async def send(self, layer: int, block_ids: Sequence[int]) -> None:
-        self._pipe.check()
-        size = self._store.block_bytes
-        memory = self._store.layer_bytes(layer)
-        data = bytearray()
-        middle = len(block_ids) // 2
-        try:
-            for half in (block_ids[:middle], block_ids[middle:]):
-                if half:
-                    await asyncio.sleep(len(half) * size / self._fabric.bytes_per_s)
-                self._store.touch(half, "a link reads")
-                for block_id in half:
-                    data += memory[block_id * size : (block_id + 1) * size]
-        except asyncio.CancelledError:
-            self._pipe.break_off()
-            raise
-        self._pipe.check()
-        self._fabric.damage(data)
-        asyncio.get_running_loop().call_later(self._fabric.delay_s, self._pipe.push, bytes(data))
-
-    async def receive(self, layer: int, block_ids: Sequence[int]) -> None:
-        size = self._store.block_bytes
-        memory = self._store.layer_bytes(layer)
-        middle = len(block_ids) // 2
-        try:
-            data = await self._pipe.pull(len(block_ids) * size)
-            for first, half in ((0, block_ids[:middle]), (middle, block_ids[middle:])):
-                if half:
-                    await asyncio.sleep(len(half) * size / self._fabric.bytes_per_s)
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        pieces = self._pieces(segments)
+        digest = xxhash.xxh3_128(seed=seal)
+        with self._broken_by_cancellation():
+            async with self._turn:
+                for piece in pieces:
+                    await self._time_of(len(piece.unit_ids))
                     self._pipe.check()
-                self._store.touch(half, "a link writes")
-                for index, block_id in enumerate(half, first):
-                    memory[block_id * size : (block_id + 1) * size] = data[index * size : (index + 1) * size]
-        except asyncio.CancelledError:
-            self._pipe.break_off()
-            raise
+                    self._store.touch(piece.blocks, "a link reads", piece.grip)
+                    data = self._store.read_units(piece.layer, piece.unit_ids, self._cut)
+                    digest.update(data)
+                    if not self._is_pull:
+                        await self._pipe.push(bytearray(data))
+                if self._is_pull:
+                    self._pipe.point(_Pointers(self._store, self._cut, tuple(segments), digest.digest()))
+                else:
+                    await self._pipe.push(bytearray(digest.digest()))
 
-    async def discard(self, num_bytes: int) -> None:
-        try:
-            await self._pipe.pull(num_bytes)
-        except asyncio.CancelledError:
-            self._pipe.break_off()
-            raise
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        pieces = self._pieces(segments)
+        with self._broken_by_cancellation():
+            async with self._turn:
+                return await (self._pull_into(pieces, seal) if self._is_pull else self._read_into(pieces, seal))
+
+    async def discard(self, num_units: int) -> None:
+        with self._broken_by_cancellation():
+            async with self._turn:
+                if self._is_pull:
+                    await self._pipe.next_pointers()
+                else:
+                    await self._pipe.pull(num_units * self._cut.unit_bytes + DIGEST_BYTES)
 
     async def close(self) -> None:
         self._pipe.break_off()
 
+    async def _read_into(self, pieces: Sequence[_Piece], seal: int) -> bool:
+        digest = xxhash.xxh3_128(seed=seal)
+        for piece in pieces:
+            data = await self._pipe.pull(len(piece.unit_ids) * self._cut.unit_bytes)
+            await self._time_of(len(piece.unit_ids))
+            self._write(piece, data)
+            digest.update(data)
+        return await self._pipe.pull(DIGEST_BYTES) == digest.digest()
+
+    async def _pull_into(self, pieces: Sequence[_Piece], seal: int) -> bool:
+        pointers = await self._pipe.next_pointers()
+        theirs = [(segment.layer, unit_id) for segment in pointers.segments for unit_id in segment.unit_ids]
+        if len(theirs) != sum(len(piece.unit_ids) for piece in pieces):
+            return False
+        digest, done = xxhash.xxh3_128(seed=seal), 0
+        for piece in pieces:
+            await self._time_of(len(piece.unit_ids))
+            # The source's blocks may be another request's by now: the digest tells.
+            places = theirs[done : done + len(piece.unit_ids)]
+            done += len(places)
+            data = bytearray().join(
+                pointers.store.read_units(layer, (unit_id,), pointers.cut) for layer, unit_id in places
+            )
+            self._fabric.damage(data)
+            data = data[: len(places) * self._cut.unit_bytes].ljust(len(places) * self._cut.unit_bytes)
+            self._write(piece, data)
+            digest.update(data)
+        return digest.digest() == pointers.digest
+
+    def _write(self, piece: _Piece, data: bytes | bytearray) -> None:
+        self._pipe.check()
+        self._store.touch(piece.blocks, "a link writes", piece.grip)
+        self._store.write_units(piece.layer, piece.unit_ids, self._cut, data)
+
+    def _pieces(self, segments: Sequence[Segment]) -> list[_Piece]:
+        """Halves of the segments. Their blocks' owners are those of now: whoever calls has been let in."""
+        pieces: list[_Piece] = []
+        for segment in segments:
+            middle = len(segment.unit_ids) // 2
+            for unit_ids in (segment.unit_ids[:middle], segment.unit_ids[middle:]):
+                if unit_ids:
+                    blocks = tuple(sorted({unit_id // self._cut.units_per_block for unit_id in unit_ids}))
+                    pieces.append(_Piece(segment.layer, unit_ids, blocks, self._store.grip(blocks)))
+        return pieces
+
+    async def _time_of(self, num_units: int) -> None:
+        await asyncio.sleep(num_units * self._cut.unit_bytes / self._fabric.bytes_per_s)
+
+    @contextmanager
+    def _broken_by_cancellation(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._pipe.break_off()
+            raise
+
 
 class _PendingMemoryLink:
-    def __init__(self, fabric: "LinkFabric", host: str, store: FakeStore):
+    def __init__(self, fabric: "LinkFabric", host: str, store: FakeStore, cut: Cut, *, is_pull: bool):
         self._fabric = fabric
         self._store = store
+        self._cut = cut
+        self._is_pull = is_pull
         self._token = fabric.next_token()
         self.host = host
         self.joined: asyncio.Future[_Pipe] = asyncio.get_running_loop().create_future()
@@ -127,7 +261,7 @@ class _PendingMemoryLink:
                 pipe = await asyncio.shield(self.joined)
         except TimeoutError as error:
             raise ConnectionLost("the peer did not join the data link in time") from error
-        return MemoryLink(self._fabric, pipe, self._store)
+        return MemoryLink(self._fabric, pipe, self._store, self._cut, is_pull=self._is_pull)
 
     async def close(self) -> None:
         self._fabric.pending.pop(self._token, None)
@@ -138,12 +272,21 @@ class _PendingMemoryLink:
 class LinkFabric:
     """All hosts' data links."""
 
-    def __init__(self, *, bytes_per_s: float, delay_s: float = 0.0003, damage: Damage = lambda _: None):
+    def __init__(
+        self,
+        *,
+        bytes_per_s: float,
+        delay_s: float = 0.0003,
+        window_bytes: int = 65536,
+        damage: Damage = lambda _: None,
+    ):
         self.bytes_per_s = bytes_per_s
         self.delay_s = delay_s
+        self.window_bytes = window_bytes  # what a stream holds that nobody has read
         self.damage = damage
         self.pending: dict[int, _PendingMemoryLink] = {}
-        self.pipes: list[_Pipe] = []
+        self.pipes: dict[_Pipe, None] = {}  # those that stand
+        self._parted: set[frozenset[str]] = set()
         self._tokens = 0
 
     def next_token(self) -> int:
@@ -152,38 +295,48 @@ class LinkFabric:
 
     def cut(self, host: str, other: str | None = None) -> int:
         """Break all links of `host`, or those to `other` alone; returns how many."""
-        hit = [
-            pipe
-            for pipe in self.pipes
-            if host in pipe.hosts and (other is None or other in pipe.hosts) and not pipe.is_broken
-        ]
+        hit = [pipe for pipe in self.pipes if host in pipe.hosts and (other is None or other in pipe.hosts)]
         for pipe in hit:
             pipe.break_off()
         return len(hit)
 
+    def part(self, host: str, other: str) -> None:
+        """Let no link be joined between the two until `join`."""
+        self._parted.add(frozenset((host, other)))
+        self.cut(host, other)
+
+    def join(self, host: str, other: str) -> None:
+        """End a partition."""
+        self._parted.discard(frozenset((host, other)))
+
+    def connect(self, host: str, token: int) -> _Pipe:
+        """Raises ConnectionLost where nobody has prepared a link with this token, or its maker can't be reached."""
+        pending = self.pending.get(token)
+        if pending is None or frozenset((host, pending.host)) in self._parted:
+            raise ConnectionLost("nobody has prepared this link")
+        del self.pending[token]
+        pipe = _Pipe(self, host, pending.host)
+        self.pipes[pipe] = None
+        pending.joined.set_result(pipe)
+        return pipe
+
 
 class MemoryTransport:
-    """One host's Transport."""
+    """One rank's Transport of one kind."""
 
-    name = "memory"
-
-    def __init__(self, fabric: LinkFabric, host: str, store: FakeStore):
+    def __init__(self, fabric: LinkFabric, host: str, store: FakeStore, name: str):
+        self.name = name
         self._fabric = fabric
         self._host = host
         self._store = store
 
-    async def prepare(self, host: str) -> _PendingMemoryLink:
-        return _PendingMemoryLink(self._fabric, self._host, self._store)
+    async def prepare(self, host: str, cut: Cut) -> _PendingMemoryLink:
+        return _PendingMemoryLink(self._fabric, self._host, self._store, cut, is_pull=self.name == "memory_pull")
 
-    async def join(self, params: LinkParams) -> MemoryLink:
+    async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
         await asyncio.sleep(self._fabric.delay_s)
-        pending = self._fabric.pending.pop(int(params["token"]), None)
-        if pending is None:
-            raise ConnectionLost("nobody has prepared this link")
-        pipe = _Pipe(self._host, pending.host)
-        self._fabric.pipes.append(pipe)
-        pending.joined.set_result(pipe)
-        return MemoryLink(self._fabric, pipe, self._store)
+        pipe = self._fabric.connect(self._host, int(params["token"]))
+        return MemoryLink(self._fabric, pipe, self._store, cut, is_pull=self.name == "memory_pull")
 
     async def close(self) -> None:
         self._fabric.cut(self._host)

@@ -4,7 +4,8 @@ import asyncio
 
 from model.sequence import SequenceState
 from protocol.requests import GenerateRequest, SamplingParams
-from tests.simulation.fake_model import FakeEngine, FakeStore, SpoilingPool, expected_tokens
+from tests.simulation.fake_model import FakeEngine, expected_tokens
+from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.virtual_loop import run_virtually
 
 REQUEST = GenerateRequest(
@@ -23,7 +24,7 @@ def generate(chunk: int, spoiled_block: int | None = None) -> list[int]:
     """All tokens of REQUEST by steps of the engine, with one block of the prompt spoiled before the last tokens."""
 
     async def main() -> list[int]:
-        store = FakeStore(num_layers=2, num_blocks=8, block_size=4)
+        store = FakeStore(fake_layout(num_layers=2, block_size=4), num_blocks=8)
         pool, engine = SpoilingPool(store), FakeEngine(store)
         sequence = SequenceState(REQUEST, 4)
         while sequence.num_output_tokens < len(expected_tokens(REQUEST, 2)):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.simulation.virtual_loop import SimulationStuck, run_virtually
+from tests.simulation.virtual_loop import PROCESS, SimulationStuck, VirtualLoop, run_virtually
 
 
 def test_an_hour_of_sleep_passes_at_once():
@@ -80,3 +80,40 @@ def test_a_set_of_tasks_iterates_in_the_same_order_in_every_run():
         return order
 
     assert run_virtually(main()) == run_virtually(main())
+
+
+def test_a_stopped_process_does_nothing_until_it_is_continued_and_the_others_go_on():
+    done: list[tuple[str, float]] = []
+
+    async def ticks(name: str) -> None:
+        PROCESS.set(name)
+        for _ in range(3):
+            # A task and a timer of the process are the process's own.
+            await asyncio.create_task(asyncio.sleep(1.0))
+            done.append((name, asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        both = asyncio.gather(ticks("stopped"), ticks("other"))
+        await asyncio.sleep(1.5)
+        loop.stop_process("stopped")
+        await asyncio.sleep(8.5)
+        loop.continue_process("stopped")
+        await both
+
+    run_virtually(main())
+    assert [at for name, at in done if name == "other"] == pytest.approx([1.0, 2.0, 3.0])
+    assert [at for name, at in done if name == "stopped"] == pytest.approx([1.0, 10.0, 11.0])
+
+
+def test_a_process_that_is_stopped_for_ever_is_a_deadlock():
+    async def main() -> None:
+        PROCESS.set("stopped")
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.stop_process("stopped")
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(SimulationStuck, match="deadlock"):
+        run_virtually(main())

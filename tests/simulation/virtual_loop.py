@@ -3,16 +3,23 @@
 What runs is deterministic: the ready queue is first in, first out; timers fire in the order of their time; tasks and
 futures hash by the order of their creation, so that a set of them iterates the same in every run. A simulation that
 waits for nothing that could ever happen raises, with the tasks that wait, in place of hanging.
+
+Tasks may belong to a simulated process (`PROCESS`, inherited by the tasks that they start), and a process can be
+stopped and continued, as by SIGSTOP and SIGCONT: what it should have done meanwhile, it does late, in the right order.
 """
 
 import asyncio
 import selectors
+from collections import deque
 from collections.abc import Coroutine
-from contextvars import Context
+from contextvars import Context, ContextVar
 from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+PROCESS: ContextVar[str] = ContextVar("PROCESS", default="")
+"""The simulated process that a task belongs to."""
 
 
 class SimulationStuck(Exception):
@@ -61,6 +68,25 @@ class _TimeSelector(selectors.SelectSelector):
         return []
 
 
+class _ReadyQueue(deque[asyncio.Handle]):
+    """A loop's callbacks that may run now; those of stopped processes are laid aside when their turn comes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.stopped: dict[str, list[asyncio.Handle]] = {}
+        self._nothing = asyncio.Handle(print, (), loop)
+        self._nothing.cancel()
+
+    def popleft(self) -> asyncio.Handle:
+        handle = super().popleft()
+        if self.stopped:
+            laid_aside = self.stopped.get(handle._context.get(PROCESS, ""))  # type: ignore[attr-defined]
+            if laid_aside is not None:
+                laid_aside.append(handle)
+                return self._nothing
+        return handle
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """See the module's docstring. `limit_s` is how much virtual time may pass."""
 
@@ -69,10 +95,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._times)
         self._clock_resolution = 1e-9
         self._numbers = count(1)
+        self._ready = self._queue = _ReadyQueue(self)
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         return self._times.now
+
+    def stop_process(self, name: str) -> None:
+        """Nothing of this process runs until it is continued; time passes for it all the same."""
+        self._queue.stopped.setdefault(name, [])
+
+    def continue_process(self, name: str) -> None:
+        """Let it run again, if it stands still."""
+        self._queue.extend(self._queue.stopped.pop(name, ()))
 
     def create_future(self) -> "asyncio.Future[Any]":
         future = _OrderedFuture(loop=self)

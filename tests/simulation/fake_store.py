@@ -1,0 +1,132 @@
+"""A KV store of plain bytes, laid out as a real one, that notices who touches what when they must not.
+
+A position's KV is 8 bytes for each layer: 4 of K and 4 of V, 2 of each belong to each of two heads. In memory they lie
+as the engine's do, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim]: so other block sizes and other
+shares of the heads cut the same 8 bytes in other ways.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.layout import Cut
+from model.block_pool import BlockPool
+from protocol.kv_layout import KVLayout
+
+KV_HEADS = 2
+POSITION_BYTES = 8
+GARBAGE = 0xEEEE
+
+Array = np.ndarray[Any, np.dtype[np.uint16]]
+Grip = tuple[int, ...]
+"""Which allocations of some blocks a reader or writer was let into."""
+
+
+def fake_layout(*, num_layers: int, block_size: int, tp_size: int = 1, num_kv_heads: int = KV_HEADS) -> KVLayout:
+    """A layout of 2-byte values with a head dimension of 1."""
+    return KVLayout("fake", "bfloat16", num_layers, num_kv_heads, 1, block_size, tp_size)
+
+
+class FakeStore:
+    """A HostStore. `is_owned` says whether somebody holds a block now; without it, nobody watches."""
+
+    def __init__(self, layout: KVLayout, *, num_blocks: int, rank: int = 0):
+        self.layout = layout
+        self.rank = rank
+        self.num_blocks = num_blocks
+        self.is_owned: Callable[[int], bool] | None = None
+        self.violations: list[str] = []
+        shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_layers)]
+        self._allocations = [0] * num_blocks  # how often each block has been allocated
+        self._units: dict[Cut, list[Array]] = {}
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        return memoryview(self.layers[layer]).cast("B")
+
+    def allocated(self, block_ids: Sequence[int]) -> None:
+        """These blocks belong to somebody new, who finds garbage in them: nobody may rely on what was there."""
+        for block_id in block_ids:
+            self._allocations[block_id] += 1
+        self.spoil(block_ids)
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks with garbage."""
+        for memory in self.layers:
+            for block_id in block_ids:
+                memory[block_id] = GARBAGE
+
+    def grip(self, block_ids: Sequence[int]) -> Grip:
+        """To be shown at each later `touch`: blocks that were allocated anew meanwhile are somebody else's."""
+        return tuple([self._allocations[block_id] for block_id in block_ids])
+
+    def touch(self, block_ids: Sequence[int], what: str, grip: Grip | None = None) -> None:
+        """Note where somebody reads or writes blocks that nobody owns, or that have changed hands since `grip`."""
+        if self.is_owned is None:
+            return
+        stray = [block_id for block_id in block_ids if not self.is_owned(block_id)]
+        if stray:
+            self.violations.append(f"{what} blocks {stray}, which nobody owns")
+        elif grip is not None and grip != self.grip(block_ids):
+            self.violations.append(f"{what} blocks {list(block_ids)}, which are another's by now")
+
+    # --- for the engine: positions of a sequence ---
+
+    def read(self, layer: int, block_ids: Sequence[int], num_positions: int) -> bytes:
+        """KV of a sequence's first positions, 8 bytes each."""
+        num_blocks = -(-num_positions // self.layout.block_size)
+        blocks = self.layers[layer][list(block_ids[:num_blocks])]
+        return blocks.transpose(0, 3, 1, 2, 4).tobytes()[: num_positions * POSITION_BYTES]
+
+    def write(self, layer: int, block_ids: Sequence[int], first_position: int, kv: bytes) -> None:
+        """Store the KV of consecutive positions, 8 bytes each."""
+        values = np.frombuffer(kv, np.uint16).reshape(-1, 2, self.layout.heads_per_rank, self.layout.head_dim)
+        positions = range(first_position, first_position + len(values))
+        blocks = [block_ids[position // self.layout.block_size] for position in positions]
+        offsets = [position % self.layout.block_size for position in positions]
+        self.layers[layer][blocks, :, :, offsets] = values
+
+    # --- for links: units of a lane ---
+
+    def block_of(self, unit_id: int, cut: Cut) -> int:
+        """The block that a unit lies in."""
+        return unit_id // cut.units_per_block
+
+    def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:
+        """Units as they travel, [2, heads of the lane, unit_tokens, head_dim] each."""
+        ids = np.asarray(unit_ids)
+        return self._cut(cut)[layer][ids // cut.units_per_block, ids % cut.units_per_block].tobytes()
+
+    def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes) -> None:
+        """The opposite of `read_units`."""
+        ids = np.asarray(unit_ids)
+        target = self._cut(cut)[layer]
+        values = np.frombuffer(data, np.uint16).reshape(len(ids), *target.shape[2:])
+        target[ids // cut.units_per_block, ids % cut.units_per_block] = values
+
+    def _cut(self, cut: Cut) -> list[Array]:
+        """Views of all layers as [block, part of it, 2, heads of the lane, unit_tokens, head_dim]."""
+        views = self._units.get(cut)
+        if views is None:
+            layout, last = self.layout, cut.first_head + cut.num_heads
+            shape = (self.num_blocks, 2, layout.heads_per_rank, cut.units_per_block, cut.unit_tokens, layout.head_dim)
+            views = self._units[cut] = [
+                memory.reshape(shape).transpose(0, 3, 1, 2, 4, 5)[:, :, :, cut.first_head : last]
+                for memory in self.layers
+            ]
+        return views
+
+
+class SpoilingPool(BlockPool):
+    """A pool that tells its store whose blocks are whose."""
+
+    def __init__(self, store: FakeStore):
+        super().__init__(store.num_blocks, store.layout.block_size)
+        self._store = store
+        store.is_owned = lambda block_id: self.references(block_id) > 0
+
+    def allocate(self, count: int) -> list[int]:
+        block_ids = super().allocate(count)
+        self._store.allocated(block_ids)
+        return block_ids
