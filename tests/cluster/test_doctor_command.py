@@ -75,8 +75,15 @@ def test_a_fleet_without_pairs_is_fine(capsys: pytest.CaptureFixture[str]) -> No
     assert "decode workers read prompts themselves" in capsys.readouterr().out
 
 
-def test_a_refusal_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    refusal = {"/doctor": b'{"error": {"message": "the links are being examined already"}}'}
-    with answering(refusal, status=409) as url:
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"error": {"message": "the links are being examined already"}}', "the links are being examined already"),
+        (b"<html>", "the server answers with status 409"),
+        (b"[]", "the server answers with status 409"),
+    ],
+)
+def test_a_refusal_is_told_in_one_line(capsys: pytest.CaptureFixture[str], body: bytes, told: str) -> None:
+    with answering({"/doctor": body}, status=409) as url:
         assert main(["doctor", "--url", url]) == 2
-    assert one_line(capsys) == f"twostroke: {url}/doctor: the links are being examined already"
+    assert one_line(capsys) == f"twostroke: {url}/doctor: {told}"

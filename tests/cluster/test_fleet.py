@@ -1,6 +1,7 @@
 """Calls over Serve's handles, with handles that are not Serve's."""
 
 import asyncio
+import json
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -9,13 +10,17 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.fleet import ServeFleet
 from cluster.worker_directory import WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
-from protocol.errors import ConnectionLost, RequestError, WorkerLost
+from protocol.errors import ConnectionLost, RequestError, TransferFailed, WorkerLost
+from protocol.kv_layout import KVLayout
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo
-from protocol.tickets import Address, Peer
+from protocol.tickets import Address, Peer, Ticket
 
 PEER = Peer("d1", 2**62 + 1)
-INFO = WorkerInfo("decode", PEER, Address("127.0.0.1", 1), Address("127.0.0.1", 2), "print", 16, 64, 1024)
+LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16, tp_size=2)
+ADDRESSES = (Address("127.0.0.1", 2), Address("127.0.0.1", 3))
+INFO = WorkerInfo("decode", PEER, Address("127.0.0.1", 1), ADDRESSES, LAYOUT, 64, 1024)
 REPLY = DecodeReply(3, "stop", 0, 0.0, 0.0, 0)
 REQUEST = GenerateRequest("r1", "router", (1, 2, 3), 3, SamplingParams(), 8)
 
@@ -35,16 +40,14 @@ class FakeResponse:
 
 
 class FakeHandle:
-    """A deployment handle with one method, `decode`, that keeps its calls."""
+    """A deployment handle that keeps the calls of its methods."""
 
     def __init__(self, name: str):
         self.deployment_name = name
         self.calls: list[tuple[tuple[Any, ...], FakeResponse]] = []
         self.called = asyncio.Event()
 
-    @property
-    def decode(self) -> "FakeHandle":
-        return self
+    prefill = decode = probe_source = probe_target = property(lambda self: self)
 
     def remote(self, *arguments: Any) -> FakeResponse:
         self.calls.append((arguments, FakeResponse()))
@@ -131,8 +134,34 @@ async def test_every_other_failure_counts_as_a_lost_worker(handle: FakeHandle, e
         await task
 
 
-def test_metadata_brings_the_worker_back() -> None:
-    assert read_worker_metadata(worker_metadata(INFO)) == INFO
+async def test_a_trial_goes_to_the_deployment_that_its_worker_is_of(request: pytest.FixtureRequest) -> None:
+    prefill, decode = (FakeHandle(f"{request.node.name} {role}") for role in ("prefill", "decode"))
+    directory_of(decode.deployment_name).replace([INFO])
+    fleet = ServeFleet(prefill, decode)
+    tickets = (Ticket(bytes(16), "doctor", PEER, PEER, ADDRESSES),)
+    task = asyncio.create_task(fleet.probe_source(PEER, tickets, 64))
+    await decode.called.wait()
+    assert prefill.calls == []
+    arguments, response = decode.calls[0]
+    assert arguments == (PEER, tickets, 64)
+    times = ProbeTimes((0.5,), "tcp", "why", ())
+    response.result.set_result(times)
+    assert await task == times
+    with pytest.raises(WorkerLost, match="p9 is gone"):
+        await fleet.probe_target(Peer("p9", 1), tickets, 64)
+
+
+async def test_a_failed_trial_comes_back_as_the_worker_raised_it(handle: FakeHandle) -> None:
+    fleet = ServeFleet(None, handle)
+    task = asyncio.create_task(fleet.probe_target(PEER, (), 64))
+    await handle.called.wait()
+    handle.calls[0][1].result.set_exception(wrapped(TransferFailed("the link broke")))
+    with pytest.raises(TransferFailed, match="the link broke"):
+        await task
+
+
+def test_metadata_brings_the_worker_back_through_json() -> None:
+    assert read_worker_metadata(json.loads(json.dumps(worker_metadata(INFO)))) == INFO
 
 
 def test_a_directory_tells_who_left_and_nothing_else() -> None:
