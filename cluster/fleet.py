@@ -33,10 +33,12 @@ class ServeFleet:
     def workers(self) -> Sequence[WorkerInfo]:
         return [info for _, directory in self._handles for info in directory.workers()]
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
         if self._prefill is None:
             raise WorkerLost("there are no prefill workers in this application")
-        reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket)
+        reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket, pull)
         return reply
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:

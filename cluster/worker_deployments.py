@@ -105,10 +105,12 @@ class PrefillReplica(_WorkerReplica):
         )
         await self._start(self._prefill_worker)
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
         """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
         check_peer(worker, self._peer)
-        return await self._prefill_worker.prefill(request, ticket)
+        return await self._prefill_worker.prefill(request, ticket, pull)
 
 
 class DecodeReplica(_WorkerReplica):

@@ -19,8 +19,13 @@ class Fleet(Protocol):
     def workers(self) -> Sequence[WorkerInfo]:
         """Those alive now, of both roles."""
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
-        """Compute the prompt and draw the first token; with a ticket, send the KV to the decode worker."""
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        """Compute the prompt and draw the first token; with a ticket, send the KV to the decode worker.
+
+        With `pull`, its source has been asked to send the KV of the prompt's beginning.
+        """
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         """Continue the request to its end; without a ticket, compute the prompt here too."""

@@ -15,30 +15,24 @@ import msgspec
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerLost
 from protocol.requests import GenerateRequest, PrefillReply, TokenEvent
-from protocol.stats import Role, WorkerInfo
+from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket, mint_ticket
+from router.config import PipelineConfig
 from router.fleet import Fleet
-from router.in_flight import Hold, InFlight
-from router.policy import Candidate, NoPath, Path, choose
+from router.in_flight import Hold
+from router.path_finder import PathFinder
+from router.policy import Path
+from router.prefix_pulls import PrefixPulls
 from router.stages import Stages
 from router.token_channels import TokenChannels
 from router.token_stream import TokenStream, join_fresh
 
+__all__ = ["Pipeline", "PipelineConfig"]
+
 _log = logging.getLogger(__name__)
 
+_DEFAULTS = PipelineConfig()
 _TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How patient the router is. Times in seconds."""
-
-    retries: int = 3  # attempts after the first, when decode workers are lost
-    retry_wait_s: float = 10.0  # a begun request waits so long for a worker to come back
-    retry_poll_s: float = 0.1
-    reuse_wait_s: float = 0.5  # before a worker that failed the request gets it again, where there is no other
-    reply_grace_s: float = 1.0  # between a call's end and its last tokens, or the other way round
-    prefill_failed_repeat_s: float = 0.25  # until the decode worker is heard of: it may not know the request yet
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Pipeline:
         secret: bytes,
         clock: Clock,
         router: Peer,
-        config: PipelineConfig = PipelineConfig(),
+        config: PipelineConfig = _DEFAULTS,
         draw_id: Callable[[], str] = lambda: secrets.token_hex(16),
     ):
         self._fleet = fleet
@@ -85,12 +79,13 @@ class Pipeline:
         self._router = router
         self._config = config
         self._draw_id = draw_id
-        self._in_flight = InFlight()
+        self._pulls = PrefixPulls(channels=channels, secret=secret, config=config)
+        self._finder = PathFinder(fleet=fleet, channels=channels, pulls=self._pulls, clock=clock, config=config)
 
     @property
     def in_flight(self) -> int:
         """Places held at workers: 0 when idle."""
-        return self._in_flight.total()
+        return self._finder.in_flight
 
     async def generate(self, request: GenerateRequest, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
         """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
@@ -103,7 +98,7 @@ class Pipeline:
         sent: list[int] = []
         failed: set[Peer] = set()
         while True:
-            path, hold = await self._choose(request, sent, failed)
+            path, hold = await self._finder.find(request, sent, failed)
             stages.begin_attempt()
             try:
                 async with aclosing(self._attempt(path, hold, request, sent, failed, stages)) as events:
@@ -170,6 +165,9 @@ class Pipeline:
                     self._channels.cancel(worker, tried.request_id)
                 call.cancel()
             await asyncio.gather(*calls.values(), return_exceptions=True)
+            if stream.heard:
+                computed = (*request.token_ids, *sent)[:-1]  # nobody computes the last token's KV
+                self._pulls.remember(path.decode.peer, computed, request.cache_salt)
 
     async def _call_decode(self, attempt: _Attempt) -> None:
         """Run the request on the decode worker; its tokens come by the channel, its failure goes into the stream."""
@@ -198,7 +196,8 @@ class Pipeline:
         reply = None
         try:
             await self._channels.ensure(worker)
-            reply = await self._prefill_or_lose(attempt, worker.peer)
+            pull = self._pulls.ask(attempt.path, attempt.request)
+            reply = await self._prefill_or_lose(attempt, worker.peer, pull)
         except TwostrokeError as error:
             _log.warning("prefill of %s on %s failed: %s", attempt.request_id, worker.peer.worker_id, error)
         except Exception:
@@ -211,6 +210,7 @@ class Pipeline:
             stages.prefill_s = reply.prefill_s
             stages.num_cached_tokens = min(reply.num_cached_tokens, attempt.request.num_prompt_tokens)
             attempt.stream.push(reply.event)
+            self._pulls.remember(worker.peer, attempt.request.token_ids, attempt.request.cache_salt)
             return
         failed.add(worker.peer)
         stages.prefill_failures += 1
@@ -218,9 +218,9 @@ class Pipeline:
             self._channels.prefill_failed(attempt.decode, attempt.request_id)
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
 
-    async def _prefill_or_lose(self, attempt: _Attempt, worker: Peer) -> PrefillReply:
+    async def _prefill_or_lose(self, attempt: _Attempt, worker: Peer, pull: Ticket | None) -> PrefillReply:
         """The call's reply; WorkerLost with the channel, since the call of a stopped worker just hangs."""
-        call = asyncio.create_task(self._fleet.prefill(worker, attempt.request, attempt.ticket))
+        call = asyncio.create_task(self._fleet.prefill(worker, attempt.request, attempt.ticket, pull))
         loss = asyncio.create_task(self._channels.outlive(worker))
         try:
             await asyncio.wait((call, loss), return_when=asyncio.FIRST_COMPLETED)
@@ -231,60 +231,6 @@ class Pipeline:
             call.cancel()
             loss.cancel()
             await asyncio.gather(call, loss, return_exceptions=True)
-
-    async def _choose(self, request: GenerateRequest, sent: Sequence[int], failed: set[Peer]) -> tuple[Path, Hold]:
-        """The path of the next attempt, its decode worker reachable, and the hold on both. Raises NoPath.
-
-        A request that lost a worker waits for another; a new one is refused at once.
-        """
-        now = self._clock()
-        deadline = now + (self._config.retry_wait_s if failed else 0.0)
-        num_tokens = len(request.token_ids) + len(sent)
-        while True:
-            workers = self._fleet.workers()
-            self._channels.follow(workers)
-            down = {info.peer for info in workers if self._channels.is_down(info.peer)}
-            try:
-                path = choose(
-                    self._candidates(workers, "prefill"),
-                    self._candidates(workers, "decode"),
-                    num_tokens=num_tokens,
-                    avoid=failed | down,
-                )
-            except NoPath:
-                if self._clock() >= deadline:
-                    raise
-                await asyncio.sleep(self._config.retry_poll_s)
-                continue
-            if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
-                await asyncio.sleep(self._config.retry_poll_s)
-                continue
-            # Held before anything is awaited: requests that come together must see each other.
-            hold = self._in_flight.hold([info.peer for info in (path.prefill, path.decode) if info], num_tokens)
-            try:
-                await self._channels.ensure(path.decode)
-                return path, hold
-            except BaseException as error:
-                hold.release()
-                if not isinstance(error, WorkerLost):
-                    raise
-                if path.decode.peer not in down:
-                    continue  # it is known to be down now, so others come first
-                if self._clock() >= deadline:
-                    raise NoPath("no decode worker can be reached; try again shortly") from error
-            await asyncio.sleep(self._config.retry_poll_s)
-
-    def _candidates(self, workers: Sequence[WorkerInfo], role: Role) -> list[Candidate]:
-        return [
-            Candidate(
-                info,
-                self._channels.stats(info.peer),
-                self._in_flight.requests(info.peer),
-                self._in_flight.tokens(info.peer),
-            )
-            for info in workers
-            if info.role == role
-        ]
 
     def _mint(self, path: Path, request_id: str) -> Ticket | None:
         if path.prefill is None:

@@ -1,6 +1,9 @@
-"""Which workers serve a request. Pure: loads in, a path out; nothing here does I/O or draws random numbers."""
+"""Which workers serve a request. Pure: loads in, a path out; nothing here does I/O or draws random numbers.
 
-from collections.abc import Collection, Sequence
+The pair is chosen by load alone; which worker holds what decides only whom the prefill worker pulls a prefix from.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import RequestError
@@ -23,6 +26,7 @@ class Path:
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
+    source: WorkerInfo | None = None  # the prefill worker pulls the prompt's beginning from it
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,38 @@ def choose(
     if not partners:
         return Path(None, best.info)
     return Path(min(partners, key=_prefill_order).info, best.info)
+
+
+def choose_source(
+    target: WorkerInfo,
+    workers: Sequence[Candidate],
+    *,
+    held_tokens: Mapping[Peer, int],
+    num_tokens: int,
+    min_tokens: int,
+    avoid: Collection[Peer] = (),
+) -> WorkerInfo | None:
+    """The worker of either role that `target` should pull the prompt's beginning from, if any.
+
+    `held_tokens` is how much of the prompt's beginning each worker probably holds. The most wins, then the fewest
+    requests, then the worker id; it must exceed what `target` itself holds by `min_tokens`. The prompt's last token is
+    computed in any case. Never a worker in `avoid`, nor one whose KV `target` can't take.
+    """
+    if not target.transfer_addresses:
+        return None
+    most = num_tokens - 1
+    enough = min(held_tokens.get(target.peer, 0), most) + min_tokens
+    sources = [
+        one
+        for one in workers
+        if min(held_tokens.get(one.info.peer, 0), most) >= enough
+        and one.info.peer not in avoid
+        and one.info.peer != target.peer
+        and incompatibility(one.info.layout, target.layout) is None
+    ]
+    if not sources:
+        return None
+    return min(sources, key=lambda one: (-held_tokens[one.info.peer], one.requests, one.info.peer.worker_id)).info
 
 
 def _decode_order(one: Candidate, num_tokens: int) -> tuple[bool, int, int, str]:

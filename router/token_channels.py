@@ -18,6 +18,7 @@ from protocol.messages import (
     Ping,
     PrefillFailed,
     Refuse,
+    SendPrefix,
     StatsFrame,
     TokenFrame,
     Welcome,
@@ -285,6 +286,10 @@ class TokenChannels:
     def prefill_failed(self, worker: Peer, request_id: str) -> None:
         """Tell the decode worker that no KV will come for this request."""
         self._send(worker, PrefillFailed(request_id))
+
+    def send_prefix(self, worker: Peer, message: SendPrefix) -> None:
+        """Ask the worker for a prefix. Where the channel is down, the target waits for it in vain, but not for long."""
+        self._send(worker, message)
 
     async def close(self) -> None:
         """Close every channel; streams still open raise WorkerLost."""

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
 from protocol.kv_layout import KVLayout
-from protocol.messages import Cancel, Hello, Ping, PrefillFailed, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Cancel, Hello, Ping, PrefillFailed, SendPrefix, StatsFrame, TokenFrame, Welcome
 from protocol.network import Connection, Listener
 from protocol.requests import (
     DecodeReply,
@@ -33,7 +33,8 @@ from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Address, Peer, Ticket, verify_ticket
 from router.app import build_app
-from router.pipeline import Pipeline, PipelineConfig
+from router.config import PipelineConfig
+from router.pipeline import Pipeline
 from router.service import RouterService, ServiceConfig
 from router.token_channels import TokenChannelConfig, TokenChannels
 from router.tokenizer import TextTokenizer
@@ -83,6 +84,8 @@ class FakeWorker:
     prefill_gate: asyncio.Event | None = None
     refusal: Exception | None = None
     corrupt: Callable[[TokenEvent], TokenEvent] | None = None
+    pulls: list[Ticket] = field(default_factory=list)
+    prefixes: list[SendPrefix] = field(default_factory=list)
     prompt_ready: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: set[asyncio.Task[object]] = field(default_factory=set)
     dead: bool = False
@@ -127,6 +130,8 @@ class FakeWorker:
                         connection.send(Ping())
                     case Cancel():
                         self.cancelled.append(message.request_id)
+                    case SendPrefix():
+                        self.prefixes.append(message)
                     case PrefillFailed():
                         self.told_prefill_failed.append(message.request_id)
                         self.ready(message.request_id).set()
@@ -200,7 +205,12 @@ class FakeFleet:
     def workers(self) -> list[WorkerInfo]:
         return [worker.info for worker in self.all.values() if not worker.dead]
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        if pull is not None:
+            verify_ticket(SECRET, pull, source=pull.source, target=self.all[worker.worker_id].info.peer)
+            self.all[worker.worker_id].pulls.append(pull)
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
 

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.errors import RequestError, WorkerLost
 from protocol.requests import SampledToken, TokenEvent
-from router.pipeline import PipelineConfig
+from router.config import PipelineConfig
 from router.policy import NoPath
 from router.stages import Stages
 

@@ -8,7 +8,6 @@ from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer
 from router.policy import Candidate, NoPath, choose
 
-
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 
 

@@ -124,9 +124,11 @@ async def listen_with(answer, **config):
 
 @pytest.fixture
 def info_at():
+    from protocol.kv_layout import KVLayout
     from protocol.stats import WorkerInfo
 
-    return lambda listener: WorkerInfo("decode", Peer("w", 5), listener.address, None, "f", 16, 10, 100)
+    layout = KVLayout("a model", "float32", 1, 1, 8, 16)
+    return lambda listener: WorkerInfo("decode", Peer("w", 5), listener.address, (), layout, 10, 100)
 
 
 @pytest.mark.parametrize(
