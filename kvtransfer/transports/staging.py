@@ -77,14 +77,14 @@ class HostStaging:
                 raw = self._scratch(part)
                 self._units.pack(part, raw)
                 encode(raw, self._cut, piece)
-            hasher.update(piece)
+            hasher.update(piece.data)
             at += size
         array[at:] = np.frombuffer(hasher.digest(), np.uint8)
 
     def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
         array: NDArray[np.uint8] = packed.numpy()
         end = array.size - DIGEST_BYTES
-        if xxhash.xxh3_128_digest(array[:end], seed=seal) != array[end:].tobytes():
+        if xxhash.xxh3_128_digest(array[:end].data, seed=seal) != array[end:].tobytes():
             return False
         if self._cut.encoding == "raw":
             self._units.unpack(segments, array)
