@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from protocol.kv_layout import KVLayout
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer
-from router.policy import Candidate, NoPath, choose
+from router.policy import Candidate, NoPath, choose, choose_source
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 
@@ -92,3 +92,47 @@ def test_nobody_there_is_503(decodes):
 @given(st.permutations([worker("decode", f"d{i}", requests=i % 2) for i in range(5)]))
 def test_the_order_of_candidates_does_not_matter(decodes):
     assert names(choose([], decodes, num_tokens=5)) == (None, "d0")
+
+
+def source_of(held, *, target=None, min_tokens=100, num_tokens=1001, avoid=(), **changes):
+    """Who is pulled from, of p0 (who pulls), p1, d0 and d1, where they hold as many tokens as `held` says."""
+    workers = [
+        worker("prefill" if name[0] == "p" else "decode", name, requests=name == "d0", **changes.get(name, {}))
+        for name in ("p0", "p1", "d0", "d1")
+    ]
+    found = choose_source(
+        target or workers[0].info,
+        workers,
+        held_tokens={Peer(name, 1): tokens for name, tokens in held.items()},
+        num_tokens=num_tokens,
+        min_tokens=min_tokens,
+        avoid=avoid,
+    )
+    return found and found.peer.worker_id
+
+
+def test_a_prefix_is_pulled_from_whoever_holds_most_of_it():
+    assert source_of({"p0": 100, "p1": 300, "d0": 600, "d1": 500}) == "d0"
+    assert source_of({"p1": 300}) == "p1"
+    assert source_of({"d0": 300, "d1": 300}) == "d1", "the one with fewer requests"
+
+
+def test_a_prefix_is_pulled_only_where_it_spares_enough():
+    assert source_of({"p0": 200, "d0": 299}) is None
+    assert source_of({"p0": 200, "d0": 300}) == "d0"
+    assert source_of({}) is None
+
+
+def test_the_last_token_of_a_prompt_is_never_worth_a_pull():
+    assert source_of({"p0": 864, "d0": 992}, num_tokens=992) == "d0"
+    assert source_of({"p0": 864, "d0": 992}, num_tokens=992, min_tokens=128) is None
+
+
+def test_a_prefix_is_never_pulled_from_a_worker_that_failed_or_whose_kv_does_not_fit():
+    assert source_of({"d0": 600, "d1": 500}, avoid={Peer("d0", 1)}) == "d1"
+    other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
+    assert source_of({"d0": 600, "d1": 500}, d0=other) == "d1"
+
+
+def test_a_worker_that_takes_no_kv_pulls_nothing():
+    assert source_of({"d0": 600}, target=worker("prefill", "p0", transfer_addresses=()).info) is None

@@ -1,0 +1,95 @@
+"""Who is asked for which prefix, on a fleet of fake workers: what comes of it is tests/integration's affair."""
+
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from protocol.errors import ConfigError
+from router.config import PipelineConfig
+from router.stages import Stages
+
+PROMPT = tuple(range(130))
+
+
+@pytest.fixture
+def prompt_of(a_request):
+    return lambda *token_ids, **changes: a_request(token_ids=token_ids, num_prompt_tokens=len(token_ids), **changes)
+
+
+async def answer(rig, request, *, tokens=1000):
+    """The first `tokens` output tokens."""
+    outputs = []
+    async with aclosing(rig.pipeline.generate(request, Stages(0.0))) as events:
+        async for event in events:
+            outputs += [token.token_id for token in event.tokens]
+            if len(outputs) >= tokens:
+                break
+    return outputs
+
+
+async def test_the_next_turn_pulls_the_answer_from_the_decode_worker_that_wrote_it(fleet_of, prompt_of, until):
+    async with fleet_of(1, 1) as rig:
+        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        second = prompt_of(*PROMPT, *written, 1, 2, 3)
+        await answer(rig, second)
+        (pull,) = rig["p0"].pulls
+        assert (pull.source, pull.target) == (rig["d0"].info.peer, rig["p0"].info.peer)
+        assert pull.target_addresses == rig["p0"].info.transfer_addresses
+        assert pull.request_id == rig["p0"].seen[1].request_id
+        await until(lambda: rig["d0"].prefixes)
+        (asked,) = rig["d0"].prefixes
+        assert (asked.ticket, asked.token_ids, asked.cache_salt) == (pull, second.token_ids, second.cache_salt)
+
+
+async def test_an_answer_that_was_cut_short_is_pulled_as_far_as_it_went(fleet_of, prompt_of):
+    async with fleet_of(1, 1) as rig:
+        written = await answer(rig, prompt_of(*PROMPT, max_tokens=300), tokens=180)
+        await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
+        assert len(rig["p0"].pulls) == 1
+
+
+async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer_is_still_written(
+    fleet_of, prompt_of, until
+):
+    long = (*PROMPT, *PROMPT)
+    async with fleet_of(2, 1) as rig:
+        rig["d0"].gate = asyncio.Semaphore(0)
+        first = rig.pipeline.generate(prompt_of(*long), Stages(0.0))
+        await anext(first)
+        assert rig["p0"].seen
+        rig["d0"].gate, rig["p0"].prefill_gate = None, asyncio.Event()
+        busy = asyncio.create_task(answer(rig, prompt_of(*reversed(PROMPT))))
+        await until(lambda: rig["p0"].owned)
+        await answer(rig, prompt_of(*long, 7))
+        assert [pull.source for pull in rig["p1"].pulls] == [rig["p0"].info.peer]
+        rig["p0"].prefill_gate.set()
+        await busy
+        await first.aclose()
+
+
+@pytest.mark.parametrize("change", [{"cache_salt": b"another tenant"}, {"token_ids": (9, *PROMPT[1:])}])
+async def test_another_prefix_is_not_pulled(fleet_of, prompt_of, change):
+    async with fleet_of(1, 1) as rig:
+        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        second = prompt_of(*PROMPT, *written, 1, 2, 3)
+        if "token_ids" in change:
+            change = {"token_ids": (*change["token_ids"], *second.token_ids[len(PROMPT) :])}
+        await answer(rig, msgspec.structs.replace(second, **change))
+        assert rig["p0"].pulls == []
+
+
+async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_of, prompt_of):
+    async with fleet_of(1, 1) as rig:
+        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        await rig["d0"].die()
+        await rig["d0"].start()
+        await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
+        assert rig["p0"].pulls == []
+
+
+@pytest.mark.parametrize("field", ["pull_min_tokens", "prefix_index_pieces"])
+def test_settings_that_cannot_work_are_refused(field):
+    with pytest.raises(ConfigError, match=field):
+        PipelineConfig(**{field: 0})
