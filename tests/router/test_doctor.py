@@ -127,13 +127,16 @@ async def test_trials_grow_until_one_takes_long_enough():
     assert sizes == [[1.0, 8.0], [1.0, 8.0, 64.0]]
 
 
-async def test_no_trial_is_larger_than_a_quarter_of_the_free_blocks_of_either_side():
-    small, large = worker("prefill", "p0", block_size=32), worker("decode", "d0", num_blocks=64)
-    free = {small.peer: 8, large.peer: 20}
+@pytest.mark.parametrize(("free_p", "free_d", "most"), [(8, 20, 2 * 32), (80, 20, 5 * 16), (3, 80, 32)])
+async def test_a_trial_takes_a_quarter_of_either_sides_free_blocks_at_most_but_one_block(
+    free_p: int, free_d: int, most: int
+):
+    small, large = worker("prefill", "p0", block_size=32), worker("decode", "d0")
+    free = {small.peer: free_p, large.peer: free_d}
     fleet = FakeFleet([small, large], bytes_per_s=1e12)
     await doctor_of(fleet, lambda peer: WorkerStats(free_blocks=free[peer])).probe(small, large)
-    assert [num_tokens for _, _, num_tokens in fleet.trials] == [32, 2 * 32]  # of p0's 8 blocks; 5 * 16 at d0
-    assert max(num_tokens for _, _, num_tokens in fleet.trials) * TOKEN_BYTES < MAX_BYTES
+    assert [num_tokens for _, _, num_tokens in fleet.trials] == [32, most]
+    assert most * TOKEN_BYTES < MAX_BYTES
 
 
 async def test_every_transfer_has_a_ticket_of_its_own_for_the_pair():
