@@ -1,74 +1,84 @@
-"""Which blocks of a prompt may be sent next. Pure: no I/O, no clock."""
+"""Which units of a prompt may be sent next. Pure: no I/O, no clock."""
 
 from collections import deque
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Consecutive blocks of one layer; indices into the request's block table."""
-
-    layer: int
-    first_block: int
-    num_blocks: int
+from protocol.messages import Run
 
 
 class ChunkPlan:
-    """Every block of every layer exactly once, but for the skipped ones, and none before it is full.
+    """Every unit of every layer exactly once, but for the skipped ones, and none before it is full.
 
     Nothing is cut into runs before it is asked for: what becomes ready while the link is busy, or the grant is late,
-    goes in as few runs as the cap allows.
+    goes in as few chunks as their size allows, several layers in one.
     """
 
-    def __init__(
-        self, *, num_layers: int, num_tokens: int, block_size: int, num_ready_tokens: int, max_run_blocks: int
-    ):
+    def __init__(self, *, num_layers: int, num_tokens: int, num_ready_tokens: int):
         self._num_tokens = num_tokens
-        self._block_size = block_size
-        self._max_run_blocks = max_run_blocks
-        self.num_blocks = -(-num_tokens // block_size)
-        self._ready = [self._full_blocks(num_ready_tokens)] * num_layers  # blocks, from the first on
-        self._taken = [0] * num_layers
-        self._waiting = deque(range(num_layers) if self._ready[0] else ())  # layers with ready blocks, in order
+        self._ready = [num_ready_tokens] * num_layers  # tokens, from the first on
+        self._num_unready = 0 if num_ready_tokens == num_tokens else num_layers  # layers
+        self._unit_tokens = 0  # until `begin`
+        self._num_units = 0
+        self._taken = [0] * num_layers  # units, from the first on
+        self._num_untaken = num_layers  # layers
+        self._waiting: deque[int] = deque()  # layers with full units, in the order in which they became full
 
-    def _full_blocks(self, num_tokens: int) -> int:
-        return self.num_blocks if num_tokens == self._num_tokens else num_tokens // self._block_size
+    def begin(self, unit_tokens: int, skip_tokens: int) -> None:
+        """Units have this size, and the peer has those of the first `skip_tokens`. Once, before the first run.
+
+        Raises ValueError for more tokens than there are, and for part of a unit.
+        """
+        if not 0 <= skip_tokens <= self._num_tokens:
+            raise ValueError(f"{skip_tokens} tokens are skipped of {self._num_tokens}")
+        if skip_tokens % unit_tokens and skip_tokens != self._num_tokens:
+            raise ValueError(f"{skip_tokens} skipped tokens end within a unit of {unit_tokens}")
+        self._unit_tokens = unit_tokens
+        self._num_units = -(-self._num_tokens // unit_tokens)
+        skipped = self._full_units(skip_tokens)
+        self._taken = [skipped] * len(self._taken)
+        self._num_untaken = len(self._taken) if skipped < self._num_units else 0
+        self._waiting.extend(layer for layer, ready in enumerate(self._ready) if self._full_units(ready) > skipped)
 
     def add_ready(self, layer: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `layer` are in the blocks. Raises ValueError for more than there are."""
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(f"{num_tokens} tokens are ready of {self._num_tokens}")
-        ready = self._full_blocks(num_tokens)
         before, taken = self._ready[layer], self._taken[layer]
-        self._ready[layer] = max(before, ready)
-        if before <= taken < ready:
+        if num_tokens <= before:
+            return
+        self._ready[layer] = num_tokens
+        self._num_unready -= num_tokens == self._num_tokens
+        if self._unit_tokens and self._full_units(before) <= taken < self._full_units(num_tokens):
             self._waiting.append(layer)
 
-    def skip(self, num_blocks: int) -> None:
-        """The peer has the first `num_blocks`. Before the first run only. Raises ValueError for more than there are."""
-        if not 0 <= num_blocks <= self.num_blocks:
-            raise ValueError(f"{num_blocks} blocks are skipped of {self.num_blocks}")
-        self._taken = [num_blocks] * len(self._taken)
-        self._waiting = deque(layer for layer in self._waiting if self._ready[layer] > num_blocks)
+    def next_runs(self, max_units: int) -> tuple[Run, ...]:
+        """Takes the runs of the next chunk, of `max_units` units at most; none where no unit is full now."""
+        runs: list[Run] = []
+        while self._waiting and max_units:
+            layer = self._waiting[0]
+            first, full = self._taken[layer], self._full_units(self._ready[layer])
+            count = min(full - first, max_units)
+            runs.append(Run(layer, first, count))
+            max_units -= count
+            self._taken[layer] = first + count
+            self._num_untaken -= first + count == self._num_units
+            if first + count == full:
+                self._waiting.popleft()
+        return tuple(runs)
 
-    def next_run(self) -> BlockRun | None:
-        """Takes the next run; None where no block is ready now."""
-        if not self._waiting:
-            return None
-        layer = self._waiting[0]
-        first = self._taken[layer]
-        count = min(self._ready[layer] - first, self._max_run_blocks)
-        self._taken[layer] = first + count
-        if first + count >= self._ready[layer]:
-            self._waiting.popleft()
-        return BlockRun(layer, first, count)
+    @property
+    def has_runs(self) -> bool:
+        """A unit is full and not taken."""
+        return bool(self._waiting)
 
     @property
     def all_ready(self) -> bool:
-        """Every block of every layer holds its KV."""
-        return all(ready == self.num_blocks for ready in self._ready)
+        """Every token of every layer is in its block."""
+        return self._num_unready == 0
 
     @property
     def all_taken(self) -> bool:
-        """Every block of every layer was taken or skipped."""
-        return all(taken == self.num_blocks for taken in self._taken)
+        """Every unit of every layer was taken or skipped."""
+        return self._num_untaken == 0
+
+    def _full_units(self, num_tokens: int) -> int:
+        return self._num_units if num_tokens == self._num_tokens else num_tokens // self._unit_tokens

@@ -1,16 +1,10 @@
 """A control connection under a lease: silence is broken by pings, and too long a silence ends it."""
 
-import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import TypeVar
-
 from protocol.clock import Clock
 from protocol.errors import ConnectionLost
 from protocol.messages import Message, Ping
 from protocol.network import Connection
 from protocol.silence import Silence
-
-T = TypeVar("T")
 
 
 class LeasedConnection:
@@ -55,31 +49,3 @@ class LeasedConnection:
                 self._said = now
             until_ping_s = self._said + self._lease_s / 3 - now
             await self._silence.pause(max(min(until_ping_s, self._lease_s - self._silence.length_s), 0.001))
-
-
-async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
-    """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await awaitable
-    except TimeoutError as error:
-        raise ConnectionLost(f"{what} took longer than {seconds:g} s") from error
-
-
-async def run_until_lost(*parts: Coroutine[None, None, None]) -> str:
-    """Run the parts of a connection together until one raises ConnectionLost; returns why. All have ended then.
-
-    Not a TaskGroup: that cancels in the order of a set, and a simulation has to replay exactly.
-    """
-    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, ConnectionLost):
-            raise error
-    return str(errors[0]) if errors else "the connection was closed"

@@ -3,11 +3,18 @@
 Rules of this file: nothing here does I/O, waits, or knows a clock. A state and an event give the next state; a pair
 that is not in the table raises. Whoever drives a transfer asks here first and acts afterwards.
 
-SENDING, RECEIVING and ABORTING mean that somebody touches the blocks right now. Blocks may be freed in RELEASED,
-VERIFIED and ABORTED alone. PEER_LOST is reported only after the link is closed, so it ends these states at once;
-ABORT and LEASE_EXPIRED have to wait for the chunk that is under way.
+This is the life of one lane (one pair of ranks); a transfer is done when all its lanes are.
 
-    sender     OFFERING -> OFFERED -> GRANTED <-> SENDING      GRANTED -> COMMITTED -> RELEASED
+SENDING, FINISHING, RELEASING, RECEIVING and ABORTING mean that somebody touches the blocks right now: at least one
+chunk is under way, on whatever link. CHUNK_BEGIN is the first of them, CHUNK_END the last: the lane counts those
+between. A chunk on a link that broke has ended only when that link is closed. Blocks may be freed in RELEASED, VERIFIED
+and ABORTED alone. PEER_LOST is reported only after every link is closed, so it ends these states at once; ABORT and
+LEASE_EXPIRED have to wait for the chunks that are under way.
+
+    sender     OFFERING -> OFFERED -> GRANTED <-> SENDING
+               GRANTED -> COMMITTED -> RELEASED        COMMITTED <-> FINISHING (chunks that were out when the commit
+               SENDING -> FINISHING                    went, or are sent again)
+               FINISHING -> RELEASING -> RELEASED      (the peer's answer was quicker than our own call's return)
     receiver   AWAITING_OFFER -> GRANTED <-> RECEIVING         GRANTED -> VERIFIED
     both       any -> ABORTED, through ABORTING where a chunk is under way
 
@@ -25,13 +32,15 @@ class IllegalTransition(TwostrokeError):
 
 
 class SenderState(Enum):
-    """The prefill worker's side."""
+    """The side of the worker that has the KV."""
 
     OFFERING = "offering"  # opened; the offer is not out yet
     OFFERED = "offered"
     GRANTED = "granted"
     SENDING = "sending"  # a chunk's bytes are being read from the blocks
     COMMITTED = "committed"
+    FINISHING = "finishing"  # committed, and a chunk's bytes are being read
+    RELEASING = "releasing"  # verified by the peer, but a call that reads the blocks has not returned
     ABORTING = "aborting"  # given up, but a chunk's bytes are still being read
     RELEASED = "released"  # verified by the peer
     ABORTED = "aborted"
@@ -42,8 +51,8 @@ class SenderEvent(Enum):
 
     OFFER = "offer"
     GRANT = "grant"
-    CHUNK_BEGIN = "chunk begin"
-    CHUNK_END = "chunk end"
+    CHUNK_BEGIN = "chunk begin"  # the first one under way
+    CHUNK_END = "chunk end"  # the last one under way
     COMMIT = "commit"
     VERIFIED = "verified"
     ABORT = "abort"  # ours or the peer's
@@ -52,7 +61,7 @@ class SenderEvent(Enum):
 
 
 class ReceiverState(Enum):
-    """The decode worker's side."""
+    """The side of the worker that gets the KV."""
 
     AWAITING_OFFER = "awaiting offer"
     GRANTED = "granted"
@@ -66,9 +75,9 @@ class ReceiverEvent(Enum):
     """What can happen to a ReceiverState."""
 
     OFFER = "offer"
-    CHUNK_BEGIN = "chunk begin"
-    CHUNK_END = "chunk end"
-    COMMIT = "commit"  # it names every chunk, and all are there
+    CHUNK_BEGIN = "chunk begin"  # the first one under way
+    CHUNK_END = "chunk end"  # the last one under way
+    COMMIT = "commit"  # it has come, and every chunk it names is there
     ABORT = "abort"  # ours or the peer's
     LEASE_EXPIRED = "lease expired"
     PEER_LOST = "peer lost"
@@ -82,15 +91,23 @@ def _sender_table() -> dict[tuple[SenderState, SenderEvent], SenderState]:
         (state.GRANTED, event.CHUNK_BEGIN): state.SENDING,
         (state.SENDING, event.CHUNK_END): state.GRANTED,
         (state.GRANTED, event.COMMIT): state.COMMITTED,
+        (state.SENDING, event.COMMIT): state.FINISHING,
+        (state.COMMITTED, event.CHUNK_BEGIN): state.FINISHING,
+        (state.FINISHING, event.CHUNK_END): state.COMMITTED,
         (state.COMMITTED, event.VERIFIED): state.RELEASED,
+        (state.FINISHING, event.VERIFIED): state.RELEASING,
+        (state.RELEASING, event.CHUNK_END): state.RELEASED,
         (state.ABORTING, event.CHUNK_END): state.ABORTED,
     }
     for at in state:
-        done = at if at is state.RELEASED else state.ABORTED
-        table[at, event.PEER_LOST] = done
-        under_way = at in (state.SENDING, state.ABORTING)
+        is_verified = at in (state.RELEASING, state.RELEASED)
+        table[at, event.PEER_LOST] = state.RELEASED if is_verified else state.ABORTED
         for ending in (event.ABORT, event.LEASE_EXPIRED):
-            table[at, ending] = state.ABORTING if under_way else done
+            if is_verified:
+                table[at, ending] = at
+            else:
+                under_way = at in (state.SENDING, state.FINISHING, state.ABORTING)
+                table[at, ending] = state.ABORTING if under_way else state.ABORTED
     return table
 
 

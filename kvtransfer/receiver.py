@@ -1,17 +1,19 @@
-"""The decode worker's side of KV transfer."""
+"""The receiving side of KV transfer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.config import TransferConfig
 from kvtransfer.deadline import Deadline
-from kvtransfer.digest import Digester
+from kvtransfer.endings import finish
 from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.incoming_lane import IncomingLane
+from kvtransfer.layout import plan_lanes
 from kvtransfer.lifecycle import ReceiverState
-from kvtransfer.link import Transport
 from kvtransfer.receiver_connection import ReceiverConnection
 from kvtransfer.stats import TransferStats
 from kvtransfer.store import KVStore
+from kvtransfer.transports import Transports
 from kvtransfer.used_tickets import UsedTickets
 from protocol.clock import Clock
 from protocol.errors import EpochMismatch, TicketRefused
@@ -24,7 +26,7 @@ __all__ = ["IncomingTransfer", "KVReceiver"]
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
-    """An offer that came before its request."""
+    """One lane's offer that came before its request."""
 
     offer: Offer
     connection: ReceiverConnection
@@ -32,9 +34,9 @@ class _PendingOffer:
 
 
 class KVReceiver:
-    """Matches offers of prefill workers with the requests that expect them, and lets their KV into reserved blocks.
+    """Matches offers with the requests that expect them, lane by lane, and lets their KV into reserved blocks.
 
-    The store and the transport stay their maker's: `close` lets go of them and closes neither.
+    The store and the transports stay their maker's: `close` lets go of them and closes neither.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class KVReceiver:
         peer: Peer,
         store: KVStore,
         network: Network,
-        transport: Transport,
+        transports: Transports,
         config: TransferConfig,
         clock: Clock,
         secret: bytes,
@@ -51,131 +53,156 @@ class KVReceiver:
         self._peer = peer
         self._store = store
         self._network = network
-        self._transport = transport
+        self._transports = transports
         self._config = config
         self._clock = clock
         self._secret = secret
-        self._digester = Digester()
         self._listener: Listener | None = None
         self._host = ""
         self._transfers: dict[bytes, IncomingTransfer] = {}
-        self._carriers: dict[bytes, ReceiverConnection] = {}  # of the granted ones
-        self._offers: dict[bytes, _PendingOffer] = {}
+        self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
+        self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
+        self._num_offers = 0
         self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self.stats = TransferStats()
         self.on_offer: Callable[[bytes], None] = _ignore
-        """Called with the transfer id of every offer that comes before its request is expected."""
+        """Called with the transfer id of every offer that comes before its request is expected, and where a source
+        declines such a request."""
 
     def has_offer(self, transfer_id: bytes) -> bool:
         """Whether an offer waits for its request to be expected, or came and was withdrawn: then waiting is no use."""
         return transfer_id in self._offers or transfer_id in self._offered_tickets
 
+    def offered_tokens(self, transfer_id: bytes) -> int | None:
+        """Of how many tokens the KV is offered; None where no offer waits: none came, or it was withdrawn."""
+        offers = self._offers.get(transfer_id)
+        return next(iter(offers.values())).offer.num_tokens if offers else None
+
     async def start(self, host: str) -> Address:
-        """Listen for prefill workers on a free port of `host`. Raises ConnectionLost where that can't be had."""
+        """Listen for sources on a free port of `host`. Raises ConnectionLost where that can't be had."""
         self._host = host
         self._listener = await self._network.listen(host, self._serve)
         return self._listener.address
 
     async def close(self) -> None:
         """End every connection and transfer, and wait until nothing can write into a block any more."""
-        if self._listener is not None:
-            await self._listener.close()
-        for transfer in tuple(self._transfers.values()):
-            transfer.peer_lost("the decode worker is closing")
-        self._digester.close()
+        await finish(self._close())
 
-    def expect(self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_blocks: int) -> IncomingTransfer:
+    def expect(self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int) -> IncomingTransfer:
         """Let the KV of `num_tokens` tokens come into `block_ids`; never waits, and needs a running event loop.
 
-        The first `skip_blocks` blocks are whole already and are not sent. The offer may have come before. A ticket that
-        is forged, used, or made out to others fails the transfer. Raises ValueError where tokens and blocks don't fit.
+        The first `skip_tokens` tokens are there already, whole blocks or all, and are not sent. The offer may have come
+        before. A ticket that is forged, used, or made out to others fails the transfer. Raises ValueError where tokens
+        and blocks don't fit.
         """
-        num_blocks = -(-num_tokens // self._store.block_size)
-        if num_tokens < 1 or not 0 <= skip_blocks <= num_blocks <= len(block_ids):
-            raise ValueError(f"{num_tokens} tokens and {skip_blocks} skipped blocks do not fit {len(block_ids)} blocks")
-        blocks = block_ids[:num_blocks]
+        block_size = self._store.layout.block_size
+        num_blocks = -(-num_tokens // block_size)
+        if num_tokens < 1 or not 0 <= skip_tokens <= num_tokens or num_blocks > len(block_ids):
+            raise ValueError(f"{num_tokens} tokens and {skip_tokens} skipped ones do not fit {len(block_ids)} blocks")
+        if skip_tokens % block_size and skip_tokens != num_tokens:
+            raise ValueError(f"{skip_tokens} skipped tokens end within a block of {block_size}")
+        blocks = tuple(block_ids[:num_blocks])
         if min(blocks) < 0 or max(blocks) >= self._store.num_blocks or len(set(blocks)) != num_blocks:
             raise ValueError(f"these are not distinct blocks of {self._store.num_blocks}: {list(blocks)}")
+        fault = self._ticket_fault(ticket, ticket.source)
         transfer = IncomingTransfer(
-            ticket, blocks, num_tokens, skip_blocks, self._store, self, self._config, self._clock
+            ticket,
+            blocks,
+            num_tokens,
+            skip_tokens,
+            source_ranks=self._source_ranks(ticket) if fault is None else (),
+            keeper=self,
+            on_ended=self._count,
+            clock=self._clock,
+            progress_s=self._config.progress_s,
         )
         self.stats.in_flight += 1
-        fault = self._ticket_fault(ticket, ticket.prefill)
+        if fault is None and not transfer.lanes:
+            fault = f"{ticket.source_ranks} ranks can't send to {self._store.layout.tp_size}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
         if fault is not None:
             transfer.peer_aborted(fault)
             return transfer
-        pending = self._take_offer(ticket.transfer_id)
-        if pending is None and ticket.transfer_id in self._offered_tickets:
-            transfer.peer_aborted("the prefill worker has given the transfer up already")
-            return transfer
         self._transfers[ticket.transfer_id] = transfer
-        if pending is not None:
-            self._match(transfer, pending.offer, pending.connection)
+        offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
+        for rank, pending in offers.items():
+            if pending is not None:
+                self._match(transfer.lanes[rank], pending.offer, pending.connection)
+            elif self._offered_tickets.was_used(ticket.transfer_id, rank):
+                transfer.abort("the source has given the transfer up already")
         return transfer
 
     def refuse(self, ticket: Ticket) -> None:
         """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
         self._expected_tickets.use(ticket.transfer_id)
-        pending = self._take_offer(ticket.transfer_id)
-        if pending is not None:
-            pending.connection.post(Abort(ticket.transfer_id, "the decode worker has given the request up already"))
+        for rank in tuple(self._offers.get(ticket.transfer_id, ())):
+            pending = self._take_offer(ticket.transfer_id, rank)
+            if pending is not None:
+                pending.connection.post(Abort(ticket.transfer_id, "the target has given the request up already"))
 
-    # --- the transfers' calls (IncomingObserver) ---
+    # --- the lanes' calls (LaneKeeper) ---
 
-    def gave_up(self, transfer: IncomingTransfer, reason: str) -> None:
-        carrier = self._carriers.get(transfer.ticket.transfer_id)
-        if carrier is not None:
-            carrier.post(Abort(transfer.ticket.transfer_id, reason))
+    def gave_up(self, lane: IncomingLane, reason: str) -> None:
+        connection = self._connections.get(lane)
+        if connection is not None:
+            connection.post(Abort(lane.ticket.transfer_id, reason))
 
-    def ended(self, transfer: IncomingTransfer) -> None:
-        transfer_id = transfer.ticket.transfer_id
-        if self._transfers.get(transfer_id) is transfer:
-            del self._transfers[transfer_id]
-            carrier = self._carriers.pop(transfer_id, None)
-            if carrier is not None:
-                carrier.transfers.pop(transfer_id, None)
-        self.stats.in_flight -= 1
-        if transfer.state is ReceiverState.VERIFIED:
-            self.stats.done += 1
-            self.stats.seconds += self._clock() - transfer.started_s
-        else:
-            self.stats.failed += 1
+    def lane_ended(self, lane: IncomingLane) -> None:
+        connection = self._connections.pop(lane, None)
+        if connection is not None:
+            connection.lanes.pop(lane.ticket.transfer_id, None)
 
     # --- the connections' calls (OfferDesk) ---
 
     def offered(self, connection: ReceiverConnection, offer: Offer) -> None:
-        transfer_id = offer.ticket.transfer_id
-        fault = self._ticket_fault(offer.ticket, connection.sender)
-        if fault is None and not self._offered_tickets.use(transfer_id):
+        transfer_id, rank = offer.ticket.transfer_id, connection.source_rank
+        fault = self._ticket_fault(offer.ticket, connection.source)
+        if fault is None and not self._offered_tickets.use(transfer_id, rank):
             fault = "the ticket was used before"
         transfer = self._transfers.get(transfer_id)
-        if fault is None and transfer is None:
-            if transfer_id in self._expected_tickets:
-                fault = "the decode worker has given the request up already"
-            elif len(self._offers) >= self._config.max_pending_offers:
+        lane = transfer.lanes.get(rank) if transfer is not None else None
+        if fault is None and lane is None:
+            if transfer is not None:
+                fault = f"nothing is expected of rank {rank}"
+            elif transfer_id in self._expected_tickets:
+                fault = "the target has given the request up already"
+            elif self._num_offers >= self._config.max_pending_offers:
                 fault = "too many offers wait for their requests"
         if fault is not None:
             connection.post(Abort(transfer_id, fault))
-        elif transfer is not None:
-            self._match(transfer, offer, connection)
+        elif lane is not None:
+            self._match(lane, offer, connection)
         else:
-            deadline = Deadline(self._clock, self._config.progress_s, lambda: self._expire_offer(transfer_id))
+            deadline = Deadline(self._clock, self._config.progress_s, lambda: self._expire_offer(transfer_id, rank))
             deadline.restart()
-            self._offers[transfer_id] = _PendingOffer(offer, connection, deadline)
+            self._offers.setdefault(transfer_id, {})[rank] = _PendingOffer(offer, connection, deadline)
+            self._num_offers += 1
             self.on_offer(transfer_id)
 
-    def offer_withdrawn(self, connection: ReceiverConnection, transfer_id: bytes) -> None:
-        pending = self._offers.get(transfer_id)
-        if pending is not None and pending.connection is connection:
-            self._take_offer(transfer_id)
+    def declined(self, connection: ReceiverConnection, transfer_id: bytes, reason: str) -> None:
+        rank = connection.source_rank
+        pending = self._offers.get(transfer_id, {}).get(rank)
+        if pending is not None:
+            if pending.connection is connection:
+                self._take_offer(transfer_id, rank)
+            return
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            lane = transfer.lanes.get(rank)
+            is_its_own = transfer.ticket.source == connection.source
+            if is_its_own and lane is not None and lane.state is ReceiverState.AWAITING_OFFER:
+                self._offered_tickets.use(transfer_id, rank)
+                lane.peer_aborted(reason)
+        elif transfer_id not in self._expected_tickets and self._offered_tickets.use(transfer_id, rank):
+            self.on_offer(transfer_id)
 
     def connection_lost(self, connection: ReceiverConnection) -> None:
-        for transfer_id, pending in tuple(self._offers.items()):
-            if pending.connection is connection:
-                self._take_offer(transfer_id)
+        for transfer_id, offers in tuple(self._offers.items()):
+            for rank, pending in tuple(offers.items()):
+                if pending.connection is connection:
+                    self._take_offer(transfer_id, rank)
 
     # --- inside ---
 
@@ -185,42 +212,72 @@ class KVReceiver:
             peer=self._peer,
             host=self._host,
             store=self._store,
-            transport=self._transport,
+            transports=self._transports,
             config=self._config,
             clock=self._clock,
-            digester=self._digester,
             stats=self.stats,
             desk=self,
         ).run()
 
-    def _ticket_fault(self, ticket: Ticket, prefill: Peer) -> str | None:
+    async def _close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+        for transfer in tuple(self._transfers.values()):
+            transfer.peer_lost("the target is closing")
+
+    def _source_ranks(self, ticket: Ticket) -> tuple[int, ...]:
+        """The source's ranks that have something for this one; none where its number can't be."""
+        layout = self._store.layout
         try:
-            verify_ticket(self._secret, ticket, prefill=prefill, decode=self._peer)
+            lanes = plan_lanes(ticket.source_ranks, layout.tp_size, layout.num_kv_heads)
+        except ValueError:
+            return ()
+        return tuple(lane.source_rank for lane in lanes if lane.target_rank == self._store.rank)
+
+    def _ticket_fault(self, ticket: Ticket, source: Peer) -> str | None:
+        try:
+            verify_ticket(self._secret, ticket, source=source, target=self._peer)
         except (TicketRefused, EpochMismatch) as error:
             return str(error)
         return None
 
-    def _match(self, transfer: IncomingTransfer, offer: Offer, connection: ReceiverConnection) -> None:
+    def _match(self, lane: IncomingLane, offer: Offer, connection: ReceiverConnection) -> None:
         """Grant the offer, where it is what the request expects."""
-        transfer_id = transfer.ticket.transfer_id
-        self._carriers[transfer_id] = connection
-        connection.transfers[transfer_id] = transfer
-        if offer.ticket != transfer.ticket:
-            transfer.abort("the offer's ticket is not the request's")
-        elif offer.num_tokens != transfer.num_tokens:
-            transfer.abort(f"{offer.num_tokens} tokens are offered, {transfer.num_tokens} expected")
+        if lane.ended or connection.cut is None:  # another lane of its transfer has failed meanwhile
+            connection.post(Abort(offer.ticket.transfer_id, "the target has given the request up already"))
+            return
+        self._connections[lane] = connection
+        connection.lanes[lane.ticket.transfer_id] = lane
+        if offer.ticket != lane.ticket:
+            lane.abort("the offer's ticket is not the request's")
+        elif offer.num_tokens != lane.num_tokens:
+            lane.abort(f"{offer.num_tokens} tokens are offered, {lane.num_tokens} expected")
         else:
-            transfer.granted()
-            connection.post(Grant(transfer_id, transfer.skip_blocks))
+            lane.granted(connection.cut)
+            connection.post(Grant(lane.ticket.transfer_id, lane.skip_tokens))
 
-    def _take_offer(self, transfer_id: bytes) -> _PendingOffer | None:
-        pending = self._offers.pop(transfer_id, None)
+    def _count(self, transfer: IncomingTransfer) -> None:
+        if self._transfers.get(transfer.ticket.transfer_id) is transfer:
+            del self._transfers[transfer.ticket.transfer_id]
+        self.stats.in_flight -= 1
+        if transfer.is_verified:
+            self.stats.done += 1
+            self.stats.seconds += self._clock() - transfer.started_s
+        else:
+            self.stats.failed += 1
+
+    def _take_offer(self, transfer_id: bytes, rank: int) -> _PendingOffer | None:
+        offers = self._offers.get(transfer_id, {})
+        pending = offers.pop(rank, None)
         if pending is not None:
             pending.deadline.stop()
+            self._num_offers -= 1
+            if not offers:
+                del self._offers[transfer_id]
         return pending
 
-    def _expire_offer(self, transfer_id: bytes) -> None:
-        pending = self._take_offer(transfer_id)
+    def _expire_offer(self, transfer_id: bytes, rank: int) -> None:
+        pending = self._take_offer(transfer_id, rank)
         if pending is not None:
             pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
 

@@ -1,18 +1,50 @@
-"""One prefill worker's connection and link to this decode worker, with the transfers that came over them."""
+"""The control connection from one rank of a source to this rank, with the transfers that came over it.
 
-import asyncio
+A source that is stopped for longer than its lease, and then wakes, can write nothing into blocks that were given away:
+
+- Its lease ends here, by this side's clock, without a word from it. This side's end of every link is closed then, and
+  only after that do its lanes end (PEER_LOST) and their blocks go back. A closed link is written to by nobody.
+- Which bytes go where was never the source's to say: it sends bytes, and this side writes them, into the blocks of the
+  chunk at hand (tcp, torch_distributed), or this side copies them out of the source's memory itself (shm, cuda_ipc).
+  What a woken source still sends ends in a closed socket or a process group that is gone.
+- Its messages come over a connection that is closed. A new one begins with a new Hello, and its tickets are used.
+
+A target that is stopped and wakes late reads at worst KV that has been overwritten since: its digest does not hold, and
+its own lease ends with the first look at the clock.
+"""
+
+from collections.abc import Callable
 from typing import Protocol
 
 from kvtransfer.config import TransferConfig
-from kvtransfer.digest import Digester
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.leased_connection import LeasedConnection, run_until_lost, within
-from kvtransfer.link import DataLink, PendingLink, Transport
+from kvtransfer.endings import run_until_lost
+from kvtransfer.incoming_lane import IncomingLane
+from kvtransfer.layout import Cut, cut_lane, plan_lanes
+from kvtransfer.leased_connection import LeasedConnection
+from kvtransfer.link import LinkParams
+from kvtransfer.patience import within
 from kvtransfer.stats import TransferStats
 from kvtransfer.store import KVStore
+from kvtransfer.target_links import TargetLinks
+from kvtransfer.transport_choice import Choice, choose_transport
+from kvtransfer.transports import Transports
 from protocol.clock import Clock
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.messages import Abort, Chunk, Commit, Hello, Message, Offer, Ping, Refuse, Verified, Welcome
+from protocol.errors import ConfigError, ConnectionLost, ProtocolError
+from protocol.kv_layout import incompatibility
+from protocol.messages import (
+    Abort,
+    Chunk,
+    Commit,
+    Hello,
+    KVHello,
+    KVWelcome,
+    LinkWanted,
+    Message,
+    Offer,
+    Ping,
+    Refuse,
+    Welcome,
+)
 from protocol.network import Connection
 from protocol.tickets import Peer
 
@@ -23,15 +55,15 @@ class OfferDesk(Protocol):
     def offered(self, connection: "ReceiverConnection", offer: Offer) -> None:
         """Grant, keep or refuse the offer."""
 
-    def offer_withdrawn(self, connection: "ReceiverConnection", transfer_id: bytes) -> None:
-        """The peer aborts a transfer that this connection does not carry: perhaps one that is only offered yet."""
+    def declined(self, connection: "ReceiverConnection", transfer_id: bytes, reason: str) -> None:
+        """The peer aborts a transfer that this connection does not carry: only offered yet, or never."""
 
     def connection_lost(self, connection: "ReceiverConnection") -> None:
         """Its offers are void."""
 
 
 class ReceiverConnection:
-    """Reads control messages as they come; a second task takes chunks and commits in order and moves the bytes.
+    """Reads control messages as they come, and leaves chunks to its links.
 
     So a slow transfer holds up neither pings, nor offers, nor aborts behind it.
     """
@@ -43,71 +75,102 @@ class ReceiverConnection:
         peer: Peer,
         host: str,
         store: KVStore,
-        transport: Transport,
+        transports: Transports,
         config: TransferConfig,
         clock: Clock,
-        digester: Digester,
         stats: TransferStats,
         desk: OfferDesk,
     ):
-        self.sender = Peer("", 0)  # until its Hello
-        self.transfers: dict[bytes, IncomingTransfer] = {}
+        self.source = Peer("", 0)  # until its Hello, as are the next two
+        self.source_rank = -1
+        self.cut: Cut | None = None
+        self.lanes: dict[bytes, IncomingLane] = {}  # by transfer id
         self._connection = connection
         self._control = LeasedConnection(connection, clock, config.lease_s)
         self._peer = peer
         self._host = host
         self._store = store
-        self._transport = transport
+        self._transports = transports
         self._config = config
-        self._digester = digester
+        self._clock = clock
         self._stats = stats
         self._desk = desk
-        self._queue: asyncio.Queue[Chunk | Commit] = asyncio.Queue(config.max_queued_messages)
-        self._link: DataLink | None = None
 
     async def run(self) -> None:
-        """Serve until the connection is lost or this is cancelled; then end every transfer left."""
-        pending: PendingLink | None = None
-        reason = "the decode worker is closing"
+        """Serve until the connection is lost or this is cancelled; then end every lane left."""
+        reason = "the target is closing"
         try:
-            hello = await within(self._config.lease_s, self._connection.receive(), "the prefill worker's hello")
+            hello = await within(self._config.lease_s, self._connection.receive(), "the source's hello")
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"a connection does not begin with {type(hello).__name__}")
-            refusal = self._refusal(hello)
-            if refusal is not None:
-                self._connection.send(Refuse(refusal))
+            try:
+                kv, cut = self._fit(hello)
+                self._choose(kv, ())
+            except ConfigError as refusal:
+                self._connection.send(Refuse(str(refusal)))
                 await self._connection.drain()
                 return
-            self.sender = hello.sender
-            pending = await self._transport.prepare(self._host)
-            self._connection.send(Welcome(self._peer, pending.params))
-            reason = await run_until_lost(self._listen(), self._receive(pending), self._control.watch())
+            self.source, self.source_rank, self.cut = hello.sender, kv.rank, cut
+            reason = await self._serve(kv, cut)
         except ConnectionLost as lost:
             reason = str(lost)
-        finally:
-            if pending is not None:
-                await pending.close()
-            if self._link is not None:
-                await self._link.close()
+        finally:  # every link is closed here
             self._desk.connection_lost(self)
-            for transfer in tuple(self.transfers.values()):
-                transfer.peer_lost(reason)
+            for lane in tuple(self.lanes.values()):
+                lane.peer_lost(reason)
 
     def post(self, message: Message) -> None:
         """Send `message`, if the connection still stands; never waits."""
         self._control.post(message)
 
-    def _refusal(self, hello: Hello) -> str | None:
-        """Why this peer can't send us KV, if so; with both sides' values."""
+    def _fit(self, hello: Hello) -> tuple[KVHello, Cut]:
+        """Its part about KV, and our end of the lane. Raises ConfigError with both sides' values if it does not fit."""
+        ours = self._store.layout
         if hello.receiver != self._peer:
-            return f"you look for {_name(hello.receiver)}, and this is {_name(self._peer)}"
-        if hello.fingerprint != self._store.fingerprint:
-            return f"your KV layout is {hello.fingerprint}, and ours is {self._store.fingerprint}"
-        if hello.transport != self._transport.name:
-            return f"your transport is {hello.transport}, and ours is {self._transport.name}"
-        return None
+            raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._peer)}")
+        kv = hello.kv
+        if kv is None:
+            raise ConfigError("this is no token channel")
+        fault = incompatibility(kv.layout, ours, kv.encoding)
+        if fault is not None:
+            raise ConfigError(fault)
+        for lane in plan_lanes(kv.layout.tp_size, ours.tp_size, ours.num_kv_heads):
+            if (lane.source_rank, lane.target_rank) == (kv.rank, self._store.rank):
+                return kv, cut_lane(lane, kv.layout, ours, kv.encoding)[1]
+        raise ConfigError(
+            f"rank {kv.rank} of {kv.layout.tp_size} has nothing for rank {self._store.rank} of {ours.tp_size}"
+        )
 
-    async def _listen(self) -> None:
+    def _choose(self, kv: KVHello, without: tuple[str, ...]) -> Choice:
+        """Raises ConfigError where the pair has no transport in common."""
+        return choose_transport(kv.reach, self._transports.reach, kv.encoding, without)
+
+    async def _serve(self, kv: KVHello, cut: Cut) -> str:
+        """Serve a peer that fits; returns why that ended."""
+
+        def welcome(choice: Choice, params: LinkParams) -> None:
+            answer = KVWelcome(
+                self._store.layout, self._store.rank, choice.transport, choice.why, choice.missing, params
+            )
+            self._control.post(Welcome(self._peer, answer))
+
+        links = TargetLinks(
+            source=self.source,
+            target=self._peer,
+            host=self._host,
+            cut=cut,
+            max_chunk_units=cut.layout.num_layers * self._store.num_blocks * cut.units_per_block,
+            control=self._control,
+            choose=lambda without: self._choose(kv, without),
+            lanes=self.lanes,
+            transports=self._transports,
+            config=self._config,
+            clock=self._clock,
+            stats=self._stats,
+        )
+        return await run_until_lost(self._listen(links.put), links.run(welcome), self._control.watch())
+
+    async def _listen(self, put: Callable[[Chunk | LinkWanted], None]) -> None:
         while True:
             message = await self._control.receive()
             match message:
@@ -115,41 +178,19 @@ class ReceiverConnection:
                     pass
                 case Offer():
                     self._desk.offered(self, message)
-                case Chunk() | Commit():
-                    try:
-                        self._queue.put_nowait(message)
-                    except asyncio.QueueFull as error:
-                        raise ProtocolError("the prefill worker runs ahead of its bytes") from error
+                case Chunk() | LinkWanted():
+                    put(message)
+                case Commit(transfer_id=transfer_id):
+                    lane = self.lanes.get(transfer_id)
+                    if lane is not None and (verified := lane.commit(message)) is not None:
+                        self.post(verified)
                 case Abort(transfer_id=transfer_id, reason=reason):
-                    if (transfer := self.transfers.get(transfer_id)) is not None:
-                        transfer.peer_aborted(f"the prefill worker gave up: {reason}")
+                    if (lane := self.lanes.get(transfer_id)) is not None:
+                        lane.peer_aborted(f"the source gave up: {reason}")
                     else:
-                        self._desk.offer_withdrawn(self, transfer_id)
+                        self._desk.declined(self, transfer_id, f"the source gave up: {reason}")
                 case _:
-                    raise ProtocolError(f"a prefill worker does not send {type(message).__name__}")
-
-    async def _receive(self, pending: PendingLink) -> None:
-        self._link = await pending.established()
-        while True:
-            message = await self._queue.get()
-            transfer = self.transfers.get(message.transfer_id)
-            if isinstance(message, Chunk):
-                await self._receive_chunk(self._link, message, transfer)
-            elif transfer is not None and transfer.commit(message):
-                self._control.post(Verified(message.transfer_id))
-
-    async def _receive_chunk(self, link: DataLink, chunk: Chunk, transfer: IncomingTransfer | None) -> None:
-        if not 0 < chunk.num_bytes <= self._store.num_blocks * self._store.block_bytes:
-            raise ProtocolError(f"a chunk of {chunk.num_bytes} bytes can't be")
-        blocks = transfer.begin_chunk(chunk) if transfer is not None else None
-        if transfer is None or blocks is None:
-            await within(self._config.lease_s, link.discard(chunk.num_bytes), "discarding a chunk")
-            return
-        await within(self._config.lease_s, link.receive(chunk.layer, blocks), "receiving a chunk")
-        is_intact = await self._digester.digest(self._store, chunk.layer, blocks) == chunk.digest
-        self._stats.bytes += chunk.num_bytes
-        self._stats.digest_failures += not is_intact
-        transfer.end_chunk(chunk, is_intact=is_intact)
+                    raise ProtocolError(f"a source does not send {type(message).__name__}")
 
 
 def _name(peer: Peer) -> str:

@@ -1,30 +1,30 @@
-"""The prefill worker's side of KV transfer."""
+"""The sending side of KV transfer."""
 
 import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvtransfer.chunk_plan import ChunkPlan
 from kvtransfer.config import TransferConfig
-from kvtransfer.digest import Digester
-from kvtransfer.link import Transport
+from kvtransfer.endings import all_ended
+from kvtransfer.layout import Lane, plan_lanes
 from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.sender_connection import SenderConnection
+from kvtransfer.sender_connection import LinkReport, SenderConnection
 from kvtransfer.stats import TransferStats
 from kvtransfer.store import KVStore
+from kvtransfer.transports import Transports
 from protocol.clock import Clock
 from protocol.network import Network
 from protocol.tickets import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["KVSender", "OutgoingTransfer"]
+__all__ = ["KVSender", "LinkReport", "OutgoingTransfer"]
 
 
 class KVSender:
-    """Opens transfers, and keeps one connection and link for each decode worker they go to.
+    """Opens transfers, and keeps one connection for each rank of each worker that this rank sends to.
 
-    The store and the transport stay their maker's: `close` lets go of them and closes neither.
+    The store and the transports stay their maker's: `close` lets go of them and closes neither.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class KVSender:
         peer: Peer,
         store: KVStore,
         network: Network,
-        transport: Transport,
+        transports: Transports,
         config: TransferConfig,
         clock: Clock,
     ):
         self._peer = peer
         self._store = store
         self._network = network
-        self._transport = transport
+        self._transports = transports
         self._config = config
         self._clock = clock
-        self._digester = Digester()
         self._connections: dict[tuple[Peer, Address], SenderConnection] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation replays exactly
+        self._transfers: dict[OutgoingTransfer, None] = {}
         self.stats = TransferStats()
 
     def open(
@@ -54,71 +54,104 @@ class KVSender:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
         `block_ids` is the request's block table, which must cover the tokens. KV of the first `num_ready_tokens`
-        tokens is in these blocks already, in all layers. A ticket that names another prefill worker fails the
-        transfer. Raises ValueError where tokens and blocks don't fit.
+        tokens is in these blocks already, in all layers. A ticket that names another source fails the transfer. Raises
+        ValueError where tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
-        plan = ChunkPlan(
-            num_layers=self._store.num_layers,
-            num_tokens=num_tokens,
-            block_size=self._store.block_size,
-            num_ready_tokens=num_ready_tokens,
-            max_run_blocks=max(1, self._config.max_chunk_bytes // self._store.block_bytes),
-        )
-        if plan.num_blocks > len(block_ids):
-            raise ValueError(f"{num_tokens} tokens need {plan.num_blocks} blocks, not {len(block_ids)}")
-        mine = ticket.prefill == self._peer
-        connection = self._connection(ticket) if mine else self._new_connection(ticket)
+        num_blocks = -(-num_tokens // self._store.layout.block_size)
+        if num_blocks > len(block_ids):
+            raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
-            ticket, num_tokens, block_ids[: plan.num_blocks], plan, connection, self._config, self._clock
+            ticket,
+            num_tokens,
+            tuple(block_ids[:num_blocks]),
+            num_ready_tokens,
+            num_layers=self._store.layout.num_layers,
+            on_ended=self._count,
+            clock=self._clock,
+            progress_s=self._config.progress_s,
         )
+        self._transfers[transfer] = None
         self.stats.in_flight += 1
-        if mine:
-            connection.add(transfer)
-        else:  # nobody connects to an address out of another worker's ticket
-            transfer.peer_aborted(f"the ticket is made out to {ticket.prefill}, and this is {self._peer}")
+        try:
+            lanes = self._lanes(ticket)
+        except ValueError as error:  # nobody connects to an address out of another worker's ticket
+            transfer.refuse(str(error))
+            return transfer
+        for lane in lanes:
+            connection = self._connection(ticket, lane)
+            connection.add(transfer.add_lane(connection))
         return transfer
+
+    def decline(self, ticket: Ticket, reason: str) -> None:
+        """Tell the ticket's target, where it can be reached, that nothing will come. Never waits.
+
+        Raises ValueError for a ticket that names another source.
+        """
+        for lane in self._lanes(ticket):
+            self._connection(ticket, lane).decline(ticket.transfer_id, reason)
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """The links that stand, in the order in which their connections were made."""
+        return tuple(link.report for link in self._connections.values() if link.report is not None)
 
     async def close(self) -> None:
         """End every transfer and connection, and wait until no block is read any more."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await all_ended(tuple(self._tasks))
         for connection in tuple(self._connections.values()):  # those whose task was cancelled before its first step
-            connection.abandon("the prefill worker is closing")
+            connection.abandon("the source is closing")
         self._connections.clear()
-        self._digester.close()
+        for transfer in tuple(self._transfers):  # those that no connection carries
+            transfer.abort("the source is closing")
 
-    def _connection(self, ticket: Ticket) -> SenderConnection:
-        """The connection to the ticket's decode worker, begun where there is none."""
-        key = ticket.decode, ticket.decode_address
-        connection = self._connections.get(key)
+    def _lanes(self, ticket: Ticket) -> tuple[Lane, ...]:
+        """Those of the ticket's transfer that begin at this rank. Raises ValueError where it can't be ours."""
+        layout = self._store.layout
+        if ticket.source != self._peer:
+            raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self._peer}")
+        if ticket.source_ranks != layout.tp_size:
+            raise ValueError(f"the ticket counts {ticket.source_ranks} ranks, and this worker has {layout.tp_size}")
+        lanes = plan_lanes(layout.tp_size, len(ticket.target_addresses), layout.num_kv_heads)
+        return tuple(lane for lane in lanes if lane.source_rank == self._store.rank)
+
+    def _connection(self, ticket: Ticket, lane: Lane) -> SenderConnection:
+        """The connection to the lane's end at the ticket's target, begun where there is none."""
+        address = ticket.target_addresses[lane.target_rank]
+        connection = self._connections.get((ticket.target, address))
         if connection is None:
-            connection = self._connections[key] = self._new_connection(ticket)
-            task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.decode.worker_id}")
+            connection = self._connections[ticket.target, address] = SenderConnection(
+                peer=self._peer,
+                target=ticket.target,
+                address=address,
+                lane=lane,
+                store=self._store,
+                network=self._network,
+                transports=self._transports,
+                config=self._config,
+                clock=self._clock,
+                stats=self.stats,
+                on_lost=self._forget,
+            )
+            task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.target.worker_id}")
             self._tasks[task] = None
             task.add_done_callback(self._ended)
         return connection
 
-    def _new_connection(self, ticket: Ticket) -> SenderConnection:
-        return SenderConnection(
-            peer=self._peer,
-            decode=ticket.decode,
-            address=ticket.decode_address,
-            store=self._store,
-            network=self._network,
-            transport=self._transport,
-            config=self._config,
-            clock=self._clock,
-            digester=self._digester,
-            stats=self.stats,
-            on_lost=self._forget,
-        )
+    def _count(self, transfer: OutgoingTransfer) -> None:
+        del self._transfers[transfer]
+        self.stats.in_flight -= 1
+        if transfer.is_released:
+            self.stats.done += 1
+            self.stats.seconds += self._clock() - transfer.started_s
+        else:
+            self.stats.failed += 1
 
     def _forget(self, connection: SenderConnection) -> None:
         """A lost connection takes no more transfers; the next one opened builds another."""
-        key = connection.decode, connection.address
+        key = connection.target, connection.address
         if self._connections.get(key) is connection:
             del self._connections[key]
 

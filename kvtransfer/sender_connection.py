@@ -1,194 +1,227 @@
-"""The connection and link from one prefill worker to one decode worker, shared by all transfers between them."""
+"""The control connection from one rank of the source to one rank of the target, shared by all transfers of both."""
 
-import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvtransfer.config import TransferConfig
-from kvtransfer.digest import Digester
-from kvtransfer.leased_connection import LeasedConnection, run_until_lost, within
+from kvtransfer.endings import run_until_lost
+from kvtransfer.layout import Cut, Lane, cut_lane
+from kvtransfer.leased_connection import LeasedConnection
 from kvtransfer.lifecycle import IllegalTransition, SenderState
-from kvtransfer.link import DataLink, Transport
-from kvtransfer.outgoing import OutgoingTransfer
+from kvtransfer.outgoing_lane import OutgoingLane
+from kvtransfer.patience import within
+from kvtransfer.source_links import SourceLinks
 from kvtransfer.stats import TransferStats
 from kvtransfer.store import KVStore
+from kvtransfer.transports import Transports
 from protocol.clock import Clock
 from protocol.errors import ConnectionLost, ProtocolError
-from protocol.messages import Abort, Chunk, Commit, Grant, Hello, Message, Offer, Ping, Refuse, Verified, Welcome
+from protocol.kv_layout import incompatibility
+from protocol.messages import (
+    Abort,
+    Damaged,
+    Grant,
+    Hello,
+    KVHello,
+    KVWelcome,
+    LinkReady,
+    Message,
+    Offer,
+    Ping,
+    Refuse,
+    Verified,
+    Welcome,
+)
 from protocol.network import Connection, Network
 from protocol.tickets import Address, Peer
 
 
-class SenderConnection:
-    """Owns the control connection, the link and the transfers on them; all end together.
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """How this rank sends to one rank of another worker."""
 
-    Chunks of several transfers take turns on the link. A chunk's message goes out just before its bytes, so both
-    streams stay in step whatever is aborted in between.
+    target: Peer
+    rank: int  # of the target
+    transport: str
+    why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
+
+
+class SenderConnection:
+    """Owns the control connection, its links and the lanes on them; all end together.
+
+    A link may break without the connection: see SourceLinks.
     """
 
     def __init__(
         self,
         *,
         peer: Peer,
-        decode: Peer,
+        target: Peer,
         address: Address,
+        lane: Lane,
         store: KVStore,
         network: Network,
-        transport: Transport,
+        transports: Transports,
         config: TransferConfig,
         clock: Clock,
-        digester: Digester,
         stats: TransferStats,
         on_lost: Callable[["SenderConnection"], None],
     ):
-        self.decode = decode
+        self.target = target
         self.address = address
+        self.report: LinkReport | None = None  # of the link at hand
+        self._lane = lane
         self._peer = peer
         self._store = store
         self._network = network
-        self._transport = transport
+        self._transports = transports
         self._config = config
         self._clock = clock
-        self._digester = digester
         self._stats = stats
         self._on_lost = on_lost
-        self._transfers: dict[bytes, OutgoingTransfer] = {}
-        self._ready: dict[bytes, OutgoingTransfer] = {}  # those that may have something to send, in turn
-        self._work = asyncio.Event()
+        self._transfers: dict[bytes, OutgoingLane] = {}
+        self._declined: dict[bytes, str] = {}  # to be told once the connection stands
         self._control: LeasedConnection | None = None  # set once the peer has welcomed us
-        self._link: DataLink | None = None
+        self._links: SourceLinks | None = None  # set with it
+        self._cut: Cut | None = None  # set with it
 
-    def add(self, transfer: OutgoingTransfer) -> None:
-        """Offer `transfer`, now or once the connection stands."""
-        self._transfers[transfer.ticket.transfer_id] = transfer
+    def add(self, lane: OutgoingLane) -> None:
+        """Offer `lane`, now or once the connection stands."""
+        self._transfers[lane.ticket.transfer_id] = lane
         if self._control is not None:
-            self._offer(self._control, transfer)
+            self._offer(self._control, lane)
+
+    def decline(self, transfer_id: bytes, reason: str) -> None:
+        """Tell the target that nothing will come, now or once the connection stands."""
+        if self._control is not None:
+            self._control.post(Abort(transfer_id, reason))
+        else:
+            self._declined[transfer_id] = reason
 
     async def run(self) -> None:
-        """Connect and serve until the connection is lost or this is cancelled; then end every transfer left."""
+        """Connect and serve until the connection is lost or this is cancelled; then end every lane left."""
         connection: Connection | None = None
-        reason = "the prefill worker is closing"
+        reason = "the source is closing"
         try:
             connection = await within(
-                self._config.lease_s, self._network.connect(self.address), "connecting to the decode worker"
+                self._config.lease_s, self._network.connect(self.address), "connecting to the target"
             )
-            welcome = await within(self._config.lease_s, self._greet(connection), "the decode worker's welcome")
+            welcome = await within(self._config.lease_s, self._greet(connection), "the target's welcome")
             control = self._control = LeasedConnection(connection, self._clock, self._config.lease_s)
-            for transfer in tuple(self._transfers.values()):
-                self._offer(control, transfer)
-            reason = await run_until_lost(self._listen(control), self._send(control, welcome), control.watch())
+            links = self._links = self._begin(control, welcome)
+            first = LinkReady(0, welcome.transport, welcome.link)
+            reason = await run_until_lost(self._listen(control, links), links.run(first), control.watch())
         except ConnectionLost as lost:
             reason = str(lost)
-        finally:
+        finally:  # every link is closed here
             self._on_lost(self)
-            self._control = None
-            if self._link is not None:
-                await self._link.close()
+            self._control = self._links = self.report = None
+            self.abandon(reason)
             if connection is not None:
                 await connection.close()
-            self.abandon(reason)
 
     def abandon(self, reason: str) -> None:
-        """End every transfer left. Only where `run` has ended, or never began: nothing is under way."""
-        for transfer in tuple(self._transfers.values()):
-            transfer.peer_lost(reason)
+        """End every lane left. Only where `run` has ended, or never began: nothing is under way."""
+        for lane in tuple(self._transfers.values()):
+            lane.peer_lost(reason)
 
-    # --- the transfers' calls (OutgoingObserver) ---
+    # --- the lanes' calls (LaneCarrier) ---
 
-    def has_work(self, transfer: OutgoingTransfer) -> None:
-        if transfer.state is SenderState.GRANTED:
-            self._ready[transfer.ticket.transfer_id] = transfer
-            self._work.set()
+    def has_work(self, lane: OutgoingLane) -> None:
+        if self._links is not None:
+            self._links.serve(lane)
 
-    def gave_up(self, transfer: OutgoingTransfer, reason: str) -> None:
-        if self._control is not None and transfer.state is not SenderState.OFFERING:
-            self._control.post(Abort(transfer.ticket.transfer_id, reason))
+    def gave_up(self, lane: OutgoingLane, reason: str) -> None:
+        self.decline(lane.ticket.transfer_id, reason)
 
-    def ended(self, transfer: OutgoingTransfer) -> None:
-        self._transfers.pop(transfer.ticket.transfer_id, None)
-        self._ready.pop(transfer.ticket.transfer_id, None)
-        self._stats.in_flight -= 1
-        if transfer.state is SenderState.RELEASED:
-            self._stats.done += 1
-            self._stats.seconds += self._clock() - transfer.started_s
-        else:
-            self._stats.failed += 1
+    def ended(self, lane: OutgoingLane) -> None:
+        self._transfers.pop(lane.ticket.transfer_id, None)
+        if self._links is not None:
+            self._links.forget(lane)
 
     # --- the connection's parts ---
 
-    async def _greet(self, connection: Connection) -> Welcome:
+    async def _greet(self, connection: Connection) -> KVWelcome:
         """Raises ConnectionLost with the peer's words where it refuses."""
-        connection.send(Hello(self._peer, self.decode, self._store.fingerprint, self._transport.name))
+        layout = self._store.layout
+        kv = KVHello(layout, self._store.rank, self._config.encoding, self._transports.reach)
+        connection.send(Hello(self._peer, self.target, kv))
         answer = await connection.receive()
         if isinstance(answer, Refuse):
-            raise ConnectionLost(f"the decode worker refuses the connection: {answer.reason}")
-        if not isinstance(answer, Welcome) or answer.receiver != self.decode:
+            raise ConnectionLost(f"the target refuses the connection: {answer.reason}")
+        if not isinstance(answer, Welcome) or answer.receiver != self.target or answer.kv is None:
             raise ProtocolError(f"{self.address} answers as somebody else: {answer}")
-        return answer
+        if answer.kv.rank != self._lane.target_rank:
+            raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._lane.target_rank}")
+        fault = incompatibility(layout, answer.kv.layout, self._config.encoding)
+        if fault is not None:
+            raise ProtocolError(f"the target welcomes what does not fit: {fault}")
+        return answer.kv
 
-    def _offer(self, control: LeasedConnection, transfer: OutgoingTransfer) -> None:
-        control.post(Offer(transfer.ticket, transfer.num_tokens))
-        transfer.offered()
+    def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> SourceLinks:
+        """Offer, or call off, what has gathered meanwhile."""
+        self._cut = cut_lane(self._lane, self._store.layout, welcome.layout, self._config.encoding)[0]
 
-    async def _listen(self, control: LeasedConnection) -> None:
+        def note(link: LinkReady) -> None:
+            why = welcome.why if link.link == 0 else "in place of a link that was lost"
+            self.report = LinkReport(self.target, self._lane.target_rank, link.transport, why, welcome.missing)
+
+        for lane in tuple(self._transfers.values()):
+            self._offer(control, lane)
+        for transfer_id, reason in self._declined.items():
+            control.post(Abort(transfer_id, reason))
+        self._declined.clear()
+        return SourceLinks(
+            source=self._peer,
+            target=self.target,
+            cut=self._cut,
+            control=control,
+            transports=self._transports,
+            config=self._config,
+            clock=self._clock,
+            stats=self._stats,
+            on_link=note,
+        )
+
+    def _offer(self, control: LeasedConnection, lane: OutgoingLane) -> None:
+        control.post(Offer(lane.ticket, lane.num_tokens))
+        lane.offered()
+
+    async def _listen(self, control: LeasedConnection, links: SourceLinks) -> None:
         while True:
-            self._handle(await control.receive())
+            self._handle(await control.receive(), links)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, links: SourceLinks) -> None:
         match message:
             case Ping():
                 return
-            case Grant(transfer_id=transfer_id) | Verified(transfer_id=transfer_id):
-                # A transfer that was given up here: an answer that crosses our abort is nobody's fault.
-                transfer = self._transfers.get(transfer_id)
-                if transfer is not None and transfer.state is not SenderState.ABORTING:
-                    _answer(transfer, message)
+            case LinkReady():
+                links.ready(message)
+            case Grant() | Verified() | Damaged():
+                # A lane that was given up here: an answer that crosses our abort is nobody's fault.
+                lane = self._transfers.get(message.transfer_id)
+                if lane is not None and lane.state is not SenderState.ABORTING:
+                    self._answer(lane, message, links)
             case Abort(transfer_id=transfer_id, reason=reason):
-                if (transfer := self._transfers.get(transfer_id)) is not None:
-                    transfer.peer_aborted(f"the decode worker gave up: {reason}")
+                if (lane := self._transfers.get(transfer_id)) is not None:
+                    lane.peer_aborted(f"the target gave up: {reason}")
             case _:
-                raise ProtocolError(f"a decode worker does not send {type(message).__name__}")
+                raise ProtocolError(f"a target does not send {type(message).__name__}")
 
-    async def _send(self, control: LeasedConnection, welcome: Welcome) -> None:
-        self._link = await self._transport.join(welcome.link)
-        while True:
-            while not self._ready:
-                self._work.clear()
-                await self._work.wait()
-            transfer = self._ready.pop(next(iter(self._ready)))
-            run = transfer.begin_chunk()
-            if run is not None:
-                blocks = transfer.block_ids[run.first_block : run.first_block + run.num_blocks]
-                digest = await self._digester.digest(self._store, run.layer, blocks)
-                if transfer.state is SenderState.SENDING:  # not given up meanwhile
-                    num_bytes = run.num_blocks * self._store.block_bytes
-                    control.post(
-                        Chunk(
-                            transfer.ticket.transfer_id,
-                            transfer.num_chunks,
-                            run.layer,
-                            run.first_block,
-                            run.num_blocks,
-                            num_bytes,
-                            digest,
-                        )
-                    )
-                    transfer.num_chunks += 1
-                    await control.drain()
-                    await within(self._config.lease_s, self._link.send(run.layer, blocks), "sending a chunk")
-                    self._stats.bytes += num_bytes
-                transfer.end_chunk()
-                self.has_work(transfer)  # at the end of the line
-            elif transfer.can_commit and transfer.first_token is not None:
-                control.post(Commit(transfer.ticket.transfer_id, transfer.num_chunks, transfer.first_token))
-                transfer.committed()
-
-
-def _answer(transfer: OutgoingTransfer, message: Grant | Verified) -> None:
-    """Pass the peer's answer on; one that does not fit ends this transfer alone."""
-    try:
-        if isinstance(message, Grant):
-            transfer.granted(message.skip_blocks)
-        else:
-            transfer.verified()
-    except (IllegalTransition, ValueError) as error:
-        transfer.abort(f"the decode worker broke the protocol: {error}")
+    def _answer(self, lane: OutgoingLane, message: Grant | Verified | Damaged, links: SourceLinks) -> None:
+        """Pass the peer's answer on; one that does not fit ends this transfer alone."""
+        try:
+            if isinstance(message, Grant):
+                if self._cut is not None:
+                    lane.granted(self._cut, message.skip_tokens)
+            elif isinstance(message, Verified):
+                lane.verified()
+            else:
+                unfit = lane.damaged(message.sequence, message.attempt)
+                self._stats.retries += 1
+                if unfit is not None:
+                    links.leave(unfit)
+                links.serve(lane)
+        except (IllegalTransition, ValueError) as error:
+            lane.abort(f"the target broke the protocol: {error}")

@@ -11,5 +11,7 @@ class TransferStats:
     done: int = 0  # verified
     failed: int = 0  # ended otherwise, our own aborts included
     digest_failures: int = 0  # chunks whose bytes did not match their digest (receiver only)
-    bytes: int = 0  # of KV, sent or received
+    retries: int = 0  # chunks that the target asked for again (sender only)
+    links_lost: int = 0  # data links that broke, or could not be joined, while their connection stood (sender only)
+    bytes: int = 0  # of KV on the wire, sent or received
     seconds: float = 0.0  # summed over the verified ones, from open or expect to verified

@@ -1,4 +1,4 @@
-"""Which tickets were used: each is good for one transfer. Bounded in time and number."""
+"""Which tickets were used: each is good for one transfer, once on each of its lanes. Bounded in time and number."""
 
 from protocol.clock import Clock
 
@@ -13,20 +13,26 @@ class UsedTickets:
         self._clock = clock
         self._keep_s = keep_s
         self._max_count = max_count
-        self._used: dict[bytes, float] = {}  # transfer id -> when it was used; the oldest first
+        self._used: dict[bytes, tuple[float, set[int]]] = {}  # transfer id -> first use, lanes; the oldest first
 
     def __contains__(self, transfer_id: bytes) -> bool:
+        """Whether it was used on any lane."""
         return transfer_id in self._used
 
-    def use(self, transfer_id: bytes) -> bool:
-        """Mark as used; False where it was used before."""
+    def was_used(self, transfer_id: bytes, lane: int) -> bool:
+        """Whether it was used on this lane."""
+        return transfer_id in self._used and lane in self._used[transfer_id][1]
+
+    def use(self, transfer_id: bytes, lane: int = 0) -> bool:
+        """Mark as used on this lane; False where it was used there before."""
         now = self._clock()
         while self._used:
             oldest = next(iter(self._used))
-            if len(self._used) < self._max_count and now - self._used[oldest] < self._keep_s:
+            if len(self._used) < self._max_count and now - self._used[oldest][0] < self._keep_s:
                 break
             del self._used[oldest]
-        if transfer_id in self._used:
+        _, lanes = self._used.setdefault(transfer_id, (now, set()))
+        if lane in lanes:
             return False
-        self._used[transfer_id] = now
+        lanes.add(lane)
         return True

@@ -6,15 +6,20 @@ import functools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from memory_transport import MemoryTransport
 
 from kvtransfer.config import TransferConfig
+from kvtransfer.layout import Cut
 from kvtransfer.link import Transport
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
-from kvtransfer.store import KVStore
-from kvtransfer.transports import make_transport
+from kvtransfer.store import HostStore
+from kvtransfer.transports import Transports
+from protocol.kv_layout import KVLayout
+from protocol.messages import Reach
 from protocol.network import Network
 from protocol.requests import SampledToken
 from protocol.tcp_network import TcpNetwork
@@ -24,18 +29,30 @@ SECRET = b"a secret of tests"
 P, D = Peer("prefill-0", 11), Peer("decode-0", 22)
 TOKEN = SampledToken(42, -0.5, ((42, -0.5), (7, -1.5)))
 BLOCK_SIZE = 4
+BLOCK_BYTES = 96  # of a BytesStore, if nothing else is said
 
 
 class BytesStore:
-    """A KVStore in a bytearray per layer."""
+    """A HostStore in a bytearray per layer. A block is 16 * head_dim * heads per rank bytes, if nothing else is said."""
 
-    def __init__(self, num_layers: int = 3, num_blocks: int = 32, block_bytes: int = 96, fingerprint: str = "f"):
-        self.num_layers = num_layers
+    def __init__(
+        self,
+        num_layers: int = 3,
+        num_blocks: int = 32,
+        head_dim: int = 6,
+        *,
+        model: str = "f",
+        dtype: str = "bfloat16",
+        num_kv_heads: int = 1,
+        block_size: int = BLOCK_SIZE,
+        tp_size: int = 1,
+        rank: int = 0,
+    ):
+        self.layout = KVLayout(model, dtype, num_layers, num_kv_heads, head_dim, block_size, tp_size)
+        self.rank = rank
         self.num_blocks = num_blocks
-        self.block_size = BLOCK_SIZE
-        self.block_bytes = block_bytes
-        self.fingerprint = fingerprint
-        self.layers = [bytearray(num_blocks * block_bytes) for _ in range(num_layers)]
+        self.block_bytes = self.layout.block_bytes
+        self.layers = [bytearray(num_blocks * self.block_bytes) for _ in range(num_layers)]
 
     def layer_bytes(self, layer: int) -> memoryview:
         return memoryview(self.layers[layer])
@@ -63,7 +80,7 @@ LIMIT_S = 60.0
 
 @dataclass
 class Pair:
-    """A prefill worker's sender and a decode worker's receiver."""
+    """A source's sender and a target's receiver, one rank each."""
 
     sender: KVSender
     receiver: KVReceiver
@@ -71,20 +88,26 @@ class Pair:
     target: BytesStore
     address: Address
     network: Network
-    transports: list[Transport] = field(default_factory=list)
+    transports: tuple[Transports, Transports]
 
-    def ticket(self, request_id: str = "r", prefill: Peer = P, decode: Peer = D, secret: bytes = SECRET) -> Ticket:
-        return mint_ticket(secret, request_id, prefill, decode, self.address)
+    def ticket(self, request_id: str = "r", source: Peer = P, target: Peer = D, secret: bytes = SECRET) -> Ticket:
+        return mint_ticket(secret, request_id, source, target, (self.address,))
 
-    def make_sender(self, peer: Peer = P, store: KVStore | None = None, config: TransferConfig = FAST) -> KVSender:
+    def make_sender(self, peer: Peer = P, store: BytesStore | None = None, config: TransferConfig = FAST) -> KVSender:
         return KVSender(
             peer=peer,
             store=store if store is not None else self.source,
             network=self.network,
-            transport=self.transports[0],
+            transports=self.transports[0],
             config=config,
             clock=time.monotonic,
         )
+
+    @property
+    def target_cut(self) -> Cut:
+        """The target's end of the one lane."""
+        layout = self.target.layout
+        return Cut(layout, 0, layout.heads_per_rank, layout.block_size, "raw")
 
 
 Wrap = Callable[[Transport], Transport]
@@ -94,9 +117,28 @@ def unwrapped(transport: Transport) -> Transport:
     return transport
 
 
+def make_transport(name: str, store: HostStore) -> Transport:
+    """`memory` and other names that begin so are links within this process."""
+    if name.startswith("memory"):
+        return MemoryTransport(store, name)
+    if name == "torch_distributed":
+        from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+
+        return TorchDistributedTransport(store)
+    if name == "tcp":
+        from kvtransfer.transports.tcp import TcpTransport
+
+        return TcpTransport(store)
+    raise ValueError(name)
+
+
+def reach(*names: str) -> Reach:
+    return Reach(names, "a machine", "cpu")
+
+
 @contextlib.asynccontextmanager
 async def make_pair(
-    transport: str = "tcp",
+    transport: str | Sequence[str] = "tcp",
     *,
     source: BytesStore | None = None,
     target: BytesStore | None = None,
@@ -106,19 +148,23 @@ async def make_pair(
     wrap_target: Wrap = unwrapped,
 ) -> AsyncIterator[Pair]:
     """Both sides, started; checks at the end that neither tasks, threads' work nor descriptors are left over."""
-    if transport == "torch_distributed":
+    names = (transport,) if isinstance(transport, str) else tuple(transport)
+    if "torch_distributed" in names:
         await warm_up_torch()
     source = source if source is not None else BytesStore()
     target = target if target is not None else BytesStore()
     tasks_before = asyncio.all_tasks()
     descriptors_before = open_descriptors()
-    transports = [wrap_source(make_transport(transport, source)), wrap_target(make_transport(transport, target))]
+    transports = (
+        Transports({name: wrap_source(make_transport(name, source)) for name in names}, reach(*names)),
+        Transports({name: wrap_target(make_transport(name, target)) for name in names}, reach(*names)),
+    )
     network = TcpNetwork(SECRET)
     receiver = KVReceiver(
         peer=D,
         store=target,
         network=network,
-        transport=transports[1],
+        transports=transports[1],
         config=config,
         clock=time.monotonic,
         secret=SECRET,
@@ -149,9 +195,10 @@ async def warm_up_torch() -> None:
     """Let torch and gloo open what they keep for the process's life, so that it does not look like a leak."""
     if not _torch_warmth():
         store = BytesStore()
+        cut = Cut(store.layout, 0, 1, BLOCK_SIZE, "raw")
         source, target = make_transport("torch_distributed", store), make_transport("torch_distributed", store)
-        pending = await target.prepare("127.0.0.1")
-        await asyncio.gather(source.join(pending.params), pending.established())
+        pending = await target.prepare("127.0.0.1", cut)
+        await asyncio.gather(source.join(pending.params, cut), pending.established())
         await source.close()
         await target.close()
         _torch_warmth().append(True)
