@@ -151,6 +151,31 @@ def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up(
     rig.scheduler.transfer_failed(job)
 
 
+def test_an_offered_request_reserves_its_blocks_while_a_step_is_under_way():
+    rig = Rig()
+    rig.add(6, max_tokens=3)
+    step = rig.scheduler.schedule()
+    job = rig.add(10, first=50, transfer=True)
+    assert rig.scheduler.reserve_offered() == (job,)
+    assert job.phase is Phase.TRANSFERRING
+    rig.finish(step)
+    rig.scheduler.verified(job, TOKEN)
+    assert rig.shape() == [(0, 1), (1, 1)]
+
+
+def test_an_offered_request_does_not_overtake_one_that_is_to_be_computed_here():
+    rig = Rig(max_batch=1)
+    rig.add(6, max_tokens=3)
+    step = rig.scheduler.schedule()
+    local = rig.add(10, first=50)
+    job = rig.add(10, first=100, transfer=True)
+    assert rig.scheduler.reserve_offered() == ()
+    rig.finish(step)
+    rig.scheduler.end(local)
+    assert rig.scheduler.reserve_offered() == (job,)
+    rig.scheduler.transfer_failed(job)
+
+
 def test_a_prefix_that_is_here_already_needs_no_transfer():
     rig = Rig()
     rig.add(10, max_tokens=1)
@@ -315,6 +340,8 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_to
         assert len(step.entries) <= max_batch
         assert len({entry.job for entry in step.entries}) == len(step.entries)
         receiving.extend(step.reserved)
+        if draw.random() < 0.3:
+            receiving.extend(rig.scheduler.reserve_offered())
         if draw.random() < 0.05 and outputs:
             rig.scheduler.end(draw.choice(list(outputs)))
         if draw.random() < 0.3 and outputs:
