@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtransfer.leased_connection import LeasedConnection, run_until_lost, within
+from kvtransfer.leased_connection import LeasedConnection
 from protocol.errors import ConnectionLost
 from protocol.messages import Message, Ping
 
@@ -61,33 +61,3 @@ async def test_posting_to_a_closed_connection_is_left_to_its_reader() -> None:
     connection = FakeConnection()
     await connection.close()
     LeasedConnection(connection, asyncio.get_running_loop().time, 1).post(Ping())
-
-
-async def test_within_names_what_took_too_long() -> None:
-    with pytest.raises(ConnectionLost, match=r"the welcome took longer than 0\.01 s"):
-        await within(0.01, asyncio.Event().wait(), "the welcome")
-
-
-async def lose(reason: str) -> None:
-    raise ConnectionLost(reason)
-
-
-async def test_the_parts_of_a_connection_end_together() -> None:
-    ended = asyncio.Event()
-
-    async def wait_for_ever() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    assert await run_until_lost(wait_for_ever(), lose("gone")) == "gone"
-    assert ended.is_set()
-
-
-async def test_a_mistake_in_a_part_is_not_taken_for_a_lost_connection() -> None:
-    async def divide() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await run_until_lost(divide(), lose("gone"))

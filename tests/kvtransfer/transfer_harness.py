@@ -33,7 +33,7 @@ BLOCK_BYTES = 96  # of a BytesStore, if nothing else is said
 
 
 class BytesStore:
-    """A HostStore in a bytearray per layer. A block is 16 * head_dim * heads per rank bytes, if nothing else is said."""
+    """A HostStore in a bytearray per layer; a block is 16 * head_dim * heads per rank bytes by default."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def reach(*names: str) -> Reach:
 
 @contextlib.asynccontextmanager
 async def make_pair(
-    transport: str | Sequence[str] = "tcp",
+    transport: str | Sequence[str] = "memory",
     *,
     source: BytesStore | None = None,
     target: BytesStore | None = None,

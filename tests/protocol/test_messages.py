@@ -7,18 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
+from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
     Cancel,
     Chunk,
     Commit,
+    Damaged,
     Grant,
     Hello,
+    KVHello,
+    KVWelcome,
+    LinkReady,
+    LinkWanted,
     Message,
     Offer,
     Ping,
     PrefillFailed,
+    Reach,
     Refuse,
+    Run,
+    SendPrefix,
     StatsFrame,
     TokenFrame,
     Verified,
@@ -31,10 +40,12 @@ from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, Ticket
 
 P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)
-TICKET = Ticket(b"t" * 16, "request", P, D, Address("127.0.0.1", 65535), b"m" * 16)
+TICKET = Ticket(b"t" * 16, "request", P, D, (Address("127.0.0.1", 65535), Address("::1", 1)), 2, b"m" * 16)
+LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16, 2)
+LINK: dict[str, str | int] = {"host": "127.0.0.1", "port": 1, "token": "00ff"}
 EXAMPLES: list[Message] = [
-    Hello(P, D, "fingerprint", "tcp"),
-    Welcome(D, {"host": "127.0.0.1", "port": 1, "token": "00ff"}),
+    Hello(P, D, KVHello(LAYOUT, 1, "int8", Reach(("shm", "tcp"), "machine", "cpu"))),
+    Welcome(D, KVWelcome(LAYOUT, 0, "tcp", "why", ("missing",), LINK)),
     Refuse("reason"),
     Ping(),
     TokenFrame((TokenEvent("r", 3, (SampledToken(5, -0.5, ((5, -0.5), (6, -1.5))),), "stop"),)),
@@ -42,8 +53,12 @@ EXAMPLES: list[Message] = [
     Cancel("r"),
     PrefillFailed("r"),
     Offer(TICKET, 17),
-    Chunk(b"t" * 16, 0, 1, 2, 3, 4, b"d" * 16),
+    SendPrefix(TICKET, (1, 2, 3), b"salt"),
+    Chunk(b"t" * 16, 0, 1, 2, (Run(0, 1, 2), Run(1, 1, 2)), 4),
     Commit(b"t" * 16, 9, SampledToken(5)),
+    LinkWanted(3, ("shm",)),
+    LinkReady(3, "tcp", LINK),
+    Damaged(b"t" * 16, 4, 1),
     Grant(b"t" * 16, 4),
     Verified(b"t" * 16),
     Abort(b"t" * 16, "reason"),
@@ -57,6 +72,11 @@ def test_every_kind_of_message_has_an_example_here():
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_decodes_to_itself(message: Message):
     assert decode_message(encode_message(message)) == message
+
+
+def test_a_token_channel_is_greeted_without_words_about_kv():
+    for message in (Hello(P, D), Welcome(D)):
+        assert decode_message(encode_message(message)) == message
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
@@ -81,7 +101,9 @@ def test_random_bytes_are_a_message_or_a_protocol_error(payload: bytes):
         ["Cancel"],
         ["Cancel", "r", "more"],
         {"type": "Cancel", "request_id": "r"},
-        ["Chunk", b"t", 0, 1, 2, 3, 4.5, b"d"],
+        ["Chunk", b"t", 0, 1, 2, [[0, 1, 2]], 4.5],
+        ["Chunk", b"t", 0, 1, 2, [[0, 1]], 4],
+        ["Chunk", b"t", 0, 1, 2, [[0, 1, 2, 3]], "4"],
     ],
 )
 def test_wrong_names_types_and_counts_are_refused(payload: object):

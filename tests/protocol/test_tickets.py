@@ -5,11 +5,11 @@ from protocol.errors import EpochMismatch, TicketRefused
 from protocol.tickets import Address, Peer, mint_ticket, verify_ticket
 
 P, D = Peer("p", 1), Peer("d", 2)
-HOME = Address("127.0.0.1", 9)
+HOME = (Address("127.0.0.1", 9),)
 
 
 def test_a_minted_ticket_is_accepted_by_the_workers_it_names():
-    verify_ticket(b"secret", mint_ticket(b"secret", "r", P, D, HOME), prefill=P, decode=D)
+    verify_ticket(b"secret", mint_ticket(b"secret", "r", P, D, HOME), source=P, target=D)
 
 
 def test_no_two_tickets_share_a_transfer_id():
@@ -21,30 +21,32 @@ def test_no_two_tickets_share_a_transfer_id():
     [
         {"request_id": "other"},
         {"transfer_id": bytes(16)},
-        {"prefill": Peer("q", 1)},
-        {"decode": Peer("d", 3)},
-        {"decode_address": Address("127.0.0.1", 10)},
+        {"source": Peer("q", 1)},
+        {"target": Peer("d", 3)},
+        {"target_addresses": (Address("127.0.0.1", 10),)},
+        {"target_addresses": (*HOME, *HOME)},
+        {"source_ranks": 2},
         {"mac": b""},
     ],
 )
 def test_a_changed_ticket_is_refused(change: dict[str, object]):
     ticket = msgspec.structs.replace(mint_ticket(b"secret", "r", P, D, HOME), **change)
     with pytest.raises(TicketRefused, match="signature"):
-        verify_ticket(b"secret", ticket, prefill=ticket.prefill, decode=ticket.decode)
+        verify_ticket(b"secret", ticket, source=ticket.source, target=ticket.target)
 
 
 def test_a_ticket_of_another_cluster_is_refused():
     with pytest.raises(TicketRefused):
-        verify_ticket(b"ours", mint_ticket(b"theirs", "r", P, D, HOME), prefill=P, decode=D)
+        verify_ticket(b"ours", mint_ticket(b"theirs", "r", P, D, HOME), source=P, target=D)
 
 
 def test_a_ticket_for_another_worker_is_refused():
     ticket = mint_ticket(b"s", "r", P, D, HOME)
-    with pytest.raises(TicketRefused, match="prefill worker p, not q"):
-        verify_ticket(b"s", ticket, prefill=Peer("q", 1), decode=D)
+    with pytest.raises(TicketRefused, match="the ticket's source is p, not q"):
+        verify_ticket(b"s", ticket, source=Peer("q", 1), target=D)
 
 
 def test_a_ticket_from_before_a_restart_is_refused():
     ticket = mint_ticket(b"s", "r", P, D, HOME)
-    with pytest.raises(EpochMismatch, match="decode worker d"):
-        verify_ticket(b"s", ticket, prefill=P, decode=Peer("d", 3))
+    with pytest.raises(EpochMismatch, match="the ticket's target is d in its epoch 2"):
+        verify_ticket(b"s", ticket, source=P, target=Peer("d", 3))
