@@ -17,10 +17,10 @@ class Call:
 
     job: PrefillJob
     ticket: Ticket | None
-    pull: Ticket | None  # for KV that another worker may offer; None once it is taken or refused
     arrived_at: float
     reply: "asyncio.Future[PrefillReply]"
     started_at: float = 0.0
+    pull: Ticket | None = None  # of an offer that is expected, and neither taken nor refused
     outgoing: OutgoingTransfer | None = None
     incoming: IncomingTransfer | None = None
     sending: "asyncio.Task[None] | None" = None  # ends with the outgoing transfer, by releasing the job's blocks

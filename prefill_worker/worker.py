@@ -7,10 +7,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
-from kvtransfer.receiver import IncomingTransfer, KVReceiver
+from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
@@ -20,6 +19,7 @@ from model.worker_numbers import WorkerCounters, worker_stats
 from prefill_worker.calls import Call
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
+from prefill_worker.pulls import PullCallbacks, Pulls
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.clock import Clock
 from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLost
@@ -93,7 +93,15 @@ class PrefillWorker:
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
         )
-        self._offers = None if receiver is None else AwaitedOffers(receiver, config.pull_wait_s)
+        self._pulls: Pulls | None = None
+        if receiver is not None:
+            self._pulls = Pulls(
+                receiver=receiver,
+                scheduler=self._scheduler,
+                block_size=pool.block_size,
+                wait_s=config.pull_wait_s,
+                told=PullCallbacks(admitted=self._begin_transfers, pulled=self._pulled, ended=self._pull_ended),
+            )
         self._exports: PrefixExports | None = None
         if sender is not None:
             self._exports = PrefixExports(peer=peer, sender=sender, pool=pool, ended=self._life.wake)
@@ -133,19 +141,19 @@ class PrefillWorker:
         """
         self._life.check_takes_requests()
         if ticket is not None:
+            if self._sender is None:
+                raise TicketRefused(f"worker {self._peer.worker_id} sends no KV")
             self._check_ticket(request, ticket, ticket.source)
         if pull is not None:
             self._check_ticket(request, pull, pull.target)
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
-        if self._offers is None:
-            pull = None
-        job = self._scheduler.add(request, awaits_offer=pull is not None)
-        call = Call(job, ticket, pull, self._clock(), asyncio.get_running_loop().create_future())
+        job = self._scheduler.add(request, awaits_offer=pull is not None and self._pulls is not None)
+        call = Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         self._calls_by_job[job] = call
-        if pull is not None and self._offers is not None:
-            self._offers.wait(pull, came=lambda: self._offered(call), missing=lambda: self._not_offered(call))
+        if pull is not None and self._pulls is not None:
+            self._pulls.expect(call, pull)
         self._life.wake()
         try:
             return await call.reply
@@ -194,12 +202,12 @@ class PrefillWorker:
 
     def _begin_transfers(self, admission: Admission) -> None:
         for job in admission.declined:
-            self._refuse_offer(self._calls_by_job[job])
+            self._refuse_pull(self._calls_by_job[job])
         for job in admission.admitted:
             call = self._calls_by_job[job]
             call.started_at = self._clock()
-            if job.is_pulling:
-                self._begin_pull(call)
+            if job.is_pulling and self._pulls is not None:
+                self._pulls.begin(call)
             if call.ticket is not None and self._sender is not None:
                 sequence = job.sequence
                 call.outgoing = self._sender.open(
@@ -207,17 +215,6 @@ class PrefillWorker:
                 )
                 self._scheduler.begin_sending(job)
                 call.sending = asyncio.create_task(self._see_off(call, call.outgoing), name=f"send {call.request_id}")
-
-    def _begin_pull(self, call: Call) -> None:
-        if call.pull is None or self._receiver is None:
-            raise RuntimeError(f"request {call.request_id} has nothing to pull")  # the scheduler was told of an offer
-        sequence, num_tokens = call.job.sequence, call.job.offered_tokens
-        num_blocks = -(-num_tokens // self._pool.block_size)
-        call.incoming = self._receiver.expect(
-            call.pull, sequence.block_ids[:num_blocks], num_tokens, skip_tokens=sequence.num_computed
-        )
-        call.pull = None
-        call.pulling = asyncio.create_task(self._pull(call, call.incoming), name=f"pull {call.request_id}")
 
     async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
         def on_layer(layer: int) -> None:
@@ -249,46 +246,15 @@ class PrefillWorker:
             self._end(call)
             call.answer(first_token, self._clock())
 
-    def _offered(self, call: Call) -> None:
-        num_tokens = None
-        if call.pull is not None and self._receiver is not None:
-            num_tokens = self._receiver.offered_tokens(call.pull.transfer_id)
-        if num_tokens is None:
-            self._not_offered(call)
-            return
-        self._scheduler.offered(call.job, num_tokens)
-        self._begin_transfers(self._scheduler.admit_offered())  # the KV may come while a step is under way
+    def _pulled(self, call: Call, num_tokens: int) -> None:
+        self._counters.pulled_tokens += num_tokens
+        if call.outgoing is not None:
+            for layer in range(self._store.layout.num_layers):
+                call.outgoing.layer_ready(layer, call.job.sequence.num_computed)
+
+    def _pull_ended(self, call: Call) -> None:
+        self._forget_if_over(call)
         self._life.wake()
-
-    def _not_offered(self, call: Call) -> None:
-        """Nothing has come, or what had come was withdrawn: the prompt is computed here."""
-        self._refuse_offer(call)
-        self._scheduler.not_offered(call.job)
-        self._life.wake()
-
-    def _refuse_offer(self, call: Call) -> None:
-        """Harmless where there is no offer to expect."""
-        if call.pull is not None and self._offers is not None:
-            self._offers.refuse(call.pull)
-        call.pull = None
-
-    async def _pull(self, call: Call, incoming: IncomingTransfer) -> None:
-        """See the pulled KV come; until then the job's blocks stay its own, whatever becomes of the job."""
-        job = call.job
-        try:
-            await incoming.verified()
-        except TransferFailed as error:
-            _log.warning("the prefix of request %s did not come: %s", call.request_id, error)
-            self._scheduler.pull_failed(job)
-        else:
-            self._counters.pulled_tokens += self._scheduler.pulled(job)
-            if call.outgoing is not None and not job.has_ended:
-                for layer in range(self._store.layout.num_layers):
-                    call.outgoing.layer_ready(layer, job.sequence.num_computed)
-        finally:
-            call.pulling = None
-            self._forget_if_over(call)
-            self._life.wake()
 
     async def _see_off(self, call: Call, transfer: OutgoingTransfer) -> None:
         """Keep the job's blocks until nothing reads them any more."""
@@ -302,11 +268,13 @@ class PrefillWorker:
             self._forget_if_over(call)
             self._life.wake()  # its blocks may be what another prompt waits for
 
+    def _refuse_pull(self, call: Call) -> None:
+        if self._pulls is not None:
+            self._pulls.refuse(call)
+
     def _check_ticket(self, request: GenerateRequest, ticket: Ticket, mine: Peer) -> None:
-        """`mine` is the ticket's end that should be here. A forged one is for the receiving side's KVReceiver to find:
-        only there blocks are at stake."""
-        if mine is ticket.source and self._sender is None:
-            raise TicketRefused(f"worker {self._peer.worker_id} sends no KV")
+        """`mine` is the ticket's end that should be here. A forged one is for its target to find, whose blocks it is
+        about."""
         if mine.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
             raise TicketRefused(f"the ticket is for {ticket.request_id} on {mine.worker_id}")
         if mine.epoch != self._peer.epoch:
@@ -332,7 +300,7 @@ class PrefillWorker:
                 transfer.abort(reason)
         if call.job.has_ended:
             return
-        self._refuse_offer(call)
+        self._refuse_pull(call)
         self._counters.aborted_requests += 1
         self._end(call)
         if error is not None:
