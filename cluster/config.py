@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -108,6 +108,22 @@ class ClusterConfig:
         if self.model.device == "cuda":
             raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
         return "cpu"
+
+    @property
+    def transport(self) -> TransportChoice:
+        """How KV is to travel. Raises ConfigError where it can't between these workers, or encoded as they would."""
+        chosen = self.kv_transfer.transport
+        elsewhere = {"cpu": "cuda_ipc", "cuda": "shm"}[self.device]
+        if chosen == elsewhere:
+            others = ", ".join(name for name in get_args(TransportChoice) if name != elsewhere)
+            raise ConfigError(f"kv_transfer.transport: {chosen} can't reach a cache on {self.device}: use {others}")
+        encoding = self.kv_transfer.transfer.encoding
+        if chosen in ("shm", "cuda_ipc") and encoding != "raw":
+            raise ConfigError(
+                f"kv_transfer.encoding: {chosen} moves KV as it is stored, not as {encoding}: set encoding to raw, or "
+                "transport to auto, tcp or torch_distributed"
+            )
+        return chosen
 
     def threads(self, resources: WorkerResources) -> int:
         """Cores for one worker's steps: what is asked for, else an equal share of this machine's."""

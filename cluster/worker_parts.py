@@ -20,6 +20,7 @@ from cluster.config import (
 )
 from cluster.model_folder import resolve_model_folder
 from kvtransfer.config import TransferConfig
+from protocol.errors import ConfigError
 from protocol.network import Network
 from protocol.tickets import Peer
 
@@ -53,7 +54,7 @@ class WorkerSettings:
             block_size=section.block_size or config.model.block_size,
             device=config.device,
             threads=config.threads(section.resources),
-            transport=config.kv_transfer.transport,
+            transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
             transfer=config.kv_transfer.transfer,
         )
@@ -108,7 +109,12 @@ async def load_parts(settings: WorkerSettings, peer: Peer, network: Network, sec
     # Serve's health checks are answered on the event loop meanwhile.
     loaded = await asyncio.to_thread(load_engine, config)
     store: KVStore = loaded.kv_cache
-    transports = make_transports(settings.transport, store, tcp_streams=settings.tcp_streams)
+    try:
+        transports = make_transports(settings.transport, store, tcp_streams=settings.tcp_streams)
+    except ConfigError:
+        await asyncio.to_thread(loaded.engine.close)
+        loaded.kv_cache.close()
+        raise
     return WorkerParts(
         loaded,
         store,

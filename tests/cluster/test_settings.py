@@ -9,6 +9,7 @@ import yaml
 
 from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
 from cluster.settings import SAME_LEVEL, bounds, read_settings
+from cluster.worker_parts import WorkerSettings
 from protocol.errors import ConfigError
 
 
@@ -51,6 +52,7 @@ def test_values_land_in_their_sections_and_beside_their_owner() -> None:
         ({"name": "x", "inner": {"spede": 1}}, "inner.spede: there is no such setting; did you mean speed?"),
         ({"name": "x", "inner": {"zzz": 1}}, "inner.zzz: there is no such setting; known are speed"),
         ({"name": "x", "inner": {"speed": float("nan")}}, "inner.speed: expected a number, found nan"),
+        ({"name": "x", "inner": {"speed": -0.5}}, "inner.speed: -0.5 must be at least 0"),
         ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
         ({"name": "x", "inner": [1]}, "inner: expected keys and values, found [1]"),
         ("text", "the configuration: expected keys and values, found 'text'"),
@@ -93,7 +95,10 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"prefill": {"replicas": -1}}, "prefill.replicas: -1 must be from 0 to 1024"),
         ({"decode": {"replicas": 0}}, "decode.replicas: 0 must be from 1 to 1024"),
         ({"decode": {"max_batch": 0}}, "decode.max_batch"),
-        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of auto, tcp"),
+        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of auto, tcp, shm, torch_"),
+        ({"kv_transfer": {"encoding": "int4"}}, "kv_transfer.encoding: expected one of raw, int8, fp8, found 'int4'"),
+        ({"kv_transfer": {"tcp_streams": 0}}, "kv_transfer.tcp_streams: 0 must be from 1 to 64"),
+        ({"prefill": {"block_size": 0}}, "prefill.block_size: 0 must be from 1 to 1024"),
         ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer: lease_s must be positive"),
         ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number, found '16'"),
     ],
@@ -119,6 +124,46 @@ def test_workers_share_the_cores_unless_told_otherwise() -> None:
     several = read_config({"prefill": {"replicas": 500}, "decode": {"replicas": 500, "threads": 3}})
     assert several.threads(several.prefill.resources) == 1
     assert several.threads(several.decode.resources) == 3
+
+
+def test_each_role_may_have_its_own_block_size() -> None:
+    config = read_config({"model": {"block_size": 32}, "decode": {"block_size": 64}})
+    assert WorkerSettings.of(config, config.prefill).block_size == 32
+    assert WorkerSettings.of(config, config.decode).block_size == 64
+    assert WorkerSettings.of(config, config.decode).engine_config(Path("folder")).block_size == 64
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "shm", "torch_distributed"])
+def test_workers_are_told_how_kv_travels(transport: str) -> None:
+    config = read_config({"kv_transfer": {"transport": transport, "tcp_streams": 2, "lease_s": 3}})
+    settings = WorkerSettings.of(config, config.prefill)
+    assert (settings.transport, settings.tcp_streams, settings.transfer.lease_s) == (transport, 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "num_gpus", "told"),
+    [
+        (
+            {"transport": "cuda_ipc"},
+            0,
+            "kv_transfer.transport: cuda_ipc can't reach a cache on cpu: use auto, tcp, shm",
+        ),
+        ({"transport": "shm"}, 1, "kv_transfer.transport: shm can't reach a cache on cuda: use auto, tcp, torch_dis"),
+        (
+            {"transport": "shm", "encoding": "int8"},
+            0,
+            "kv_transfer.encoding: shm moves KV as it is stored, not as int8",
+        ),
+        ({"transport": "cuda_ipc", "encoding": "fp8"}, 1, "kv_transfer.encoding: cuda_ipc moves KV as it is stored"),
+    ],
+)
+def test_a_transport_that_can_not_be_is_told_with_the_way_out(
+    transfer: dict[str, str], num_gpus: int, told: str
+) -> None:
+    config = read_config({"kv_transfer": transfer} | {role: {"num_gpus": num_gpus} for role in ("prefill", "decode")})
+    with pytest.raises(ConfigError) as caught:
+        WorkerSettings.of(config, config.decode)
+    assert str(caught.value).startswith(told)
 
 
 def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
