@@ -22,4 +22,4 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         for name in ("pull_min_tokens", "prefix_index_pieces"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"pipeline.{name} is {getattr(self, name)}: it must be at least 1")
+                raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be at least 1")

@@ -1,0 +1,113 @@
+"""docs/configuration.md tells of every setting there is, and tells the truth."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+from cluster.config import ClusterConfig, read_config
+from protocol.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+UNITS = {"_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
+
+
+class Setting(NamedTuple):
+    kind: Any
+    default: object
+
+
+class Row(NamedTuple):
+    default: object
+    unit: str
+    bounds: str
+    text: str
+
+
+def settings_of(cls: type[Any], path: str = "") -> Iterator[tuple[str, Setting]]:
+    hints = get_type_hints(cls)
+    for one in fields(cls):
+        kind = hints[one.name]
+        if one.metadata.get("same_level"):
+            yield from settings_of(kind, path)
+        elif is_dataclass(kind):
+            yield from settings_of(kind, f"{path}{one.name}.")
+        else:
+            yield f"{path}{one.name}", Setting(kind, one.default)
+
+
+def rows() -> Iterator[tuple[str, Row]]:
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0].startswith("`"):
+            for name in cells[0].split(","):
+                yield name.strip(" `"), Row(yaml.safe_load(cells[1].strip("`")), *cells[2:])
+
+
+SETTINGS, ROWS = dict(settings_of(ClusterConfig)), dict(rows())
+
+
+def test_every_setting_is_on_the_page_and_no_other() -> None:
+    assert sorted(ROWS) == sorted(SETTINGS)
+    assert len(list(rows())) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_told_with_its_default_and_unit(name: str) -> None:
+    row, setting = ROWS[name], SETTINGS[name]
+    assert row.default == setting.default
+    assert row.text
+    for ending, unit in UNITS.items():
+        if name.endswith(ending):
+            assert row.unit == unit
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
+    row, kind = ROWS[name], SETTINGS[name].kind
+    options = get_args(kind) or (kind,)
+    if get_origin(kind) is Literal:
+        assert row.bounds == ", ".join(f"`{option}`" for option in get_args(kind))
+    elif kind is bool:
+        assert row.bounds == "`true`, `false`"
+    elif str in options:
+        assert row.bounds == "a text"
+    else:
+        step = 1 if int in options else 1e-6
+        allowed, refused = edges(row.bounds, step)
+        for value in allowed:
+            read_config(nested(name, value))
+        for value in refused:
+            with pytest.raises(ConfigError, match=name.split(".")[-1]):
+                read_config(nested(name, value))
+
+
+def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
+    """(values just inside, values just outside) of what the page says."""
+    number = r"(\d+(?:\.\d+)?)"
+    if found := re.fullmatch(f"{number} to {number}", bounds):
+        low, high = map(yaml.safe_load, found.groups())
+        return [low, high], [low - step, high + step]
+    if found := re.fullmatch(f"{number} to below {number}", bounds):
+        low, high = map(yaml.safe_load, found.groups())
+        return [low, high - step], [low - step, high]
+    if found := re.fullmatch(rf"at least {number}(?: \(.*\))?", bounds):
+        low = yaml.safe_load(found[1])
+        return [low], [low - step]
+    if found := re.fullmatch(f"above {number}", bounds):
+        low = yaml.safe_load(found[1])
+        return [low + step], [low]
+    raise AssertionError(f"no bounds that this test can read: {bounds}")
+
+
+def nested(name: str, value: float) -> dict[str, Any]:
+    """The setting as YAML gives it."""
+    raw: Any = value
+    for part in reversed(name.split(".")):
+        raw = {part: raw}
+    assert isinstance(raw, dict)
+    return raw
