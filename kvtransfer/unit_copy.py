@@ -19,7 +19,7 @@ _OFFSETS = types.Array(types.int64, 1, "C")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _copy_bytes(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
+def copy_bytes(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
     """The C library's memcpy between two addresses."""
     del typingctx
 
@@ -42,7 +42,7 @@ def _copy_runs(target: Any, target_offsets: Any, source: Any, source_offsets: An
             return False
     to, start = target.ctypes.data, source.ctypes.data
     for i in range(target_offsets.size):
-        _copy_bytes(to + target_offsets[i], start + source_offsets[i], run_bytes)
+        copy_bytes(to + target_offsets[i], start + source_offsets[i], run_bytes)
     return True
 
 

@@ -25,17 +25,16 @@ from collections.abc import Callable, Coroutine, Sequence
 import numpy as np
 
 from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_units import HostUnits, count_units, split_segments
+from kvtransfer.host_units import UnitRuns, count_units
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink, LinkParams
+from kvtransfer.run_digest import make_run_digest
 from kvtransfer.store import SharedStore
 from kvtransfer.transports.link_thread import LinkThread
 from kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive_pool, send_pool
-from kvtransfer.unit_digest import UnitDigest
 from protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
-BATCH_BYTES = 256 * 1024  # copied, then digested while it is in the core's cache
 _READY = b"\x01"
 _BACKLOG = 16
 _PREFIX = b"\0twostroke-kv-"
@@ -51,7 +50,9 @@ class ShmSource:
         self._thread = LinkThread(connecting, "kv-shm")
         self._store = store
         self._cut = cut
-        self._digest = UnitDigest(HostUnits(store, cut))
+        self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
+        self._runs = UnitRuns(cut)
+        self._digest = make_run_digest()
         self._on_close = on_close
 
     async def open(self, name: bytes, token: bytes, timeout_s: float) -> None:
@@ -85,7 +86,9 @@ class ShmSource:
     def _send(self, segments: Sequence[Segment], seal: int) -> None:
         ids = np.concatenate([np.asarray(segment.unit_ids, np.int32) for segment in segments])
         self._digest.start(seal)
-        self._digest.update(segments)
+        for segment in segments:
+            offsets = self._runs.offsets(segment.unit_ids)
+            self._digest.update(self._layers[segment.layer], offsets, self._runs.run_bytes)
         self._thread.socket.sendall(ids.tobytes() + self._digest.result())
 
 
@@ -96,9 +99,8 @@ class ShmTarget:
         self._thread = LinkThread(connected, "kv-shm")
         self._cut = cut
         self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
-        self._units = HostUnits(store, cut)
-        self._digest = UnitDigest(self._units)
-        self._batch_units = max(1, BATCH_BYTES // self._units.unit_bytes)
+        self._runs = UnitRuns(cut)
+        self._digest = make_run_digest()
         self._pool: PeerPool | None = None  # from `open` to `close`
         self._on_close = on_close
 
@@ -135,28 +137,20 @@ class ShmTarget:
         return memoryview(received)[:-DIGEST_BYTES].cast("i"), bytes(received[-DIGEST_BYTES:])
 
     def _receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        num_units = count_units(segments)
-        ids, digest = self._read_chunk(num_units)
-        if self._pool is None:
+        peer_ids, digest = self._read_chunk(count_units(segments))
+        pool = self._pool
+        if pool is None:
             raise ConnectionLost("the link is not open")
-        self._pool.check(ids)
+        pool.check(peer_ids)
         self._digest.start(seal)
+        size = min(self._runs.run_bytes, pool.runs.run_bytes)
         at = 0
-        for batch in split_segments(segments, range(0, num_units, self._batch_units)):
-            for segment in batch:
-                end = at + len(segment.unit_ids)
-                self._copy(self._pool, segment, ids[at:end])
-                at = end
-            self._digest.update(batch)
+        for segment in segments:
+            end = at + len(segment.unit_ids)
+            own, peers = self._runs.offsets(segment.unit_ids, size), pool.runs.offsets(peer_ids[at:end], size)
+            self._digest.copy(self._layers[segment.layer], own, pool.layer(segment.layer), peers, size)
+            at = end
         return hmac.compare_digest(self._digest.result(), digest)
-
-    def _copy(self, pool: PeerPool, segment: Segment, peer_ids: Sequence[int]) -> None:
-        from kvtransfer.unit_copy import copy_runs
-
-        own = self._units.runs
-        size = min(own.run_bytes, pool.runs.run_bytes)
-        target, source = self._layers[segment.layer], pool.layer(segment.layer)
-        copy_runs(target, own.offsets(segment.unit_ids, size), source, pool.runs.offsets(peer_ids, size), size)
 
 
 class ShmPendingLink:
