@@ -36,6 +36,7 @@ class FakeStore:
         self.rank = rank
         self.num_blocks = num_blocks
         self.is_owned: Callable[[int], bool] | None = None
+        self.protected: set[int] = set()  # blocks whose KV is there already: nobody writes into them
         self.violations: list[str] = []
         shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
         self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(layout.num_layers)]
@@ -71,27 +72,37 @@ class FakeStore:
         elif grip is not None and grip != self.grip(block_ids):
             self.violations.append(f"{what} blocks {list(block_ids)}, which are another's by now")
 
-    # --- for the engine: positions of a sequence ---
+    def touch_to_write(self, block_ids: Sequence[int], what: str, grip: Grip) -> None:
+        """The same for a writer, who must leave protected blocks alone."""
+        self.touch(block_ids, what, grip)
+        if self.protected.intersection(block_ids):
+            self.violations.append(f"{what} blocks {list(block_ids)}, some of which hold what it is not to send")
+
+    # --- for whoever computes: positions of a sequence ---
 
     def read(self, layer: int, block_ids: Sequence[int], num_positions: int) -> bytes:
-        """KV of a sequence's first positions, 8 bytes each."""
+        """KV of a sequence's first positions, 8 bytes each where one rank has all heads."""
+        return self.values(layer, block_ids, num_positions).tobytes()
+
+    def values(self, layer: int, block_ids: Sequence[int], num_positions: int) -> Array:
+        """The same as an array [position, 2, heads, head_dim]."""
         num_blocks = -(-num_positions // self.layout.block_size)
-        blocks = self.layers[layer][list(block_ids[:num_blocks])]
-        return blocks.transpose(0, 3, 1, 2, 4).tobytes()[: num_positions * POSITION_BYTES]
+        blocks = self.layers[layer][list(block_ids[:num_blocks])].transpose(0, 3, 1, 2, 4)
+        return blocks.reshape(-1, *blocks.shape[2:])[:num_positions]
 
     def write(self, layer: int, block_ids: Sequence[int], first_position: int, kv: bytes) -> None:
-        """Store the KV of consecutive positions, 8 bytes each."""
-        values = np.frombuffer(kv, np.uint16).reshape(-1, 2, self.layout.heads_per_rank, self.layout.head_dim)
+        """Store the KV of consecutive positions."""
+        shape = (-1, 2, self.layout.heads_per_rank, self.layout.head_dim)
+        self.write_values(layer, block_ids, first_position, np.frombuffer(kv, np.uint16).reshape(shape))
+
+    def write_values(self, layer: int, block_ids: Sequence[int], first_position: int, values: Array) -> None:
+        """The same from an array [position, 2, heads, head_dim]."""
         positions = range(first_position, first_position + len(values))
         blocks = [block_ids[position // self.layout.block_size] for position in positions]
         offsets = [position % self.layout.block_size for position in positions]
         self.layers[layer][blocks, :, :, offsets] = values
 
     # --- for links: units of a lane ---
-
-    def block_of(self, unit_id: int, cut: Cut) -> int:
-        """The block that a unit lies in."""
-        return unit_id // cut.units_per_block
 
     def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:
         """Units as they travel, [2, heads of the lane, unit_tokens, head_dim] each."""

@@ -33,6 +33,7 @@ class MemoryConnection:
         self.host = host
         self.peer_host = peer_host
         self.peer: MemoryConnection = self  # set by whoever makes the pair
+        self.opened_s = asyncio.get_running_loop().time()
         self._fabric = fabric
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
@@ -42,6 +43,10 @@ class MemoryConnection:
         self._is_cut = False
         self._peer_ended = False  # what came before the end can still be received
         self._changed: list[asyncio.Future[None]] = []
+
+    @property
+    def was_cut(self) -> bool:
+        return self._is_cut
 
     @property
     def unsent_bytes(self) -> int:
@@ -154,7 +159,8 @@ class MemoryListener:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def close(self) -> None:
-        self._fabric.listeners.pop(self._address, None)
+        if self._fabric.listeners.get(self._address) is self:
+            del self._fabric.listeners[self._address]
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -175,19 +181,20 @@ class MemoryFabric:
         self._typical_latency_s = typical_latency_s
         self._ports = iter(range(1024, 65536))
         self._parted: set[frozenset[str]] = set()
+        self.slowness = 1.0  # latencies are so many times what they are else
         self.trace = trace
         self.mangle: Mangle | None = None
         self.listeners: dict[Address, MemoryListener] = {}
         self.connections: dict[MemoryConnection, None] = {}
 
-    def at(self, host: str) -> "MemoryNetwork":
-        """The network as seen from `host`."""
-        return MemoryNetwork(self, host)
+    def at(self, host: str, port: int | None = None) -> "MemoryNetwork":
+        """The network as seen from `host`, whose one listener has this port, or a new one."""
+        return MemoryNetwork(self, host, port)
 
     def latency(self) -> float:
         """Seconds of one message: mostly near the typical, now and then fifty times it."""
         stretch = 50.0 if self._draw.random() < 0.02 else 1.0
-        return self._typical_latency_s * stretch * (0.2 + self._draw.random())
+        return self.slowness * self._typical_latency_s * stretch * (0.2 + self._draw.random())
 
     def new_address(self, host: str) -> Address:
         return Address(host, next(self._ports))
@@ -233,15 +240,20 @@ class MemoryFabric:
 class MemoryNetwork:
     """One host's Network."""
 
-    def __init__(self, fabric: MemoryFabric, host: str):
+    def __init__(self, fabric: MemoryFabric, host: str, port: int | None):
         self._fabric = fabric
         self._host = host
+        self._port = port
+        self.is_dead = False
 
     async def connect(self, address: Address) -> MemoryConnection:
         await asyncio.sleep(self._fabric.latency())
+        if self.is_dead:
+            raise ConnectionLost("a crashed process connects to nobody")
         return self._fabric.connect(self._host, address)
 
     async def listen(self, host: str, handler: Handler) -> MemoryListener:
-        listener = MemoryListener(self._fabric, self._fabric.new_address(self._host), handler)
+        address = self._fabric.new_address(self._host) if self._port is None else Address(self._host, self._port)
+        listener = MemoryListener(self._fabric, address, handler)
         self._fabric.listeners[listener.address] = listener
         return listener

@@ -23,17 +23,16 @@ from protocol.errors import ConnectionLost
 from protocol.messages import Reach
 from tests.simulation.fake_store import FakeStore, Grip
 
-ESTABLISH_S = 5.0
 KINDS = ("memory_pull", "memory")  # as real workers prefer them
 
 Damage = Callable[[bytearray], None]
 """May change bytes under way, in number too."""
 
 
-def memory_transports(fabric: "LinkFabric", host: str, store: FakeStore) -> Transports:
-    """Both kinds of links, for one rank of a worker."""
-    reach = Reach(KINDS, "one machine", "cpu")
-    return Transports({kind: MemoryTransport(fabric, host, store, kind) for kind in KINDS}, reach)
+def memory_transports(fabric: "LinkFabric", host: str, store: FakeStore, kinds: tuple[str, ...] = KINDS) -> Transports:
+    """These kinds of links, for one rank of a worker."""
+    by_name = {kind: MemoryTransport(fabric, host, store, kind) for kind in kinds}
+    return Transports(by_name, Reach(kinds, "one machine", "cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,16 @@ class _Pointers:
     digest: bytes
 
 
+_Held = list[bytearray | _Pointers]
+
+
 class _Pipe:
     """What goes from one host to another, in order: bytes and the pointers between them."""
 
     def __init__(self, fabric: "LinkFabric", source: str, target: str):
         self.hosts = (source, target)
         self.is_broken = False
+        self.held: _Held | None = None  # a chunk that lets the next one pass
         self.unread_bytes = 0  # under way, or arrived and not taken
         self._fabric = fabric
         self._bytes = bytearray()
@@ -117,7 +120,7 @@ class _Pipe:
     def _later(self, arrive: Callable[..., None], what: object) -> None:
         """Never before what was sent earlier; and whatever the sending process does meanwhile."""
         loop = asyncio.get_running_loop()
-        self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.delay_s)
+        self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.next_delay_s())
 
         def land() -> None:
             arrive(what)
@@ -153,6 +156,8 @@ class MemoryLink:
         digest = xxhash.xxh3_128(seed=seal)
         with self._broken_by_cancellation():
             async with self._turn:
+                held, self._pipe.held = self._pipe.held, None
+                holding = self._fabric.take_swap() if held is None else None
                 for piece in pieces:
                     await self._time_of(len(piece.unit_ids))
                     self._pipe.check()
@@ -160,11 +165,22 @@ class MemoryLink:
                     data = self._store.read_units(piece.layer, piece.unit_ids, self._cut)
                     digest.update(data)
                     if not self._is_pull:
-                        await self._pipe.push(bytearray(data))
+                        await self._push(bytearray(data), holding)
                 if self._is_pull:
-                    self._pipe.point(_Pointers(self._store, self._cut, tuple(segments), digest.digest()))
+                    await self._push(_Pointers(self._store, self._cut, tuple(segments), digest.digest()), holding)
                 else:
-                    await self._pipe.push(bytearray(digest.digest()))
+                    await self._push(bytearray(digest.digest()), holding)
+                self._pipe.held = holding
+                for late in held or ():
+                    await self._push(late, None)
+
+    async def _push(self, what: "bytearray | _Pointers", holding: "_Held | None") -> None:
+        if holding is not None:
+            holding.append(what)
+        elif isinstance(what, bytearray):
+            await self._pipe.push(what)
+        else:
+            self._pipe.point(what)
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         pieces = self._pieces(segments)
@@ -214,7 +230,7 @@ class MemoryLink:
 
     def _write(self, piece: _Piece, data: bytes | bytearray) -> None:
         self._pipe.check()
-        self._store.touch(piece.blocks, "a link writes", piece.grip)
+        self._store.touch_to_write(piece.blocks, "a link writes", piece.grip)
         self._store.write_units(piece.layer, piece.unit_ids, self._cut, data)
 
     def _pieces(self, segments: Sequence[Segment]) -> list[_Piece]:
@@ -257,7 +273,7 @@ class _PendingMemoryLink:
 
     async def established(self) -> MemoryLink:
         try:
-            async with asyncio.timeout(ESTABLISH_S):
+            async with asyncio.timeout(self._fabric.establish_s):
                 pipe = await asyncio.shield(self.joined)
         except TimeoutError as error:
             raise ConnectionLost("the peer did not join the data link in time") from error
@@ -278,16 +294,32 @@ class LinkFabric:
         bytes_per_s: float,
         delay_s: float = 0.0003,
         window_bytes: int = 65536,
+        establish_s: float = 5.0,
         damage: Damage = lambda _: None,
     ):
         self.bytes_per_s = bytes_per_s
         self.delay_s = delay_s
         self.window_bytes = window_bytes  # what a stream holds that nobody has read
+        self.establish_s = establish_s
         self.damage = damage
+        self.stalls_s: list[float] = []  # what comes next takes so much longer
+        self.chunks_to_swap = 0  # so many of the next chunks change places with those after them
+        self.chunks_swapped = 0
         self.pending: dict[int, _PendingMemoryLink] = {}
         self.pipes: dict[_Pipe, None] = {}  # those that stand
         self._parted: set[frozenset[str]] = set()
         self._tokens = 0
+
+    def next_delay_s(self) -> float:
+        return self.delay_s + (self.stalls_s.pop() if self.stalls_s else 0.0)
+
+    def take_swap(self) -> _Held | None:
+        """Where the next chunk goes for the time being, if it has to wait for the one after it."""
+        if self.chunks_to_swap == 0:
+            return None
+        self.chunks_to_swap -= 1
+        self.chunks_swapped += 1
+        return []
 
     def next_token(self) -> int:
         self._tokens += 1

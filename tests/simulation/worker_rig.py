@@ -12,16 +12,18 @@ from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
+from kvtransfer.transports import Transports
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ConnectionLost
-from protocol.messages import Hello, Offer, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Hello, KVHello, Offer, Reach, StatsFrame, TokenFrame, Welcome
 from protocol.requests import GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
-from tests.simulation.fake_model import FakeEngine, FakeStore, SpoilingPool
+from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import LinkFabric, MemoryTransport
+from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
 from tests.simulation.virtual_loop import describe, run_virtually
 
 SECRET = b"a secret of tests"
@@ -39,6 +41,41 @@ def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateReque
         token_ids=tuple(range(length)),
         num_prompt_tokens=length,
         **values,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A worker's blocks and both sides of its transfers."""
+
+    store: FakeStore
+    pool: SpoilingPool
+    transports: Transports
+    sender: KVSender
+    receiver: KVReceiver
+
+
+def make_parts(
+    peer: Peer, fabric: MemoryFabric, links: LinkFabric, *, num_blocks: int = 32, block_size: int = BLOCK
+) -> Parts:
+    """All that a worker named `peer` needs besides an engine. Sender, receiver and transports are to be closed."""
+    store = FakeStore(fake_layout(num_layers=LAYERS, block_size=block_size), num_blocks=num_blocks)
+    transports = memory_transports(links, peer.worker_id, store)
+    network, clock = fabric.at(peer.worker_id), asyncio.get_running_loop().time
+    return Parts(
+        store,
+        SpoilingPool(store),
+        transports,
+        KVSender(peer=peer, store=store, network=network, transports=transports, config=TRANSFERS, clock=clock),
+        KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=TRANSFERS,
+            clock=clock,
+            secret=SECRET,
+        ),
     )
 
 
@@ -66,10 +103,10 @@ class Rig:
                 ]
         return found
 
-    def ticket(self, name: str = "r", prefill: Peer = PREFILL, decode_address: Address | None = None) -> Ticket:
-        """Permission for a transfer from PREFILL to DECODE."""
-        address = decode_address or self.info.transfer_address or Address("nobody", 1)
-        return mint_ticket(SECRET, name, prefill, DECODE, address)
+    def ticket(self, name: str = "r", source: Peer = PREFILL, target_address: Address | None = None) -> Ticket:
+        """Permission for a transfer from `source` to DECODE."""
+        own = self.info.transfer_addresses if self.info.role == "decode" else (Address("nobody", 1),)
+        return mint_ticket(SECRET, name, source, DECODE, (target_address,) if target_address else own)
 
     async def connect_router(self, router_id: str = ROUTER) -> MemoryConnection:
         """Open a token channel, and keep what comes in `frames`."""
@@ -82,9 +119,8 @@ class Rig:
 
     async def offer(self, length: int = 10, name: str = "r") -> Ticket:
         """Offer a transfer as PREFILL would, of which nothing more will come; returns its ticket."""
-        assert self.info.transfer_address is not None
-        connection = await self.fabric.at("prefill-0").connect(self.info.transfer_address)
-        connection.send(Hello(PREFILL, DECODE, self.info.fingerprint, MemoryTransport.name))
+        connection = await self.fabric.at("prefill-0").connect(self.info.transfer_addresses[0])
+        connection.send(Hello(PREFILL, DECODE, KVHello(self.info.layout, 0, "raw", Reach(KINDS, "one machine", "cpu"))))
         assert isinstance(await connection.receive(), Welcome)
         ticket = self.ticket(name)
         connection.send(Offer(ticket, length))
@@ -120,15 +156,13 @@ def play(script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int
 
 @asynccontextmanager
 async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncIterator[Rig]:
-    loop = asyncio.get_running_loop()
     fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
-    store = FakeStore(num_layers=LAYERS, num_blocks=num_blocks, block_size=BLOCK)
-    pool, engine, clock = SpoilingPool(store), FakeEngine(store), loop.time
+    clock = asyncio.get_running_loop().time
     peer = PREFILL if role == "prefill" else DECODE
-    network, transport = fabric.at(peer.worker_id), MemoryTransport(links, peer.worker_id, store)
+    parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
+    store, pool, engine, network = parts.store, parts.pool, FakeEngine(parts.store), fabric.at(peer.worker_id)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        sender = KVSender(peer=peer, store=store, network=network, transport=transport, config=TRANSFERS, clock=clock)
         worker = PrefillWorker(
             peer=peer,
             config=PrefillConfig(**config),
@@ -136,20 +170,12 @@ async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncI
             store=store,
             pool=pool,
             network=network,
-            sender=sender,
+            sender=parts.sender,
+            receiver=parts.receiver,
             clock=clock,
             max_context=100,
         )
     else:
-        receiver = KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transport=transport,
-            config=TRANSFERS,
-            clock=clock,
-            secret=SECRET,
-        )
         worker = DecodeWorker(
             peer=peer,
             config=DecodeConfig(**{"max_batch": 8, "max_step_tokens": 16} | config),
@@ -157,7 +183,8 @@ async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncI
             store=store,
             pool=pool,
             network=network,
-            receiver=receiver,
+            receiver=parts.receiver,
+            sender=parts.sender,
             clock=clock,
             max_context=100,
         )
@@ -167,6 +194,7 @@ async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncI
         yield rig
     finally:
         await worker.stop()
+        await parts.transports.close()
         for connection in (rig.router, rig.prefill):
             if connection is not None:
                 await connection.close()

@@ -1,0 +1,196 @@
+"""Makes a plan's faults happen, and counts those that hit something."""
+
+import asyncio
+import random
+from collections import Counter
+from typing import Protocol
+
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import Damage, LinkFabric
+from tests.simulation.transfers.mangler import Mangler
+from tests.simulation.transfers.plan import LEASE_S, LINK_FAULTS, PEER_FAULTS, FaultPlan
+from tests.simulation.transfers.process import Process
+from tests.simulation.virtual_loop import VirtualLoop
+
+TOO_LONG = 1.6
+"""Leases of silence after which nobody holds on to a connection any more."""
+
+
+class Stage(Protocol):
+    """Who has the processes."""
+
+    @property
+    def processes(self) -> list[Process]: ...
+
+    async def crash(self, process: Process, restart_after_s: float | None) -> None: ...
+
+
+class Faults:
+    """All faults of a run."""
+
+    def __init__(
+        self,
+        plans: tuple[FaultPlan, ...],
+        fabric: MemoryFabric,
+        links: LinkFabric,
+        mangler: Mangler,
+        stage: Stage,
+        trace: Trace,
+    ):
+        self.fired: Counter[str] = Counter()
+        self.lost_s = 0.0  # how long processes stood still or could not reach each other, summed up
+        self.violations: list[str] = []
+        self._plans = plans
+        self._fabric = fabric
+        self._links = links
+        self._mangler = mangler
+        self._stage = stage
+        self._trace = trace
+        self._damages: list[tuple[str, Damage]] = []  # to what comes next on any link
+        self._stalls_ordered = 0
+
+    async def run(self) -> None:
+        """Strike when it is time; returns when all that was begun has ended."""
+        self._links.damage = self._damage
+        loop = asyncio.get_running_loop()
+        strikes = [loop.create_task(self._strike_at(plan), name=f"fault: {plan.kind}") for plan in self._plans]
+        for strike in strikes:
+            await strike
+
+    def count(self) -> Counter[str]:
+        """How often each kind of fault has hit something."""
+        self.fired["swap bytes"] += self._links.chunks_swapped
+        self.fired["stall bytes"] += self._stalls_ordered - len(self._links.stalls_s)
+        for (kind, _), times in self._mangler.fired.items():
+            self.fired[kind] += times
+        return self.fired
+
+    async def _strike_at(self, plan: FaultPlan) -> None:
+        await asyncio.sleep(plan.at_s)
+        draw = random.Random(plan.which)
+        for _ in range(plan.times if plan.kind in ("cut a link", "cut a connection") else 1):
+            for _ in range(20):  # what does not stand yet can't be cut: try again soon
+                hit = await self._strike(plan, draw)
+                if hit:
+                    break
+                await asyncio.sleep(0.003)
+            self._trace(f"fault: {plan.kind}, {'done' if hit else 'nothing to hit'}")
+            if plan.kind not in (*LINK_FAULTS, *PEER_FAULTS) or plan.kind == "cut a link":
+                self.fired[plan.kind] += bool(hit)
+
+    async def _strike(self, plan: FaultPlan, draw: random.Random) -> bool:
+        """Do it; False where there is nothing that it could be done to yet."""
+        match plan.kind:
+            case "flip a bit" | "lose bytes" | "repeat bytes":
+                self._damages += [(plan.kind, _DAMAGES[plan.kind](draw))] * plan.times
+            case "swap bytes":
+                self._links.chunks_to_swap += plan.times
+            case "stall bytes":
+                self._stalls_ordered += plan.times
+                self._links.stalls_s += [draw.choice((0.01, 0.1, 2 * LEASE_S))] * plan.times
+            case "cut a link":
+                return self._cut_a_link(draw)
+            case "cut a connection":
+                return self._cut_a_connection(draw)
+            case "part":
+                await self._part(draw)
+            case "slow messages":
+                self._fabric.slowness = 4.0
+                await asyncio.sleep(0.1)
+                self._fabric.slowness = 1.0
+            case "stop shortly" | "stop for leases":
+                return await self._stop(
+                    draw, draw.uniform(0.1, 0.6) if plan.kind == "stop shortly" else draw.uniform(1.7, 3.5)
+                )
+            case "crash" | "crash and restart":
+                return await self._crash(draw, is_restarted=plan.kind == "crash and restart")
+            case _:
+                self._mangler.order(plan.kind, plan.which, plan.times)
+        return True
+
+    def _damage(self, data: bytearray) -> None:
+        if self._damages and data:
+            kind, damage = self._damages.pop(0)
+            damage(data)
+            self.fired[kind] += 1
+
+    def _cut_a_link(self, draw: random.Random) -> bool:
+        pipes = list(self._links.pipes)
+        if not pipes:
+            return False
+        draw.choice(pipes).break_off()
+        return True
+
+    def _cut_a_connection(self, draw: random.Random) -> bool:
+        connections = list(self._fabric.connections)
+        if not connections:
+            return False
+        draw.choice(connections).cut()
+        return True
+
+    async def _part(self, draw: random.Random) -> None:
+        one, other = draw.sample(self._stage.processes, 2)
+        seconds = draw.choice((0.01, 0.1, LEASE_S * 2))
+        self.lost_s += seconds
+        self._fabric.part(one.host, other.host)
+        self._links.part(one.host, other.host)
+        await asyncio.sleep(seconds)
+        self._fabric.join(one.host, other.host)
+        self._links.join(one.host, other.host)
+
+    async def _stop(self, draw: random.Random, leases: float) -> bool:
+        """SIGSTOP and SIGCONT. Before it wakes up, everybody who talked to it must have given it up, or not yet."""
+        process = draw.choice(self._stage.processes)
+        if process.is_dead:
+            return False
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualLoop):
+            raise TypeError("only virtual processes can be stopped")
+        self.lost_s += leases * LEASE_S
+        self._trace(f"{process.name} is stopped")
+        loop.stop_process(process.name)
+        await asyncio.sleep(leases * LEASE_S)
+        if leases > TOO_LONG:
+            self._check_given_up(process, loop.time() - TOO_LONG * LEASE_S)
+        self._trace(f"{process.name} is continued")
+        loop.continue_process(process.name)
+        return True
+
+    def _check_given_up(self, process: Process, before_s: float) -> None:
+        for connection in self._fabric.connections:
+            if connection.peer_host == process.host and connection.opened_s < before_s and not connection.was_cut:
+                self.violations.append(f"{connection.host} holds on to {process.name}, which has long been silent")
+
+    async def _crash(self, draw: random.Random, *, is_restarted: bool) -> bool:
+        process = draw.choice(self._stage.processes)
+        if process.is_dead:
+            return False
+        await self._stage.crash(process, draw.choice((0.005, 0.05, LEASE_S)) if is_restarted else None)
+        return True
+
+
+def _flip(draw: random.Random) -> Damage:
+    def damage(data: bytearray) -> None:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+
+    return damage
+
+
+def _lose(draw: random.Random) -> Damage:
+    def damage(data: bytearray) -> None:
+        start = draw.randrange(len(data))
+        del data[start : start + 1 + draw.randrange(len(data))]
+
+    return damage
+
+
+def _repeat(draw: random.Random) -> Damage:
+    def damage(data: bytearray) -> None:
+        start = draw.randrange(len(data))
+        data[start:start] = data[start:]
+
+    return damage
+
+
+_STOPS = {"stop shortly": (0.1, 0.6), "stop for leases": (1.7, 3.5)}  # in leases
+_DAMAGES = {"flip a bit": _flip, "lose bytes": _lose, "repeat bytes": _repeat}

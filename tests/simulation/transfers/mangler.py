@@ -1,0 +1,254 @@
+"""Processes that misbehave on their control connections: messages lost, repeated, out of order, or wrong.
+
+Every message of a simulation passes here, so this is also where it is noticed that a side grants a lane twice.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from protocol.messages import (
+    Abort,
+    Chunk,
+    Commit,
+    Damaged,
+    Grant,
+    Hello,
+    LinkReady,
+    LinkWanted,
+    Message,
+    Offer,
+    Run,
+    Verified,
+    Welcome,
+)
+from protocol.tickets import Peer, Ticket
+from tests.simulation.memory_network import MemoryConnection
+
+FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
+_LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
+_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, LinkWanted, LinkReady)
+
+
+@dataclass
+class _Order:
+    """What to do to some messages of one type that come next."""
+
+    kind: str
+    victim: type[Message]
+    times: int
+    draw: random.Random
+
+
+class Mangler:
+    """A fabric's `mangle`. Counts what it has done by (kind, message type)."""
+
+    def __init__(self) -> None:
+        self.fired: Counter[tuple[str, str]] = Counter()
+        self.violations: list[str] = []
+        self.targets_lie = False  # a message of a receiving side was among the victims
+        self._orders: list[_Order] = []
+        self._held: dict[MemoryConnection, tuple[str, Message]] = {}
+        self.known_ids: dict[bytes, None] = {}
+        self._granted: set[tuple[MemoryConnection, bytes]] = set()
+
+    def order(self, kind: str, which: int, times: int) -> None:
+        """From now on, until it has been done `times` times."""
+        draw = random.Random(which)
+        victim = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
+        self._orders.append(_Order(kind, victim, times, draw))
+
+    def __call__(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
+        self._look_at(connection, message)
+        if not self._orders and not self._held:
+            return (message,)
+        out = self._mangle(connection, message)
+        held = self._held.pop(connection, None) if out is not None else None
+        if out is None:  # laid aside until the next one
+            return ()
+        if held is None:
+            return out
+        what, earlier = held
+        if what == "swap":
+            return (*out, earlier)
+        if isinstance(message, Commit) and isinstance(earlier, Chunk) and earlier.transfer_id == message.transfer_id:
+            self.fired["alter messages", "Commit"] += 1
+            return (replace(message, num_chunks=message.num_chunks - 1),)  # and never a word of its last chunk
+        return (earlier, *out)
+
+    def _look_at(self, connection: MemoryConnection, message: Message) -> None:
+        if isinstance(message, Offer):
+            self.known_ids[message.ticket.transfer_id] = None
+        elif isinstance(message, Grant):
+            lane = connection, message.transfer_id
+            if lane in self._granted:
+                self.violations.append(f"{connection.host} grants a lane to {connection.peer_host} twice")
+            self._granted.add(lane)
+
+    def _mangle(self, connection: MemoryConnection, message: Message) -> Sequence[Message] | None:
+        for order in self._orders:
+            if type(message) is not order.victim or order.draw.random() < 0.4:
+                continue
+            order.times -= 1
+            if order.times == 0:
+                self._orders.remove(order)
+            if order.kind == "swap messages" or (order.kind == "alter messages" and order.draw.random() < 0.25):
+                if connection in self._held:
+                    return (message,)
+                what = "swap" if order.kind == "swap messages" else "forget"
+                if what == "forget" and not isinstance(message, Chunk):
+                    continue
+                if what == "swap":
+                    self._count(order, message)
+                self._held[connection] = what, message
+                return None
+            self._count(order, message)
+            if order.kind == "drop messages":
+                return ()
+            if order.kind == "repeat messages":
+                return (message, message) if order.draw.random() < 0.7 else (message,) * 3
+            return (self._alter(order.draw, message),)
+        return (message,)
+
+    def _count(self, order: _Order, message: Message) -> None:
+        self.fired[order.kind, type(message).__name__] += 1
+        self.targets_lie |= isinstance(message, FROM_TARGETS)
+
+    def _alter(self, draw: random.Random, message: Message) -> Message:
+        other_id = draw.choice([*self.known_ids, bytes(16)])
+        match message:
+            case Offer():
+                return draw.choice(_OFFERS)(draw, message)
+            case Chunk():
+                if draw.random() < 0.1:
+                    return replace(message, transfer_id=other_id)
+                return draw.choice(_CHUNKS)(draw, message)
+            case Commit():
+                return replace(message, num_chunks=max(0, message.num_chunks + draw.choice((-1, 1, 1000))))
+            case Grant():
+                return replace(message, skip_tokens=draw.choice((0, 0, 1, message.skip_tokens + 1, 10**6, -1)))
+            case Damaged():
+                return draw.choice(
+                    (
+                        replace(message, sequence=message.sequence + draw.choice((-1, 1, 100))),
+                        replace(message, attempt=message.attempt + draw.choice((-1, 1))),
+                    )
+                )
+            case LinkReady():
+                return draw.choice(
+                    (
+                        replace(message, link=message.link + draw.choice((-1, 1, 100))),
+                        replace(message, transport="carrier pigeon"),
+                        replace(message, params={"token": 10**9}),
+                    )
+                )
+            case LinkWanted():
+                return replace(message, link=message.link + draw.choice((-1, 1, 100)))
+            case Hello():
+                return draw.choice(_HELLOS)(draw, message)
+            case Welcome():
+                return draw.choice(_WELCOMES)(draw, message)
+            case Verified() | Abort():
+                return replace(message, transfer_id=other_id)
+        return message
+
+
+def _other_epoch(peer: Peer) -> Peer:
+    return Peer(peer.worker_id, peer.epoch ^ 1)
+
+
+def _altered_ticket(draw: random.Random, ticket: Ticket) -> Ticket:
+    return draw.choice(
+        (
+            replace(ticket, mac=bytes(16)),
+            replace(ticket, source=_other_epoch(ticket.source)),
+            replace(ticket, target=_other_epoch(ticket.target)),
+            replace(ticket, request_id="another"),
+            replace(ticket, source_ranks=ticket.source_ranks + 1),
+        )
+    )
+
+
+_OFFERS: tuple[Callable[[random.Random, Offer], Offer], ...] = (
+    lambda draw, offer: replace(offer, ticket=_altered_ticket(draw, offer.ticket)),
+    lambda draw, offer: replace(offer, num_tokens=draw.choice((0, 1, offer.num_tokens + 1, 10**9))),
+)
+
+
+def _altered_runs(draw: random.Random, runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    if not runs:
+        return (Run(0, 0, 1),)
+    at = draw.randrange(len(runs))
+    run = runs[at]
+    wrong: Run = draw.choice(
+        (
+            replace(run, layer=run.layer + draw.choice((-1, 1, 99))),
+            replace(run, first_unit=0),
+            replace(run, first_unit=run.first_unit + draw.choice((-1, 1, 1, 2, 10**6))),
+            replace(run, num_units=run.num_units + draw.choice((-1, 1, 2, 10**6))),
+        )
+    )
+    others = (*runs[:at], wrong, *runs[at + 1 :])
+    return draw.choice((others, others, (*runs, run), runs[:at]))
+
+
+_CHUNKS: tuple[Callable[[random.Random, Chunk], Chunk], ...] = (
+    lambda draw, chunk: replace(chunk, sequence=chunk.sequence + draw.choice((-1, 1, 100))),
+    lambda draw, chunk: replace(chunk, attempt=draw.choice((0, 1, 2, 3))),
+    lambda draw, chunk: replace(chunk, link=chunk.link + draw.choice((-1, 1, 100))),
+    lambda draw, chunk: replace(chunk, num_bytes=draw.choice((0, chunk.num_bytes + 1, chunk.num_bytes * 2, 2**60))),
+    lambda draw, chunk: replace(chunk, runs=_altered_runs(draw, chunk.runs)),
+    lambda draw, chunk: replace(chunk, runs=_altered_runs(draw, chunk.runs)),
+    lambda draw, chunk: replace(chunk, runs=_altered_runs(draw, chunk.runs)),
+)
+
+
+def _altered_hello(draw: random.Random, hello: Hello) -> Hello:
+    if hello.kv is None:
+        return hello
+    kv = hello.kv
+    layout = draw.choice(
+        (
+            replace(kv.layout, block_size=kv.layout.block_size * 2),
+            replace(kv.layout, num_layers=kv.layout.num_layers + 1),
+            replace(kv.layout, tp_size=0),
+            replace(kv.layout, dtype="float99"),
+        )
+    )
+    kv = draw.choice((replace(kv, layout=layout), replace(kv, rank=kv.rank + 1), replace(kv, encoding="fp8")))
+    return replace(hello, kv=kv)
+
+
+_HELLOS: tuple[Callable[[random.Random, Hello], Hello], ...] = (
+    lambda draw, hello: replace(hello, sender=_other_epoch(hello.sender)),
+    lambda draw, hello: replace(hello, receiver=_other_epoch(hello.receiver)),
+    lambda draw, hello: replace(hello, kv=None),
+    _altered_hello,
+)
+
+
+def _altered_welcome(draw: random.Random, welcome: Welcome) -> Welcome:
+    if welcome.kv is None:
+        return welcome
+    kv = welcome.kv
+    return replace(
+        welcome,
+        kv=draw.choice(
+            (
+                replace(kv, layout=replace(kv.layout, block_size=kv.layout.block_size * 2)),
+                replace(kv, rank=kv.rank + 1),
+                replace(kv, transport="carrier pigeon"),
+                replace(kv, link={"token": 10**9}),
+            )
+        ),
+    )
+
+
+_WELCOMES: tuple[Callable[[random.Random, Welcome], Welcome], ...] = (
+    lambda draw, welcome: replace(welcome, receiver=_other_epoch(welcome.receiver)),
+    lambda draw, welcome: replace(welcome, kv=None),
+    _altered_welcome,
+)

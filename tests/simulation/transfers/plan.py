@@ -1,0 +1,170 @@
+"""What a seed means: workers, transfers and faults. Pure; the same seed gives the same plan.
+
+Times are virtual seconds, on a scale of their own: a lease is 0.3 s, a message takes half a millisecond.
+"""
+
+import random
+from dataclasses import dataclass
+
+LEASE_S = 0.3
+PROGRESS_S = 0.6
+
+LINK_FAULTS = ("flip a bit", "lose bytes", "repeat bytes", "swap bytes", "stall bytes", "cut a link")
+NETWORK_FAULTS = ("cut a connection", "part", "slow messages")
+PROCESS_FAULTS = ("stop shortly", "stop for leases", "crash", "crash and restart")
+PEER_FAULTS = ("drop messages", "repeat messages", "swap messages", "alter messages")
+"""Messages that are lost, repeated, out of order or wrong inside a connection: TCP and the MAC leave that to a process
+that misbehaves."""
+
+FAULTS = (*LINK_FAULTS, *NETWORK_FAULTS, *PROCESS_FAULTS, *PEER_FAULTS)
+
+SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "forge", "fall silent", "open stale")
+TARGET_ACTS = (
+    "expect",
+    "abort",
+    "cancel",
+    "never expect",
+    "refuse",
+    "expect twice",
+    "wait for the offer",
+    "other size",
+)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker; its ranks share everything but their KV heads."""
+
+    block_size: int
+    tp_size: int
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """One transfer, and what either side does with it."""
+
+    number: int
+    at_s: float  # the ticket is minted then
+    source: int  # workers' numbers
+    target: int
+    num_tokens: int
+    num_ready_tokens: int  # in the source's cache already
+    num_skip_tokens: int  # in the target's cache already
+    steps: tuple[int, ...]  # of the prompt's computation: tokens that are ready after each
+    layer_s: float  # time of a layer in a step
+    has_token: bool  # a prompt's transfer ends with a first token, a pulled prefix's with none
+    source_delay_s: float
+    source_act: str
+    source_act_after_s: float
+    target_delay_s: float
+    target_act: str
+    target_act_after_s: float
+    hold_s: float  # the target reads what it got for so long before it lets go of it
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Something that goes wrong. `which` picks what it hits."""
+
+    kind: str
+    at_s: float
+    which: int
+    times: int  # how often in a row, where that makes sense
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One simulated run."""
+
+    seed: int
+    num_layers: int
+    num_kv_heads: int
+    workers: tuple[WorkerPlan, ...]
+    transfers: tuple[TransferPlan, ...]
+    faults: tuple[FaultPlan, ...]
+    links_from: tuple[str, ...]  # transports of all workers
+    link_bytes_per_s: float
+    window_bytes: int
+
+    @property
+    def is_calm(self) -> bool:
+        """Nothing goes wrong, so every transfer that both sides want must arrive."""
+        return not self.faults
+
+    @property
+    def heals(self) -> bool:
+        """What goes wrong is one thing that a retry puts right, so every transfer that both sides want must arrive."""
+        return (
+            len(self.faults) == 1
+            and self.faults[0].kind in ("flip a bit", "cut a link", "slow messages")
+            and (self.faults[0].kind != "flip a bit" or self.faults[0].times <= 2)
+        )
+
+
+def make_plan(seed: int) -> Plan:
+    """The plan of `seed`."""
+    draw = random.Random(seed)
+    num_layers = draw.choice((1, 2, 2, 3))
+    heads = draw.choice((1, 2, 2, 4))
+    sizes = draw.choice(((4, 4), (2, 2), (2, 4), (4, 2), (3, 2), (6, 4), (1, 3)))
+    ranks = draw.choice(((1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2))) if heads > 1 else (1, 1)
+    ranks = (min(ranks[0], heads), min(ranks[1], heads))
+    num_workers = draw.choice((2, 2, 2, 3))
+    chunk_bytes = draw.choice((1, 48, 96, 65536))
+    workers = tuple(WorkerPlan(sizes[number % 2], ranks[number % 2], chunk_bytes) for number in range(num_workers))
+    faulty = draw.random() < 0.85
+    num_transfers = draw.choice((1, 1, 2, 2, 3)) if max(ranks) == 1 else 1
+    transfers = tuple(_make_transfer(draw, number, workers, num_layers) for number in range(num_transfers))
+    faults = tuple(_make_fault(draw) for _ in range(draw.choice((1, 1, 1, 2, 3)))) if faulty else ()
+    return Plan(
+        seed=seed,
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        workers=workers,
+        transfers=transfers,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        links_from=draw.choice((("memory",), ("memory",), ("memory_pull", "memory"), ("memory_pull",))),
+        link_bytes_per_s=draw.choice((1e4, 1e5, 1e6)),
+        window_bytes=draw.choice((32, 65536)),
+    )
+
+
+def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, ...], num_layers: int) -> TransferPlan:
+    source, target = draw.sample(range(len(workers)), 2) if draw.random() < 0.3 else (0, 1)
+    num_tokens = draw.randint(1, 14)
+    ready = min(num_tokens, draw.choice((0, 0, 1, 2)) * workers[source].block_size)
+    skip = min(num_tokens, draw.choice((0, 0, 0, 1, 2, 9)) * workers[target].block_size)
+    has_token = draw.random() < 0.8
+    if not has_token:
+        ready = num_tokens
+    steps = sorted({num_tokens, *(draw.randint(ready, num_tokens) for _ in range(draw.choice((0, 1, 2))))})
+    is_plain = draw.random() < 0.6  # both sides want it, and go on with it to its end
+    return TransferPlan(
+        number=number,
+        at_s=draw.choice((0.0, 0.0, 0.02, 0.2)) * draw.random() * number,
+        source=source,
+        target=target,
+        num_tokens=num_tokens,
+        num_ready_tokens=ready,
+        num_skip_tokens=skip,
+        steps=tuple(step for step in steps if step > ready),
+        layer_s=draw.choice((0.0, 0.001, 0.005)),
+        has_token=has_token,
+        source_delay_s=draw.choice((0.0, 0.0, 0.01, 0.3)) * draw.random(),
+        source_act="send" if is_plain or draw.random() < 0.4 else draw.choice(SOURCE_ACTS[1:]),
+        source_act_after_s=draw.choice((0.001, 0.01, 0.05)) * draw.random(),
+        target_delay_s=draw.choice((0.0, 0.0, 0.01, 0.3)) * draw.random(),
+        target_act="expect" if is_plain or draw.random() < 0.4 else draw.choice(TARGET_ACTS[1:]),
+        target_act_after_s=draw.choice((0.001, 0.01, 0.05)) * draw.random(),
+        hold_s=draw.choice((0.0, 0.002, 0.02, 0.4)),
+    )
+
+
+def _make_fault(draw: random.Random) -> FaultPlan:
+    return FaultPlan(
+        kind=draw.choice(FAULTS),
+        at_s=draw.choice((0.0, 0.002, 0.01, 0.03, 0.1)) * draw.random(),
+        which=draw.randrange(1 << 30),
+        times=draw.choice((1, 1, 1, 2, 4)),
+    )

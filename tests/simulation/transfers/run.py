@@ -1,0 +1,461 @@
+"""Runs a plan: KVSender and KVReceiver unchanged, several of each, and nobody above them but these few lines.
+
+What must hold, whatever the seed:
+- KV that counts as verified is what the source computed, byte by byte, and stays so until its blocks are freed;
+- it is verified only for a genuine ticket, once, by the incarnation that the ticket names;
+- nobody writes into a block, or sends it on a stream, once the transfer that had it has ended;
+- a source that hears that its KV is verified is not deceived, as long as targets don't lie;
+- every transfer ends on both sides within a few leases, and a silent peer's connection within one and a half;
+- where nothing goes wrong that a retry can't heal, every transfer that both sides want arrives;
+- afterwards no block, task, connection, listener or link is left.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.outgoing import OutgoingTransfer
+from protocol.errors import TransferFailed
+from protocol.requests import SampledToken
+from protocol.tickets import Peer, Ticket, mint_ticket
+from tests.simulation.fake_store import Array, FakeStore
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.transfers.faults import Faults
+from tests.simulation.transfers.mangler import Mangler
+from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
+from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
+from tests.simulation.virtual_loop import describe, run_virtually
+
+END_S = 4 * PROGRESS_S + 2 * LEASE_S
+"""How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""
+
+
+class InvariantBroken(Exception):
+    """What must hold does not."""
+
+
+@dataclass
+class Report:
+    """What runs did: to see that they reach what they are meant to reach."""
+
+    transfers: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fired: Counter[str] = field(default_factory=Counter)  # faults that hit something
+    mangled: Counter[tuple[str, str]] = field(default_factory=Counter)  # (peer's fault, message type)
+    acts: Counter[str] = field(default_factory=Counter)
+    digest_failures: int = 0
+    retries: int = 0
+    links_lost: int = 0
+    virtual_s: float = 0.0
+
+    def add(self, other: "Report") -> None:
+        """Sum up."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def run_plan(plan: Plan, trace: Trace | None = None) -> Report:
+    """Raises InvariantBroken, SimulationStuck, or whatever a part raises that it should not."""
+    return run_virtually(_World(plan, trace).run(), limit_s=60.0)
+
+
+def run_seed(seed: int, trace: Trace | None = None) -> Report:
+    """The same for a seed's plan."""
+    return run_plan(make_plan(seed), trace)
+
+
+class _World:
+    def __init__(self, plan: Plan, trace: Trace | None):
+        self._plan = plan
+        self._write = trace
+        self._report = Report()
+        self._problems: list[str] = []
+        self._ended: dict[tuple[int, str], str] = {}  # by transfer and side: how it ended
+
+    async def run(self) -> Report:
+        plan, loop = self._plan, asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_exception)
+        self._clock = loop.time
+        self._draw = random.Random(plan.seed)
+        self._fabric = MemoryFabric(plan.seed, trace=self._trace if self._write is not None else None)
+        self._mangler = self._fabric.mangle = Mangler()
+        self._links = LinkFabric(bytes_per_s=plan.link_bytes_per_s, window_bytes=plan.window_bytes, establish_s=LEASE_S)
+        self._processes = [await self._start(number) for number in range(len(plan.workers))]
+        self._departed: list[Process] = []
+        self._faults = Faults(plan.faults, self._fabric, self._links, self._mangler, self, self._trace)
+        faults = asyncio.create_task(self._faults.run(), name="faults")
+        transfers = [asyncio.create_task(self._transfer(one), name=f"transfer {one.number}") for one in plan.transfers]
+        for task in (faults, *transfers):
+            await task
+        await self._settle()
+        return self._report
+
+    # --- processes (the faults' calls) ---
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those that live."""
+        return self._processes
+
+    async def crash(self, process: Process, restart_after_s: float | None) -> None:
+        """End a process at once, and start another in its place, now or at the end."""
+        self._trace(f"{process.name} crashes")
+        process.is_dead = True
+        for rank in process.ranks:
+            rank.network.is_dead = True
+        self._fabric.remove(process.host)
+        self._links.cut(process.host)
+        self._departed.append(process)
+        for task in tuple(process.tasks):
+            task.cancel()
+        await process.close()
+        if restart_after_s is not None:
+            await asyncio.sleep(restart_after_s)
+            self._processes[process.number] = await self._start(process.number)
+
+    async def _start(self, number: int) -> Process:
+        process = Process(self._plan, number, self._draw.getrandbits(63), self._fabric, self._links)
+        await process.start()
+        return process
+
+    # --- transfers ---
+
+    async def _transfer(self, one: TransferPlan) -> None:
+        """Mint the ticket, and let both sides act on it."""
+        await asyncio.sleep(one.at_s)
+        self._report.transfers += 1
+        source, target = self._processes[one.source], self._processes[one.target]
+        claimed = source.peer if one.source_act != "open stale" else Peer(source.peer.worker_id, 1)
+        ticket = mint_ticket(
+            SECRET, f"r{one.number}", claimed, target.peer, target.addresses, source_ranks=len(source.ranks)
+        )
+        truth = self._make_truth(one)
+        self._report.acts[f"source: {one.source_act}"] += 1
+        self._report.acts[f"target: {one.target_act}"] += 1
+        sides = (
+            self._at(one.source, one.source_delay_s, one, "source", ticket, truth),
+            self._at(one.target, one.target_delay_s, one, "target", ticket, truth),
+        )
+        await asyncio.gather(*sides)
+        self._judge(one)
+
+    def _make_truth(self, one: TransferPlan) -> Array:
+        """KV of [layer, token, 2, head, 1]."""
+        shape = (self._plan.num_layers, one.num_tokens, 2, self._plan.num_kv_heads, 1)
+        return np.frombuffer(self._draw.randbytes(2 * int(np.prod(shape))), np.uint16).reshape(shape)
+
+    async def _at(
+        self, number: int, delay_s: float, one: TransferPlan, side: str, ticket: Ticket, truth: Array
+    ) -> None:
+        """One side of a transfer, at the incarnation of the worker that lives when its turn comes."""
+        await asyncio.sleep(delay_s)
+        process = self._processes[number]
+        if process.is_dead:
+            self._ended[one.number, side] = "dead"
+            return
+        run = self._send if side == "source" else self._receive
+        began = self._clock()
+        work = process.spawn(run(process, one, ticket, truth), f"{side} of transfer {one.number}")
+        await asyncio.wait({work})
+        outcome = "dead" if work.cancelled() or process.is_dead else work.result()
+        self._trace(f"{side} of transfer {one.number}: {outcome}")
+        self._ended[one.number, side] = outcome
+        took_s = self._clock() - began - self._faults.lost_s - one.hold_s - one.layer_s * self._plan.num_layers * 3
+        if took_s > END_S:
+            self._problems.append(f"the {side} of transfer {one.number} took {took_s:.2f} s to its end")
+
+    def _judge(self, one: TransferPlan) -> None:
+        source, target = self._ended[one.number, "source"], self._ended[one.number, "target"]
+        self._report.outcomes[f"source {source}"] += 1
+        self._report.outcomes[f"target {target}"] += 1
+        if source == "released" and target in ("failed", "refused") and not self._mangler.targets_lie:
+            self._problems.append(f"the source of transfer {one.number} was told that all is verified, and it is not")
+        wanted = one.source_act in ("send", "forge") and one.target_act in ("expect", "wait for the offer")
+        if wanted and (self._plan.is_calm or self._plan.heals) and (source, target) != ("released", "verified"):
+            self._problems.append(f"transfer {one.number} should have arrived, and is {source} and {target}")
+
+    async def _send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
+        """What a worker does that computes a prompt, or has its KV in the cache."""
+        if one.source_act == "never open":
+            return "never opened"
+        if one.source_act == "decline":
+            for rank in process.ranks:
+                rank.sender.decline(ticket, "nothing is here")
+            return "declined"
+        tables = [_allocate(rank, one.num_tokens) for rank in process.ranks]
+        for rank, table in zip(process.ranks, tables, strict=True):
+            _write(rank, table, truth, 0, one.num_ready_tokens)
+        if one.source_act == "forge":
+            await self._forge(process, one, ticket)
+        transfers = [
+            rank.sender.open(ticket, one.num_tokens, table, one.num_ready_tokens)
+            for rank, table in zip(process.ranks, tables, strict=True)
+        ]
+        outcome = await self._drive(process, one, ticket, truth, tables, transfers)
+        for rank, table in zip(process.ranks, tables, strict=True):
+            _free(rank, table)
+        return outcome
+
+    async def _drive(
+        self,
+        process: Process,
+        one: TransferPlan,
+        ticket: Ticket,
+        truth: Array,
+        tables: list[list[int]],
+        transfers: list[OutgoingTransfer],
+    ) -> str:
+        """Compute, commit and wait for the end; all blocks may be freed afterwards."""
+        if one.source_act == "abort":
+            asyncio.get_running_loop().call_later(
+                one.source_act_after_s, lambda: [transfer.abort("the source gives up") for transfer in transfers]
+            )
+        ready = one.num_ready_tokens
+        for step in one.steps:
+            for layer in range(self._plan.num_layers):
+                await asyncio.sleep(one.layer_s)
+                for rank, table, transfer in zip(process.ranks, tables, transfers, strict=True):
+                    _write(rank, table, truth, ready, step, layer)
+                    transfer.layer_ready(layer, step)
+            ready = step
+        if one.source_act == "fall silent":
+            asyncio.get_running_loop().call_later(
+                3 * PROGRESS_S, lambda: [transfer.abort("the source wakes up") for transfer in transfers]
+            )
+        else:
+            for transfer in transfers:
+                transfer.commit(_token(one))
+        if one.source_act == "open twice":
+            await self._open_twice(process, one, ticket)
+        outcome = "released"
+        for transfer in transfers:
+            try:
+                await transfer.done()
+            except TransferFailed as error:
+                self._trace(f"source of transfer {one.number} fails: {error}")
+                outcome = "failed"
+                for other in transfers:
+                    other.abort("another rank's transfer has failed")
+        return outcome
+
+    async def _open_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
+        """Use a ticket for a second transfer: it must not arrive, whatever becomes of the first."""
+        await asyncio.sleep(one.source_act_after_s)
+        rank = process.ranks[0]
+        table = _allocate(rank, one.num_tokens)
+        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
+        transfer.commit(_token(one))
+        try:
+            await transfer.done()
+            self._problems.append(f"the ticket of transfer {one.number} was good for two")
+        except TransferFailed:
+            _free(rank, table)
+
+    async def _forge(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
+        """Let another worker send, or the same where there is none, on a ticket that nobody has signed for it."""
+        others = [other for other in self._processes if other.number not in (one.source, one.target)]
+        forger = others[0] if others else process
+        forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
+        if forger is not process and not forger.is_dead:
+            forger.spawn(self._send_forged(forger, one, forged), f"forger of transfer {one.number}")
+            await asyncio.sleep(one.source_act_after_s)
+
+    async def _send_forged(self, forger: Process, one: TransferPlan, ticket: Ticket) -> None:
+        rank = forger.ranks[0]
+        table = _allocate(rank, one.num_tokens)
+        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
+        transfer.commit(_token(one))
+        try:
+            await transfer.done()
+            self._problems.append(f"a forged ticket was good for transfer {one.number}")
+        except TransferFailed as error:
+            self._trace(f"the forger of transfer {one.number} fails: {error}")
+            _free(rank, table)
+
+    async def _receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
+        """What a worker does that expects KV."""
+        if one.target_act == "never expect":
+            return "never expected"
+        if one.target_act == "refuse":
+            for rank in process.ranks:
+                rank.receiver.refuse(ticket)
+            return "refused"
+        if one.target_act == "wait for the offer" and not await self._offered(process, one, ticket):
+            for rank in process.ranks:
+                rank.receiver.refuse(ticket)
+            return "no offer"
+        num_tokens = one.num_tokens + (one.target_act == "other size")
+        skip = min(one.num_skip_tokens, one.num_tokens) if one.target_act != "other size" else 0
+        tables = [_allocate(rank, num_tokens) for rank in process.ranks]
+        for rank, table in zip(process.ranks, tables, strict=True):
+            _write(rank, table, truth, 0, skip)
+            rank.store.protected.update(_whole_blocks(rank.store, table, skip, num_tokens))
+        transfers = [
+            rank.receiver.expect(ticket, table, num_tokens, skip)
+            for rank, table in zip(process.ranks, tables, strict=True)
+        ]
+        if one.target_act == "expect twice":
+            self._expect_twice(process, one, ticket)
+        outcome = await self._await(process, one, ticket, transfers)
+        if outcome == "verified":
+            self._check_bytes(process, one, truth, tables, "when it is verified")
+            await asyncio.sleep(one.hold_s)
+            self._check_bytes(process, one, truth, tables, "some time after")
+        for rank, table in zip(process.ranks, tables, strict=True):
+            rank.store.protected.difference_update(table)
+            _free(rank, table)
+        return outcome
+
+    async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
+        """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
+        until = self._clock() + PROGRESS_S
+        while not all(rank.receiver.has_offer(ticket.transfer_id) for rank in process.ranks):
+            if self._clock() > until:
+                return False
+            await asyncio.sleep(0.005)
+        return True
+
+    async def _await(
+        self, process: Process, one: TransferPlan, ticket: Ticket, transfers: list[IncomingTransfer]
+    ) -> str:
+        """Wait for the end on all ranks; all blocks may be freed afterwards, unless everything is verified."""
+        if one.target_act == "abort":
+            asyncio.get_running_loop().call_later(
+                one.target_act_after_s, lambda: [transfer.abort("the target gives up") for transfer in transfers]
+            )
+        if one.target_act == "cancel":
+            await asyncio.sleep(one.target_act_after_s)
+            for transfer in transfers:
+                await transfer.cancel()
+        outcome = "verified"
+        for transfer in transfers:
+            try:
+                token = await transfer.verified()
+            except TransferFailed as error:
+                self._trace(f"target of transfer {one.number} fails: {error}")
+                outcome = "failed"
+                for other in transfers:
+                    other.abort("another rank's transfer has failed")
+                continue
+            if token != _token(one):
+                self._problems.append(f"transfer {one.number} brings {token} in place of {_token(one)}")
+            if ticket.target != process.peer:
+                self._problems.append(f"{process.name} verified transfer {one.number}, which is {ticket.target}'s")
+            if one.source_act == "open stale":
+                self._problems.append(f"transfer {one.number} was verified on a ticket of another epoch")
+        return outcome
+
+    def _expect_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
+        """Use a ticket for a second transfer, which must fail at once."""
+        rank = process.ranks[0]
+        table = _allocate(rank, one.num_tokens)
+        if not rank.receiver.expect(ticket, table, one.num_tokens, 0).ended:
+            self._problems.append(f"the ticket of transfer {one.number} was good for two")
+        _free(rank, table)
+
+    def _check_bytes(
+        self, process: Process, one: TransferPlan, truth: Array, tables: list[list[int]], when: str
+    ) -> None:
+        for rank, table in zip(process.ranks, tables, strict=True):
+            heads = _heads(rank.store)
+            for layer in range(self._plan.num_layers):
+                found = rank.store.values(layer, table, one.num_tokens)
+                if not np.array_equal(found, truth[layer, :, :, heads]):
+                    self._problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
+
+    # --- the end ---
+
+    def check_offers(self) -> None:
+        """No receiver keeps more offers than it may."""
+        for process in self._processes:
+            for rank in process.ranks:
+                waiting = sum(
+                    rank.receiver.offered_tokens(transfer_id) is not None for transfer_id in self._mangler.known_ids
+                )
+                if waiting > MAX_PENDING_OFFERS:
+                    self._problems.append(f"{process.name} keeps {waiting} offers")
+
+    async def _settle(self) -> None:
+        """Everything has ended: nobody must hold anything any more."""
+        self.check_offers()
+        for process in self._processes:
+            while process.tasks:
+                await asyncio.wait(tuple(process.tasks))
+            if process.is_dead:
+                continue
+            for rank in process.ranks:
+                rank.pool.check_integrity()
+                if rank.pool.owned_blocks:
+                    self._problems.append(f"{rank.pool.owned_blocks} blocks of {process.name} are left")
+                for side in (rank.sender.stats, rank.receiver.stats):
+                    if side.in_flight:
+                        self._problems.append(f"{side.in_flight} transfers of {process.name} are left")
+        for process in self._processes:
+            await process.close()
+        for process in self._processes:
+            for rank in process.ranks:
+                self._problems += [f"{process.name}: {violation}" for violation in rank.store.violations]
+                self._report.digest_failures += rank.receiver.stats.digest_failures
+                self._report.retries += rank.sender.stats.retries
+                self._report.links_lost += rank.sender.stats.links_lost
+        await asyncio.sleep(1.0)  # closing messages are still under way
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            self._problems.append("tasks are left: " + "; ".join(describe(task) for task in tasks))
+        left = self._fabric.connections, self._fabric.listeners, self._links.pending, self._links.pipes
+        if any(left):
+            self._problems.append(
+                "left are {} connections, {} listeners, {} prepared links, {} links".format(*map(len, left))
+            )
+        self._problems += self._mangler.violations
+        self._problems += self._faults.violations
+        if self._problems:
+            raise InvariantBroken("; ".join(self._problems))
+        self._report.fired = self._faults.count()
+        self._report.mangled = self._mangler.fired
+        self._report.virtual_s = self._clock()
+
+    def _trace(self, line: str) -> None:
+        if self._write is not None:
+            self._write(f"{self._clock():12.6f} {line}")
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def _token(one: TransferPlan) -> SampledToken | None:
+    return SampledToken(1000 + one.number) if one.has_token else None
+
+
+def _heads(store: FakeStore) -> slice:
+    first = store.layout.first_head(store.rank)
+    return slice(first, first + store.layout.heads_per_rank)
+
+
+def _allocate(rank: Rank, num_tokens: int) -> list[int]:
+    return rank.pool.allocate(-(-num_tokens // rank.store.layout.block_size))
+
+
+def _free(rank: Rank, table: list[int]) -> None:
+    """Give blocks back. What a pull link reads there from now on is garbage."""
+    rank.store.spoil(table)
+    rank.pool.release(table)
+
+
+def _write(rank: Rank, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
+    """Put the true KV of some tokens into blocks, in one layer or all."""
+    if start < end:
+        for at in range(len(truth)) if layer is None else (layer,):
+            rank.store.write_values(at, table, start, truth[at, start:end, :, _heads(rank.store)])
+
+
+def _whole_blocks(store: FakeStore, table: list[int], skip: int, num_tokens: int) -> list[int]:
+    """The blocks that only hold skipped tokens: perhaps others', too."""
+    return table if skip == num_tokens else table[: skip // store.layout.block_size]
