@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from cluster.descendants import descendants
 from cluster.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
+SETTLE_S = 15.0  # for what other processes bring about
 ENDING_S = 10.0  # from Ctrl-C to the last process's end
 # Where outputs are compared: bf16 leaves near-ties that the order of additions decides.
 EXACT = ("--dtype", "float32")
@@ -40,8 +44,25 @@ class Server:
         stats = [worker["stats"] for worker in self.status()["workers"]]
         return sum(one["owned_blocks"] for one in stats if one is not None)
 
+    def doctor(self) -> list[dict[str, Any]]:
+        """What `twostroke doctor` says of each pair of workers; every trial must have worked."""
+        command = [sys.executable, "-m", "cluster.cli", "doctor", "--url", self.url, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        begin, *pairs, end = [json.loads(line) for line in done.stdout.splitlines()]
+        assert (begin["event"], begin["pairs"], end) == ("begin", len(pairs), {"event": "end", "failed": 0})
+        return pairs
+
     def processes(self) -> list[int]:
         return descendants(self.process.pid)
+
+
+def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTLE_S) -> None:
+    """Wait for something that other processes bring about, and fail where it doesn't come."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
 
 
 def alive(pids: list[int]) -> dict[int, str]:
@@ -77,5 +98,5 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One prefill worker and one decode worker, KV over TCP."""
+    """One prefill worker and one decode worker, KV through shared memory."""
     yield from serving()

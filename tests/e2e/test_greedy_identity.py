@@ -1,4 +1,4 @@
-"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated over TCP and over gloo."""
+"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated over each transport of CPUs."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from model.bundled import BUNDLED_MODEL_DIR
 from model.load import EngineConfig, load_engine
 from model.step import Draw, SequenceStep
 from protocol.requests import SamplingParams
-from tests.e2e.conftest import MODEL, Server, serving
+from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 16
@@ -50,14 +50,31 @@ def expected() -> list[list[int]]:
         loaded.engine.close()
 
 
-@pytest.fixture(scope="module", params=["tcp", "torch_distributed", "aggregated"])
-def any_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    if request.param == "tcp":
-        yield request.getfixturevalue("server")
+@pytest.fixture(scope="module", params=["shm", "tcp", "torch_distributed", "aggregated"])
+def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if request.param == "shm":
+        yield request.getfixturevalue("server")  # what is chosen on one machine
     elif request.param == "aggregated":
         yield from serving("--prefill", "0")
     else:
-        yield from serving("--transport", request.param)
+        # Blocks are cut into units of half their size on their way.
+        config = tmp_path_factory.mktemp("config") / "cluster.yaml"
+        config.write_text("prefill: {block_size: 16}\ndecode: {block_size: 32}\n")
+        yield from serving("--transport", request.param, "--config", str(config))
+
+
+def test_the_doctor_measures_every_way_and_leaves_nothing(any_server: Server, request: pytest.FixtureRequest) -> None:
+    pairs = any_server.doctor()
+    transport = request.node.callspec.params["any_server"]
+    ways = [] if transport == "aggregated" else [("prefill", "decode"), ("decode", "prefill")]
+    assert [(pair["source_role"], pair["target_role"]) for pair in pairs] == ways
+    for pair in pairs:
+        assert pair["transport"] == transport
+        assert pair["why"]
+        assert (pair["missing"] == []) == (transport == "shm")  # nothing is better on one machine
+        assert 1e7 < pair["bytes_per_s"] < 1e12
+        assert 1e-5 < pair["round_trip_s"] < 1.0
+    eventually("all blocks are free again", lambda: any_server.owned_blocks() == 0)
 
 
 def test_all_prompts_at_once_get_the_tokens_that_the_engine_alone_draws(

@@ -5,8 +5,6 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -14,23 +12,14 @@ import openai
 
 from cluster.bench.stream_client import stream_completion
 from cluster.server_process import ServerProcess, processes_named
-from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive
+from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive, eventually
 
 PROMPT = "import os\n\ndef list_files(path):\n"
-SETTLE_S = 15.0
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise
 
 # Ray Serve offers no way to bind these elsewhere (README, "What listens where").
 # Serve's replicas take calls from Serve's handles, with Ray's token; HAProxy shows statistics.
 ALLOWED_ON_ALL_INTERFACES = ("ServeReplica:", "haproxy")
-
-
-def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTLE_S) -> None:
-    """Wait for something that other processes bring about, and fail where it doesn't come."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
 
 
 def test_a_client_that_leaves_frees_its_blocks_on_both_sides(server: Server) -> None:
@@ -86,6 +75,15 @@ def num_sockets(pid: int) -> int:
         except FileNotFoundError:
             continue  # closed meanwhile
     return count
+
+
+def test_an_idle_fleets_metrics_show_no_owned_block_in_either_role(server: Server) -> None:
+    complete(server)
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    for role in ("prefill", "decode"):
+        (owned,) = [line for line in lines if line.startswith(f'twostroke:kv_blocks_owned{{role="{role}"')]
+        assert owned.split()[-1] == "0.0"
 
 
 def test_the_router_process_has_no_torch(server: Server) -> None:
