@@ -12,7 +12,7 @@ from kvtransfer.sender import KVSender, OutgoingTransfer
 from model.block_pool import BlockPool
 from protocol.block_hashes import BlockHash, next_hash, root_hash
 from protocol.errors import TransferFailed
-from protocol.tickets import Peer, Ticket
+from protocol.tickets import Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 class PrefixExports:
     """The prefixes that one worker is sending out of `pool`. `ended` is called after each."""
 
-    def __init__(self, *, peer: Peer, sender: KVSender, pool: BlockPool, ended: Callable[[], None]):
-        self._peer = peer
+    def __init__(self, *, sender: KVSender, pool: BlockPool, ended: Callable[[], None]):
         self._sender = sender
         self._pool = pool
         self._ended = ended
@@ -36,14 +35,14 @@ class PrefixExports:
         """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
 
         It stops short of the last token at least: the target must compute one, or it has nothing to draw from. Where
-        nothing is cached the target is told so. A ticket of another source is ignored: its target would refuse it.
+        nothing is cached the target is told so. A ticket that can't be ours is ignored.
         """
-        if ticket.source != self._peer:
-            _log.warning("asked for a prefix on a ticket of %s", ticket.source)
-            return False
         block_ids = self._pool.match(_matchable_hashes(token_ids, self._pool.block_size, cache_salt))
         if not block_ids:
-            self._sender.decline(ticket, "nothing of the prefix is cached any more")
+            try:
+                self._sender.decline(ticket, "nothing of the prefix is cached any more")
+            except ValueError as error:
+                _log.warning("asked for a prefix with a ticket that can't be: %s", error)
             return False
         num_tokens = len(block_ids) * self._pool.block_size
         try:

@@ -104,7 +104,7 @@ class PrefillWorker:
             )
         self._exports: PrefixExports | None = None
         if sender is not None:
-            self._exports = PrefixExports(peer=peer, sender=sender, pool=pool, ended=self._life.wake)
+            self._exports = PrefixExports(sender=sender, pool=pool, ended=self._life.wake)
         self.probe = LinkProbe(
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )

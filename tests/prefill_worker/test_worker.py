@@ -61,7 +61,7 @@ def test_prompts_that_come_together_share_steps():
 
 def test_a_transfer_that_fails_does_not_fail_the_reply_and_frees_its_blocks():
     async def script(rig: Rig) -> None:
-        reply = await rig.worker.prefill(a_request(), rig.ticket(decode_address=NOWHERE))
+        reply = await rig.worker.prefill(a_request(), rig.ticket(target_address=NOWHERE))
         assert reply.event.error is None
         await asyncio.sleep(0.1)
         assert rig.pool.owned_blocks == 0
@@ -73,7 +73,7 @@ def test_a_transfer_that_fails_does_not_fail_the_reply_and_frees_its_blocks():
 def test_blocks_are_kept_until_the_transfer_has_ended():
     async def script(rig: Rig) -> None:
         address = await silent_decode_worker(rig)
-        await rig.worker.prefill(a_request(), rig.ticket(decode_address=address))
+        await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
         assert rig.pool.owned_blocks == 3
         assert rig.worker.stats().num_transfers == 1
         await rig.worker.drain()
@@ -140,7 +140,7 @@ def test_a_request_cancelled_anywhere_gives_its_blocks_back(where: str, how: str
         others = []
         if where == "queued":
             others.append(begin(rig.worker.prefill(a_request(50, "before"), None)))
-        call = begin(rig.worker.prefill(a_request(40), rig.ticket(decode_address=address)))
+        call = begin(rig.worker.prefill(a_request(40), rig.ticket(target_address=address)))
         await asyncio.sleep(0.0015)
         assert rig.pool.owned_blocks > 0
         if how == "call":
@@ -163,7 +163,7 @@ def test_a_request_cancelled_anywhere_gives_its_blocks_back(where: str, how: str
 def test_a_transfer_still_running_after_the_reply_ends_with_its_request(how: str):
     async def script(rig: Rig) -> None:
         address = await silent_decode_worker(rig)
-        await rig.worker.prefill(a_request(), rig.ticket(decode_address=address))
+        await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
         assert rig.pool.owned_blocks == 3
         with pytest.raises(RequestError, match="here already"):
             await rig.worker.prefill(a_request(), None)
@@ -225,7 +225,7 @@ def test_a_draining_worker_takes_nothing_new():
 def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
     async def script(rig: Rig) -> None:
         address = await silent_decode_worker(rig)
-        call = begin(rig.worker.prefill(a_request(40), rig.ticket(decode_address=address)))
+        call = begin(rig.worker.prefill(a_request(40), rig.ticket(target_address=address)))
         await asyncio.sleep(0.002)
         await rig.worker.stop()
         assert rig.pool.owned_blocks == 0
@@ -237,7 +237,7 @@ def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
 
 def test_the_numbers_it_tells_are_true():
     async def script(rig: Rig) -> None:
-        assert (rig.info.role, rig.info.peer, rig.info.transfer_address) == ("prefill", PREFILL, None)
+        assert (rig.info.role, rig.info.peer, len(rig.info.transfer_addresses)) == ("prefill", PREFILL, 1)
         for _ in range(2):
             await rig.worker.prefill(a_request(10), None)
         rig.engine.num_broken_rows = 3
