@@ -1,10 +1,12 @@
 """Trial transfers: which blocks they take, and that these come back on every path."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from transfer_harness import Pair, make_pair, settle
 
 from kvtransfer.probe import LinkProbe
 from model.block_pool import BlockPool
@@ -201,3 +203,68 @@ async def test_a_worker_without_a_side_says_so() -> None:
         await probe.source(tickets(1), 8)
     with pytest.raises(RequestError, match="receives no KV"):
         await probe.target(tickets(1), 8)
+
+
+@dataclass
+class Ends:
+    """Both workers' probes over a real sender and receiver."""
+
+    pair: Pair
+    pools: tuple[BlockPool, BlockPool]
+    source: LinkProbe
+    target: LinkProbe
+
+    @classmethod
+    def of(cls, pair: Pair) -> "Ends":
+        pools = BlockPool(pair.source.num_blocks, BLOCK), BlockPool(pair.target.num_blocks, BLOCK)
+        clock = time.monotonic
+        return cls(
+            pair,
+            pools,
+            LinkProbe(pool=pools[0], sender=pair.sender, receiver=None, store=pair.source, clock=clock),
+            LinkProbe(pool=pools[1], sender=None, receiver=pair.receiver, store=pair.target, clock=clock),
+        )
+
+    async def released(self) -> None:
+        await settle(lambda: not (self.source.is_busy or self.target.is_busy))
+        assert [pool.owned_blocks for pool in self.pools] == [0, 0]
+
+
+async def test_real_transfers_are_timed_on_both_ends() -> None:
+    async with make_pair() as pair:
+        ends = Ends.of(pair)
+        pair.source.fill(3)
+        signed = [pair.ticket("doctor") for _ in range(4)]
+        times, _ = await asyncio.gather(ends.source.source(signed, 20), ends.target.target(signed, 20))
+        assert len(times.seconds) == 4
+        assert min(times.seconds) > 0
+        assert times.transport == "memory"
+        assert pair.sender.stats.done == pair.receiver.stats.done == 4
+        await ends.released()
+
+
+async def test_a_target_that_refuses_leaves_the_source_free_once_it_is_cancelled() -> None:
+    async with make_pair() as pair:
+        ends = Ends.of(pair)
+        held = ends.pools[1].allocate(30)
+        signed = [pair.ticket("doctor")]
+        sending = asyncio.create_task(ends.source.source(signed, 20))
+        with pytest.raises(RequestError, match="it may take 1 to 1 here"):
+            await ends.target.target(signed, 20)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        ends.pools[1].release(held)
+        await ends.released()
+
+
+async def test_a_cancelled_source_lets_its_target_go() -> None:
+    async with make_pair() as pair:
+        ends = Ends.of(pair)
+        signed = [pair.ticket("doctor") for _ in range(500)]
+        calls = [asyncio.create_task(call) for call in (ends.source.source(signed, 60), ends.target.target(signed, 60))]
+        await settle(lambda: pair.receiver.stats.done > 2)
+        calls[0].cancel()
+        with pytest.raises(TransferFailed):
+            await calls[1]
+        await ends.released()
