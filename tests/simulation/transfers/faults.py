@@ -48,6 +48,8 @@ class Faults:
         self._trace = trace
         self._damages: list[tuple[str, Damage]] = []  # to what comes next on any link
         self._stalls_ordered = 0
+        self._stopped: set[Process] = set()
+        self._continued_s: dict[str, float] = {}  # by host: when it last was
 
     async def run(self) -> None:
         """Strike when it is time; returns when all that was begun has ended."""
@@ -141,7 +143,7 @@ class Faults:
     async def _stop(self, draw: random.Random, leases: float) -> bool:
         """SIGSTOP and SIGCONT. Before it wakes up, everybody who talked to it must have given it up, or not yet."""
         process = draw.choice(self._stage.processes)
-        if process.is_dead:
+        if process.is_dead or process in self._stopped:
             return False
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualLoop):
@@ -149,16 +151,22 @@ class Faults:
         self.lost_s += leases * LEASE_S
         self._trace(f"{process.name} is stopped")
         loop.stop_process(process.name)
+        self._stopped.add(process)
         await asyncio.sleep(leases * LEASE_S)
         if leases > TOO_LONG:
             self._check_given_up(process, loop.time() - TOO_LONG * LEASE_S)
         self._trace(f"{process.name} is continued")
         loop.continue_process(process.name)
+        self._stopped.discard(process)
+        self._continued_s[process.host] = loop.time()
         return True
 
     def _check_given_up(self, process: Process, before_s: float) -> None:
+        excused = {other.host for other in self._stopped}  # they stood still themselves for some of that time
+        excused |= {host for host, continued_s in self._continued_s.items() if continued_s > before_s}
         for connection in self._fabric.connections:
-            if connection.peer_host == process.host and connection.opened_s < before_s and not connection.was_cut:
+            is_old = connection.opened_s < before_s and not connection.was_cut
+            if connection.peer_host == process.host and is_old and connection.host not in excused:
                 self.violations.append(f"{connection.host} holds on to {process.name}, which has long been silent")
 
     async def _crash(self, draw: random.Random, *, is_restarted: bool) -> bool:

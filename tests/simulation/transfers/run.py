@@ -186,8 +186,9 @@ class _World:
         if one.source_act == "never open":
             return "never opened"
         if one.source_act == "decline":
-            for rank in process.ranks:
-                rank.sender.decline(ticket, "nothing is here")
+            if ticket.source == process.peer:
+                for rank in process.ranks:
+                    rank.sender.decline(ticket, "nothing is here")
             return "declined"
         tables = [_allocate(rank, one.num_tokens) for rank in process.ranks]
         for rank, table in zip(process.ranks, tables, strict=True):
