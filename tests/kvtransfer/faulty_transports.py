@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
+from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from kvtransfer.store import KVStore
+from protocol.errors import ConnectionLost
 
 
 class Gate:
@@ -25,23 +26,37 @@ class Gate:
 
 
 class FaultyTransport:
-    """Wraps a transport: its links wait at `gate` before each send or receive, and flip a byte after each receive where
-    `flips` is set."""
+    """Wraps a transport: its links wait at `gate` before each send or receive, and do wrong while a count is left.
 
-    def __init__(self, inner: Transport, store: KVStore):
+    What was done is counted in `log`, so that a test can tell that its fault has happened.
+    """
+
+    def __init__(self, inner: Transport):
         self.inner = inner
-        self.store = store
         self.name = inner.name
         self.gate = Gate()
         self.join_gate = Gate()
-        self.flips = 0
+        self.spoils = 0  # sends whose digest is wrong
+        self.breaks = 0  # sends or receives that find the link broken, and break it
+        self.refusals = 0  # joins that fail
+        self.prepare_refusals = 0
+        self.log: list[str] = []
+        self.num_links = 0
+        self.num_closed = 0
 
-    async def prepare(self, host: str) -> PendingLink:
-        return _FaultyPending(await self.inner.prepare(host), self)
+    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+        if self.prepare_refusals:
+            self.prepare_refusals -= 1
+            raise ConnectionLost("it can't be prepared here")
+        return _FaultyPending(await self.inner.prepare(host, cut), self)
 
-    async def join(self, params: LinkParams) -> DataLink:
+    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         await self.join_gate.passed()
-        return _FaultyLink(await self.inner.join(params), self)
+        if self.refusals:
+            self.refusals -= 1
+            self.log.append("refused a join")
+            raise ConnectionLost("the peer can't be reached")
+        return FaultyLink(await self.inner.join(params, cut), self)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -57,31 +72,48 @@ class _FaultyPending:
         return self._inner.params
 
     async def established(self) -> DataLink:
-        return _FaultyLink(await self._inner.established(), self._transport)
+        return FaultyLink(await self._inner.established(), self._transport)
 
     async def close(self) -> None:
         await self._inner.close()
 
 
-class _FaultyLink:
+class FaultyLink:
+    """A link of a FaultyTransport."""
+
     def __init__(self, inner: DataLink, transport: FaultyTransport):
         self._inner = inner
         self._transport = transport
+        self._order = asyncio.Lock()  # a gate must not change the order of calls
+        transport.num_links += 1
 
-    async def send(self, layer: int, block_ids: Sequence[int]) -> None:
-        await self._transport.gate.passed()
-        await self._inner.send(layer, block_ids)
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        async with self._order:
+            await self._transport.gate.passed()
+            await self._break()
+            if self._transport.spoils:
+                self._transport.spoils -= 1
+                self._transport.log.append("spoilt a chunk")
+                seal ^= 1
+            await self._inner.send(segments, seal)
 
-    async def receive(self, layer: int, block_ids: Sequence[int]) -> None:
-        await self._transport.gate.passed()
-        await self._inner.receive(layer, block_ids)
-        if self._transport.flips:
-            self._transport.flips -= 1
-            at = block_ids[-1] * self._transport.store.block_bytes
-            self._transport.store.layer_bytes(layer)[at] ^= 1
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        async with self._order:
+            await self._transport.gate.passed()
+            await self._break()
+            return await self._inner.receive(segments, seal)
 
-    async def discard(self, num_bytes: int) -> None:
-        await self._inner.discard(num_bytes)
+    async def discard(self, num_units: int) -> None:
+        async with self._order:
+            await self._inner.discard(num_units)
 
     async def close(self) -> None:
+        self._transport.num_closed += 1
         await self._inner.close()
+
+    async def _break(self) -> None:
+        if self._transport.breaks:
+            self._transport.breaks -= 1
+            self._transport.log.append("broke a link")
+            await self._inner.close()
+            raise ConnectionLost("cut")

@@ -92,5 +92,6 @@ def test_every_state_can_be_reached_and_every_other_one_left_by_an_abort_and_the
 
 def test_blocks_under_a_chunk_are_never_let_go_before_it_ends_unless_the_link_is_closed() -> None:
     for state, event, after in itertools.filterfalse(lambda cell: cell[2] is None, ALL):
-        if state.name in ("SENDING", "FINISHING", "RELEASING", "RECEIVING", "ABORTING") and after in SENDER_ENDS | RECEIVER_ENDS:
+        is_touched = state.name in ("SENDING", "FINISHING", "RELEASING", "RECEIVING", "ABORTING")
+        if is_touched and after in SENDER_ENDS | RECEIVER_ENDS:
             assert event.name in ("CHUNK_END", "PEER_LOST")

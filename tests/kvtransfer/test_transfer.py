@@ -2,17 +2,24 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transfer_harness import BLOCK_SIZE, TOKEN, BytesStore, Pair, make_pair
+from memory_transport import MemoryLink, MemoryTransport
+from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 
 from kvtransfer.config import TransferConfig
+from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.link import LinkParams
 from kvtransfer.outgoing import OutgoingTransfer
 from protocol.errors import TransferFailed
+from protocol.tickets import Ticket
 
-BOTH = pytest.mark.parametrize("transport", ["tcp", "torch_distributed"])
+EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 
 
 def compute(out: OutgoingTransfer, num_layers: int, *ends: int) -> None:
@@ -23,12 +30,12 @@ def compute(out: OutgoingTransfer, num_layers: int, *ends: int) -> None:
 
 
 def assert_arrived(pair: Pair, source_ids: list[int], target_ids: list[int], skip: int = 0) -> None:
-    for layer in range(pair.source.num_layers):
+    for layer in range(pair.source.layout.num_layers):
         for source_id, target_id in list(zip(source_ids, target_ids, strict=True))[skip:]:
             assert pair.source.block(layer, source_id) == pair.target.block(layer, target_id)
 
 
-@BOTH
+@EACH
 async def test_every_block_arrives_in_its_place_with_the_first_token(transport: str) -> None:
     async with make_pair(transport) as pair:
         pair.source.fill(1)
@@ -47,7 +54,7 @@ async def test_every_block_arrives_in_its_place_with_the_first_token(transport: 
         assert (pair.sender.stats.done, pair.receiver.stats.done) == (1, 1)
 
 
-@BOTH
+@EACH
 async def test_many_transfers_share_one_connection(transport: str) -> None:
     async with make_pair(transport) as pair:
         pair.source.fill(2)
@@ -69,13 +76,13 @@ async def test_many_transfers_share_one_connection(transport: str) -> None:
         assert len(pair.sender._tasks) == 1
 
 
-async def test_a_prefix_that_the_decode_worker_has_is_not_sent() -> None:
+async def test_a_prefix_that_the_target_has_is_not_sent() -> None:
     async with make_pair() as pair:
         pair.source.fill(1)
         pair.target.fill(2)
         before = pair.target.block(0, 5)
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [5, 6, 7], 12, 2)
+        incoming = pair.receiver.expect(ticket, [5, 6, 7], 12, 8)
         out = pair.sender.open(ticket, 12, [0, 1, 2], 4)
         compute(out, 3, 12)
         out.commit(TOKEN)
@@ -89,15 +96,15 @@ async def test_a_prefix_that_the_decode_worker_has_is_not_sent() -> None:
 async def test_a_prompt_that_is_all_there_needs_no_chunk() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [5, 6], 8, 2)
-        out = pair.sender.open(ticket, 8, [0, 1], 8)
+        incoming = pair.receiver.expect(ticket, [5, 6], 7, 7)
+        out = pair.sender.open(ticket, 7, [0, 1], 7)
         out.commit(TOKEN)
         assert await incoming.verified() == TOKEN
         await out.done()
         assert pair.receiver.stats.bytes == 0
 
 
-@BOTH
+@EACH
 async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str) -> None:
     async with make_pair(transport) as pair:
         pair.source.fill(1)
@@ -112,11 +119,95 @@ async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str)
         assert await incoming.verified() == TOKEN
         await waiter
         assert_arrived(pair, [4, 0, 1], [7, 8, 3])
-        assert out.num_chunks == 3, "one for each layer"
+        assert out.lanes[0].num_chunks == 1, "all layers in one"
+
+
+@EACH
+async def test_a_short_prompt_is_one_chunk_of_all_its_layers(transport: str) -> None:
+    source, target = BytesStore(30, 16), BytesStore(30, 16)
+    async with make_pair(transport, source=source, target=target) as pair:
+        source.fill(1)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, range(8), 32, 0)
+        out = pair.sender.open(ticket, 32, range(8, 16), 0)
+        compute(out, 30, 32)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+        assert_arrived(pair, list(range(8, 16)), list(range(8)))
+        assert out.lanes[0].num_chunks == 1
+
+
+async def test_a_pulled_prefix_has_no_first_token() -> None:
+    async with make_pair() as pair:
+        pair.source.fill(1)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [5, 6], 8, 0)
+        out = pair.sender.open(ticket, 8, [0, 1], 8)
+        out.commit(None)
+        assert await incoming.verified() is None
+        await out.done()
+        assert_arrived(pair, [0, 1], [5, 6])
+
+
+async def test_a_short_prompt_waits_for_no_long_one() -> None:
+    """Transfers take turns by chunk: of the long one, only what was under way before goes first."""
+    source, target = BytesStore(4, 2048), BytesStore(4, 2048)
+    config = TransferConfig(max_chunk_bytes=8 * BLOCK_BYTES, lease_s=20)
+    sent: list[int] = []
+
+    class Counted(MemoryTransport):
+        async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
+            link = await super().join(params, cut)
+            send = link.send
+
+            async def count(segments: Sequence[Segment], seal: int) -> None:
+                await send(segments, seal)
+                sent.append(segments[0].unit_ids[0])
+                await asyncio.sleep(0)
+
+            link.send = count  # type: ignore[method-assign]
+            return link
+
+    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: Counted(source)) as pair:
+        long, short = pair.ticket("long"), pair.ticket("short")
+        long_incoming = pair.receiver.expect(long, range(2000), 8000, 0)
+        long_out = pair.sender.open(long, 8000, range(2000), 8000)
+        long_out.commit(TOKEN)
+        await settle(lambda: len(sent) > 10)
+        short_incoming = pair.receiver.expect(short, range(2000, 2008), 32, 0)
+        short_out = pair.sender.open(short, 32, range(2000, 2008), 32)
+        begun = len(sent)
+        short_out.commit(TOKEN)
+        await short_incoming.verified()
+        await short_out.done()
+        assert not long_out.ended
+        firsts = [index for index, block in enumerate(sent) if block >= 2000]
+        assert len(firsts) == 4, "a chunk for each layer"
+        assert firsts[-1] - firsts[0] <= 2 * len(firsts), "they take turns"
+        assert len(sent) - begun < 500
+        await long_incoming.verified()
+        await long_out.done()
+
+
+async def test_the_sender_tells_what_link_each_pair_has() -> None:
+    async with make_pair(("memory_fast", "memory_slow")) as pair:
+        assert pair.sender.links() == ()
+        ticket = pair.ticket()
+        pair.receiver.expect(ticket, [1], 4, 0)
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        await out.done()
+        (report,) = pair.sender.links()
+        assert (report.target, report.rank, report.transport) == (D, 0, "memory_fast")
+        assert report.why
+        assert any(text.startswith("tcp") for text in report.missing)
+        await pair.receiver.close()
+        await settle(lambda: not pair.sender.links())
 
 
 async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
-    source, target = BytesStore(1, 64, 1000), BytesStore(1, 64, 1000)
+    source, target = BytesStore(1, 64, 60), BytesStore(1, 64, 60)
     async with make_pair(source=source, target=target, config=TransferConfig(max_chunk_bytes=3500)) as pair:
         source.fill(1)
         ticket = pair.ticket()
@@ -125,13 +216,13 @@ async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
         out.commit(TOKEN)
         await incoming.verified()
         await out.done()
-        assert out.num_chunks == 22
+        assert out.lanes[0].num_chunks == 22
         assert source.copy() == target.copy()
 
 
-@BOTH
+@EACH
 async def test_large_chunks_of_scattered_blocks_arrive(transport: str) -> None:
-    source, target = BytesStore(2, 3000, 640), BytesStore(2, 3000, 640)
+    source, target = BytesStore(2, 3000, 40), BytesStore(2, 3000, 40)
     async with make_pair(transport, source=source, target=target) as pair:
         source.fill(1)
         source_ids, target_ids = random.Random(1).sample(range(3000), 3000), random.Random(2).sample(range(3000), 3000)
@@ -185,6 +276,10 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
             pair.sender.open(ticket, 5, [0, 1], 6)
         with pytest.raises(ValueError, match="do not fit"):
             pair.receiver.expect(ticket, [0], 5, 0)
+        with pytest.raises(ValueError, match="do not fit"):
+            pair.receiver.expect(ticket, [0, 1], 5, 6)
+        with pytest.raises(ValueError, match="end within a block"):
+            pair.receiver.expect(ticket, [0, 1], 5, 3)
         with pytest.raises(ValueError, match="distinct blocks"):
             pair.receiver.expect(ticket, [0, 0], 5, 0)
         with pytest.raises(ValueError, match="distinct blocks"):
@@ -192,6 +287,8 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
         out = pair.sender.open(ticket, 5, [0, 1], 0)
         with pytest.raises(ValueError, match="before every layer"):
             out.commit(TOKEN)
+        with pytest.raises(ValueError, match="6 tokens are ready of 5"):
+            out.layer_ready(0, 6)
         out.abort("done with it")
         out.commit(TOKEN)
         out.layer_ready(0, 5)
@@ -202,9 +299,10 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
-    """Random tables, chunkings, prefixes, orders and block sizes; two transfers at once."""
-    num_layers, block_bytes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
-    source, target = BytesStore(num_layers, 40, block_bytes), BytesStore(num_layers, 40, block_bytes)
+    """Random tables, chunkings, prefixes, orders and sizes; two transfers at once."""
+    num_layers, head_dim = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
+    source, target = BytesStore(num_layers, 40, head_dim), BytesStore(num_layers, 40, head_dim)
+    block_bytes = source.block_bytes
     source.fill(1)
     target.fill(2)
     before = target.copy()
@@ -224,10 +322,15 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
     async def run() -> None:
         async with make_pair(source=source, target=target, config=config) as pair:
             tickets = [pair.ticket(str(index)) for index in range(2)]
-            expect = pair.receiver.expect
+
+            def expect(ticket: Ticket, plan: Any) -> IncomingTransfer:
+                return pair.receiver.expect(ticket, plan[5], plan[0], min(plan[0], BLOCK_SIZE * plan[3]))
+
             incomings = []
             if not expects_late:
-                incomings = [expect(t, p[5], p[0], p[3]) for t, p in zip(tickets, plans, strict=True)]
+                incomings = [
+                    expect(t, p[5], p[0], min(p[0], BLOCK_SIZE * p[3])) for t, p in zip(tickets, plans, strict=True)
+                ]
             outs = [pair.sender.open(t, p[0], p[4], p[1]) for t, p in zip(tickets, plans, strict=True)]
             for out, plan in zip(outs, plans, strict=True):
                 for end in plan[2]:
@@ -235,7 +338,9 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
                     await asyncio.sleep(0)
                 out.commit(TOKEN)
             if expects_late:
-                incomings = [expect(t, p[5], p[0], p[3]) for t, p in zip(tickets, plans, strict=True)]
+                incomings = [
+                    expect(t, p[5], p[0], min(p[0], BLOCK_SIZE * p[3])) for t, p in zip(tickets, plans, strict=True)
+                ]
             await asyncio.gather(*(incoming.verified() for incoming in incomings), *(out.done() for out in outs))
 
     asyncio.run(run())
