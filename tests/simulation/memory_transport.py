@@ -332,10 +332,10 @@ class LinkFabric:
             pipe.break_off()
         return len(hit)
 
-    def part(self, host: str, other: str) -> None:
-        """Let no link be joined between the two until `join`."""
+    def part(self, host: str, other: str) -> int:
+        """Cut, and let no link be joined between the two until `join`; returns how many were cut."""
         self._parted.add(frozenset((host, other)))
-        self.cut(host, other)
+        return self.cut(host, other)
 
     def join(self, host: str, other: str) -> None:
         """End a partition."""

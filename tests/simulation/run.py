@@ -14,7 +14,7 @@ from typing import Any
 from protocol.requests import TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Peer
-from router.pipeline import Pipeline, PipelineConfig
+from router.pipeline import Pipeline
 from router.stages import Stages
 from router.token_channels import TokenChannels
 from tests.simulation.fake_model import expected_tokens
@@ -47,6 +47,9 @@ class Report:
     transfers_done: int = 0
     transfers_failed: int = 0
     digest_failures: int = 0
+    chunk_retries: int = 0
+    links_lost: int = 0
+    pulled_tokens: int = 0
     steps: int = 0
     virtual_s: float = 0.0
 
@@ -66,6 +69,9 @@ class Report:
         self.transfers_done += stats.transfers_done
         self.transfers_failed += stats.transfers_failed
         self.digest_failures += stats.transfer_digest_failures
+        self.chunk_retries += stats.transfer_retries
+        self.links_lost += stats.transfer_links_lost
+        self.pulled_tokens += stats.pulled_tokens
         self.steps += stats.steps
 
 
@@ -87,7 +93,7 @@ class _Simulation:
         loop.set_exception_handler(self._on_exception)
         self._clock = loop.time
         scenario = self._scenario
-        self._fabric = MemoryFabric(scenario.seed, trace=self._trace)
+        self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._is_tracing else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
         self._fleet = SimFleet(scenario, self._fabric, self._links, self._trace)
         for _ in range(scenario.num_prefill):
@@ -160,7 +166,7 @@ class _Simulation:
             secret=SECRET,
             clock=self._clock,
             router=peer,
-            config=PipelineConfig(),
+            config=self._scenario.pipeline,
             draw_id=_numbered(f"r{index}"),
         )
         return pipeline, channels
@@ -236,8 +242,9 @@ class _Simulation:
                 return links.cut(*pair)
             case "part_transfers":
                 fabric.part(*pair)
-                hit = links.cut(*pair)
-                asyncio.get_running_loop().call_later(3.0, fabric.join, *pair)
+                hit = links.part(*pair)
+                for network in (fabric, links):
+                    asyncio.get_running_loop().call_later(3.0, network.join, *pair)
                 return hit
             case "damage":
                 links.damage = _damage_next(1 + fault.which % 2)

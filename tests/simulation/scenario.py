@@ -1,12 +1,15 @@
 """What a seed means: workers, pools, requests, cancels and faults. Pure; the same seed gives the same scenario."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.requests import GenerateRequest, SamplingParams
-from tests.simulation.fake_model import VOCAB
+from router.config import PipelineConfig
+from tests.simulation.fake_model import VOCAB, expected_tokens
 
 MAX_PROMPT = 200
 MAX_CONTEXT = 240
@@ -53,7 +56,9 @@ class Scenario:
 
     seed: int
     num_layers: int
-    block_size: int
+    prefill_block_size: int
+    decode_block_size: int
+    transports: tuple[str, ...]
     num_routers: int
     num_prefill: int  # 0: aggregated
     num_decode: int
@@ -61,6 +66,7 @@ class Scenario:
     decode_blocks: int
     prefill: PrefillConfig
     decode: DecodeConfig
+    pipeline: PipelineConfig
     max_chunk_bytes: int
     link_bytes_per_s: float
     arrivals: tuple[Arrival, ...]
@@ -70,25 +76,31 @@ class Scenario:
 def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     """The scenario of `seed`."""
     draw = random.Random(f"{seed}/{with_faults}")
-    block_size = draw.choice((1, 2, 3, 4, 8, 16))
+    prefill_block_size = decode_block_size = draw.choice((1, 2, 3, 4, 8, 16))
+    if draw.random() < 0.3:
+        prefill_block_size = draw.choice((1, 2, 3, 4, 8, 16))
     num_prefill = draw.choice((0, 1, 1, 1, 2, 2))
     max_batch = draw.choice((1, 2, 3, 8))
-    arrivals = _make_arrivals(draw, num_routers := draw.choice((1, 1, 2)))
+    num_layers = draw.choice((1, 2, 3))
+    arrivals = _make_arrivals(draw, num_routers := draw.choice((1, 1, 2)), num_layers)
     faults = _make_faults(draw, num_prefill) if with_faults else ()
     largest = max(len(one.request.token_ids) + one.request.max_tokens for one in arrivals)
-    needed = -(-largest // block_size)
+    prefill_needed, decode_needed = -(-largest // prefill_block_size), -(-largest // decode_block_size)
     return Scenario(
         seed=seed,
-        num_layers=draw.choice((1, 2, 3)),
-        block_size=block_size,
+        num_layers=num_layers,
+        prefill_block_size=prefill_block_size,
+        decode_block_size=decode_block_size,
+        transports=draw.choice((("memory",), ("memory_pull", "memory"), ("memory_pull",))),
         num_routers=num_routers,
         num_prefill=num_prefill,
         num_decode=2 if any(fault.kind in DECODE_FAULTS for fault in faults) else draw.choice((1, 1, 2)),
-        prefill_blocks=int(needed * draw.choice((1.0, 1.3, 2.0, 4.0))),
-        decode_blocks=int(needed * draw.choice((1.0, 1.1, 1.5, 2.0, 4.0))),
+        prefill_blocks=int(prefill_needed * draw.choice((1.0, 1.3, 2.0, 4.0))),
+        decode_blocks=int(decode_needed * draw.choice((1.0, 1.1, 1.5, 2.0, 4.0))),
         prefill=PrefillConfig(
             max_step_tokens=draw.choice((5, 16, 33, 64, 256)),
             max_batch=draw.choice((1, 2, 8)),
+            min_pull_tokens=draw.choice((1, 64)),
             integrity_interval_s=0.0,
         ),
         decode=DecodeConfig(
@@ -98,6 +110,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             offer_wait_s=4.0,
             integrity_interval_s=0.0,
         ),
+        pipeline=PipelineConfig(pulls=draw.random() < 0.8, pull_min_tokens=draw.choice((1, 32))),
         max_chunk_bytes=draw.choice((1, 64, 1024, 65536)),
         link_bytes_per_s=draw.choice((5e4, 5e5, 5e6)),
         arrivals=arrivals,
@@ -105,7 +118,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     )
 
 
-def _make_arrivals(draw: random.Random, num_routers: int) -> tuple[Arrival, ...]:
+def _make_arrivals(draw: random.Random, num_routers: int, num_layers: int) -> tuple[Arrival, ...]:
     stems = [_tokens(draw, draw.randint(1, 120)) for _ in range(2)]
     spread_s = draw.choice((0.0, 0.02, 0.2))
     arrivals: list[Arrival] = []
@@ -134,7 +147,22 @@ def _make_arrivals(draw: random.Random, num_routers: int) -> tuple[Arrival, ...]
                     cancel_after_s=draw.choice((0.002, 0.02, 0.1)) * draw.random() if draw.random() < 0.3 else None,
                 )
             )
+    for first in arrivals[:2] if draw.random() < 0.5 else ():
+        arrivals.append(_next_turn(draw, first, num_layers, f"template-{len(arrivals)}"))
     return tuple(arrivals)
+
+
+def _next_turn(draw: random.Random, first: Arrival, num_layers: int, name: str) -> Arrival:
+    """A request that goes on from another's answer, perhaps before that has come to its end."""
+    said = (*first.request.token_ids, *expected_tokens(first.request, num_layers))
+    prompt = (*said, *_tokens(draw, draw.choice((1, 10))))[:MAX_PROMPT]
+    return replace(
+        first,
+        at_s=first.at_s + draw.choice((0.05, 0.2, 0.5)),
+        request=structs.replace(
+            first.request, request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), max_tokens=5, min_tokens=0
+        ),
+    )
 
 
 def _make_faults(draw: random.Random, num_prefill: int) -> tuple[Fault, ...]:

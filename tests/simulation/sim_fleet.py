@@ -12,14 +12,16 @@ from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
+from kvtransfer.transports import Transports
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import TwostrokeError, WorkerLost
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket
-from tests.simulation.fake_model import FakeEngine, FakeStore, SpoilingPool
+from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
-from tests.simulation.memory_transport import LinkFabric, MemoryTransport
+from tests.simulation.memory_transport import LinkFabric, memory_transports
 from tests.simulation.scenario import MAX_CONTEXT, Scenario
 
 SECRET = b"the simulation's secret"
@@ -36,7 +38,7 @@ class SimProcess:
     store: FakeStore
     pool: SpoilingPool
     engine: FakeEngine
-    transport: MemoryTransport
+    transports: Transports
     died: "asyncio.Future[None]"
     calls: dict["asyncio.Task[Any]", None] = field(default_factory=dict)
 
@@ -66,17 +68,32 @@ class SimFleet:
         scenario, host = self._scenario, f"{role}-{self._num_started}"
         self._num_started += 1
         loop = asyncio.get_running_loop()
-        num_blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
-        store = FakeStore(num_layers=scenario.num_layers, num_blocks=num_blocks, block_size=scenario.block_size)
+        is_prefill = role == "prefill"
+        block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
+        store = FakeStore(
+            fake_layout(num_layers=scenario.num_layers, block_size=block_size),
+            num_blocks=scenario.prefill_blocks if is_prefill else scenario.decode_blocks,
+        )
         pool, engine, network = SpoilingPool(store), FakeEngine(store), self._fabric.at(host)
-        transport = MemoryTransport(self._links, host, store)
+        transports = memory_transports(self._links, host, store, scenario.transports)
         peer = Peer(host, self._draw.getrandbits(63))
-        transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
-        worker: PrefillWorker | DecodeWorker
-        if role == "prefill":
+        sender, receiver = None, None
+        if scenario.num_prefill > 0:
+            transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
             sender = KVSender(
-                peer=peer, store=store, network=network, transport=transport, config=transfers, clock=loop.time
+                peer=peer, store=store, network=network, transports=transports, config=transfers, clock=loop.time
             )
+            receiver = KVReceiver(
+                peer=peer,
+                store=store,
+                network=network,
+                transports=transports,
+                config=transfers,
+                clock=loop.time,
+                secret=SECRET,
+            )
+        worker: PrefillWorker | DecodeWorker
+        if is_prefill:
             worker = PrefillWorker(
                 peer=peer,
                 config=scenario.prefill,
@@ -85,21 +102,11 @@ class SimFleet:
                 pool=pool,
                 network=network,
                 sender=sender,
+                receiver=receiver,
                 clock=loop.time,
                 max_context=MAX_CONTEXT,
             )
         else:
-            receiver = None
-            if scenario.num_prefill > 0:
-                receiver = KVReceiver(
-                    peer=peer,
-                    store=store,
-                    network=network,
-                    transport=transport,
-                    config=transfers,
-                    clock=loop.time,
-                    secret=SECRET,
-                )
             worker = DecodeWorker(
                 peer=peer,
                 config=scenario.decode,
@@ -108,11 +115,12 @@ class SimFleet:
                 pool=pool,
                 network=network,
                 receiver=receiver,
+                sender=sender,
                 clock=loop.time,
                 max_context=MAX_CONTEXT,
             )
         info = await worker.start(host)
-        process = SimProcess(host, info, worker, store, pool, engine, transport, loop.create_future())
+        process = SimProcess(host, info, worker, store, pool, engine, transports, loop.create_future())
         self.processes[peer] = process
         return process
 
@@ -131,7 +139,7 @@ class SimFleet:
     async def end(self, process: SimProcess) -> None:
         """Stop a worker, crashed or not, and all that it had."""
         await process.worker.stop()
-        await process.transport.close()
+        await process.transports.close()
 
     async def close(self) -> None:
         """Wait for everything that crashes and cancellations have left to do."""
@@ -146,7 +154,9 @@ class SimFleet:
     def workers(self) -> Sequence[WorkerInfo]:
         return [process.info for process in self.processes.values()]
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
         if self.prefills_to_refuse > 0:
             self.prefills_to_refuse -= 1
             await asyncio.sleep(self._latency())
@@ -154,7 +164,7 @@ class SimFleet:
         process = await self._reach(worker)
         if not isinstance(process.worker, PrefillWorker):
             raise TypeError(f"{worker} is no prefill worker")
-        reply = await self._call(process, process.worker.prefill(_copy(request), _copy(ticket)))
+        reply = await self._call(process, process.worker.prefill(_copy(request), _copy(ticket), _copy(pull)))
         if self.prefill_replies_to_lose > 0:
             self.prefill_replies_to_lose -= 1
             raise WorkerLost("the simulation loses this prefill's reply")
