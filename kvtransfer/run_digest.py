@@ -217,6 +217,9 @@ def _digest_runs(buffer: Any, offsets: Any, run_bytes: int, state: int, update: 
             return False
     start = buffer.ctypes.data
     for i in range(offsets.size):
+        if i + 1 < offsets.size:  # where blocks are scattered, each one's beginning would be waited for
+            for line in range(0, _SOURCE_PREFETCH, _LINE):
+                _prefetch(start + offsets[i + 1] + line)
         _feed(update, state, start + offsets[i], run_bytes)
     return True
 
@@ -233,7 +236,7 @@ def _copy_and_digest(
     to, start = target.ctypes.data, source.ctypes.data
     for i in range(target_offsets.size):
         copy_bytes(to + target_offsets[i], start + source_offsets[i], run_bytes)
-        if i + 1 < target_offsets.size:  # where blocks are scattered, each one's beginning would be waited for
+        if i + 1 < target_offsets.size:
             for line in range(0, _SOURCE_PREFETCH, _LINE):
                 _prefetch(start + source_offsets[i + 1] + line)
             for line in range(0, _TARGET_PREFETCH, _LINE):

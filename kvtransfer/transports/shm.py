@@ -15,14 +15,15 @@ connection; a guest must show the one-time token that went with it, and either s
 """
 
 import asyncio
+import fcntl
 import hmac
 import os
 import secrets
 import socket
 import struct
+import termios
+from array import array
 from collections.abc import Callable, Coroutine, Sequence
-
-import numpy as np
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_units import UnitRuns, count_units
@@ -35,11 +36,13 @@ from kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive
 from protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
+HERE_BYTES = 512 * 1024  # copied in less time than it takes to hand the work to a thread and back
 _READY = b"\x01"
 _BACKLOG = 16
 _PREFIX = b"\0twostroke-kv-"
 _NAME_BYTES = 16
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_INT = struct.Struct("i")
 _ID_BYTES = 4
 
 
@@ -60,7 +63,12 @@ class ShmSource:
         await self._thread.call(self._open, name, token, timeout_s)
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        await self._thread.call(self._send, segments, seal)
+        if self._thread.is_idle and count_units(segments) * self._runs.unit_bytes <= HERE_BYTES:
+            rest = self._thread.call_here(self._try_send, segments, seal)
+            if rest:
+                await self._thread.call(self._thread.socket.sendall, rest)
+        else:
+            await self._thread.call(self._send, segments, seal)
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         raise ConnectionLost("this end of the link only sends")
@@ -83,13 +91,26 @@ class ShmSource:
         receive_exactly(connection, len(_READY))
         connection.settimeout(None)
 
+    def _try_send(self, segments: Sequence[Segment], seal: int) -> bytes:
+        """Send a chunk as far as that doesn't block; what is left of its message is returned."""
+        message = self._message(segments, seal)
+        try:
+            return message[self._thread.socket.send(message, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return message
+
     def _send(self, segments: Sequence[Segment], seal: int) -> None:
-        ids = np.concatenate([np.asarray(segment.unit_ids, np.int32) for segment in segments])
+        self._thread.socket.sendall(self._message(segments, seal))
+
+    def _message(self, segments: Sequence[Segment], seal: int) -> bytes:
+        """The ids of units and the digest of their bytes, as they are now."""
+        ids = array("i")
         self._digest.start(seal)
         for segment in segments:
+            ids.extend(segment.unit_ids)
             offsets = self._runs.offsets(segment.unit_ids)
             self._digest.update(self._layers[segment.layer], offsets, self._runs.run_bytes)
-        self._thread.socket.sendall(ids.tobytes() + self._digest.result())
+        return ids.tobytes() + self._digest.result()
 
 
 class ShmTarget:
@@ -112,6 +133,9 @@ class ShmTarget:
         raise ConnectionLost("this end of the link only receives")
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        num_units = count_units(segments)
+        if num_units * self._runs.unit_bytes <= HERE_BYTES and self._thread.is_idle and self._has_arrived(num_units):
+            return self._thread.call_here(self._receive, segments, seal)
         return await self._thread.call(self._receive, segments, seal)
 
     async def discard(self, num_units: int) -> None:
@@ -130,6 +154,11 @@ class ShmTarget:
         self._pool = receive_pool(connection, self._cut)
         connection.sendall(_READY)
         connection.settimeout(None)
+
+    def _has_arrived(self, num_units: int) -> bool:
+        """Whether a chunk's message is there, so that to read it won't block."""
+        waiting = fcntl.ioctl(self._thread.socket, termios.FIONREAD, bytes(_INT.size))
+        return bool(_INT.unpack(waiting)[0] >= num_units * _ID_BYTES + DIGEST_BYTES)
 
     def _read_chunk(self, num_units: int) -> tuple[memoryview, bytes]:
         """The ids of the peer's units, int32, and their digest."""
