@@ -31,7 +31,8 @@ class GroupLink:
     """A DataLink over a process group, which it owns, with two threads and NUM_BUFFERS staging buffers.
 
     The first thread packs and posts a send, or posts a receive; the second waits for it, and unpacks. So while chunk n
-    is on the wire, chunk n + 1 is packed, or its receive posted, and chunk n - 1 unpacked.
+    is on the wire, chunk n + 1 is packed, or its receive posted, and chunk n - 1 unpacked. A send returns once its
+    units are packed and posted: the store is not read after that. Should it fail later, the next call tells.
     Only these threads touch the store, under a lock: what hangs in gloo can be abandoned safely, since what it still
     receives goes into staging memory and nowhere else.
     """
@@ -50,7 +51,7 @@ class GroupLink:
         self._group: Any = None  # torch's stubs know neither `send` and `recv` of a backend nor gloo's options
         self._touching_store = threading.Lock()
         self._closed = False
-        self._busy = 0  # calls whose work has not ended
+        self._busy = 0  # calls that have not returned
         self._dropped: Future[None] = Future()
         self._closing: asyncio.Future[None] | None = None
 
@@ -132,12 +133,15 @@ class GroupLink:
         """Send what `pack` fills in, or receive what `unpack` takes out; whether that was intact."""
 
         def post(outcome: Future[bool]) -> None:
-            index = self._free.get()  # while both are in use this thread waits: for an operation's time-out at most
+            index = self._free.get()  # while all are in use this thread waits: for an operation's time-out at most
             try:
                 packed = self._staging.buffer(index, num_units)
                 if pack is not None:
                     pack(packed)
                 work = self._post(packed, is_send=pack is not None)
+                if pack is not None:
+                    outcome.set_result(True)
+                    outcome = Future()
                 self._waiting.submit(_into, outcome, lambda outcome: finish(outcome, index, packed, work))
             except BaseException:
                 self._free.put(index)
@@ -147,6 +151,9 @@ class GroupLink:
             try:
                 self._staging.wait(work)
                 intact = unpack is None or unpack(packed)
+            except BaseException:
+                self._shut_store()
+                raise
             finally:
                 self._free.put(index)
             outcome.set_result(intact)
@@ -189,8 +196,8 @@ class GroupLink:
             self._closing.add_done_callback(lambda _: self._on_close(self))
             self._posting.submit(self._drop_after_the_last)
             self._posting.shutdown(wait=False)
-        if self._busy == 0:
-            await asyncio.wait([self._closing])
+        if self._busy == 0 and self._free.qsize() == NUM_BUFFERS:
+            await self.ended()
         elif self._group is not None:
             await asyncio.to_thread(self._break_group)
 
@@ -198,6 +205,7 @@ class GroupLink:
         """Wait until the threads have ended: after `close`, for an operation's time-out at most."""
         if self._closing is not None:
             await asyncio.wait([self._closing])
+            self._waiting.shutdown()  # it has nothing left to do but to return
 
     def refuse_peer(self) -> None:
         """Whoever joins now finds the link closed."""
