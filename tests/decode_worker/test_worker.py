@@ -1,15 +1,31 @@
 """The decode worker alone: its calls, its frames, and what becomes of blocks when things end early."""
 
 import asyncio
+import contextlib
 
 import msgspec
 import pytest
 
-from protocol.errors import RequestError, TicketRefused, WorkerLost
-from protocol.messages import Abort, Cancel, PrefillFailed
-from protocol.requests import DecodeReply
-from tests.simulation.fake_model import expected_tokens
-from tests.simulation.worker_rig import DECODE, LAYERS, ROUTER, Rig, a_request, begin, play
+from model.sequence import SequenceState
+from protocol.errors import ConnectionLost, RequestError, TicketRefused, WorkerLost
+from protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
+from protocol.network import Connection
+from protocol.requests import DecodeReply, GenerateRequest
+from protocol.tickets import Address, Peer, mint_ticket
+from tests.simulation.fake_model import FakeEngine, expected_tokens
+from tests.simulation.worker_rig import (
+    BLOCK,
+    DECODE,
+    LAYERS,
+    PREFILL,
+    ROUTER,
+    SECRET,
+    Rig,
+    a_request,
+    begin,
+    make_parts,
+    play,
+)
 
 
 def expected(request) -> list[tuple[int, int]]:
@@ -216,6 +232,96 @@ def test_an_offer_whose_request_is_given_up_is_aborted_at_once():
         await long
 
     play(script, role="decode", num_blocks=8)
+
+
+def test_kv_without_a_first_token_is_taken_for_a_failed_transfer():
+    async def script(rig: Rig) -> None:
+        parts, ticket = make_parts(PREFILL, rig.fabric, rig.links), rig.ticket()
+        block_ids = parts.pool.allocate(3)
+        transfer = parts.sender.open(ticket, 10, block_ids, 10)
+        transfer.commit(None)
+        reply = await rig.worker.decode(a_request(), ticket)
+        await transfer.done()
+        parts.pool.release(block_ids)
+        await a_moment()
+        assert rig.events()["r"] == expected(a_request())
+        assert reply.transfer_s == 0.0
+        await parts.sender.close()
+        await parts.transports.close()
+
+    play(script, role="decode")
+
+
+async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> tuple[int | None, bool]:
+    """Ask the worker for the prefix: how many tokens it offers, and whether they arrive whole (and are right)."""
+    target = Peer("prefill-7", 77)
+    parts = make_parts(target, rig.fabric, rig.links)
+    address = await parts.receiver.start("host")
+    ticket = mint_ticket(SECRET, "r", DECODE, target, (address,))
+    assert rig.router is not None
+    rig.router.send(SendPrefix(ticket, request.token_ids, request.cache_salt))
+    await a_moment()
+    assert parts.receiver.has_offer(ticket.transfer_id), "it is offered, or declined"
+    num_tokens, is_whole = parts.receiver.offered_tokens(ticket.transfer_id), False
+    if num_tokens and taken:
+        block_ids = parts.pool.allocate(num_tokens // BLOCK)
+        assert await parts.receiver.expect(ticket, block_ids, num_tokens, 0).verified() is None
+        sequence = SequenceState(request, BLOCK)
+        sequence.block_ids, sequence.num_computed = [*block_ids, *parts.pool.allocate(9)], num_tokens
+        (token,) = await FakeEngine(parts.store).step([sequence.step(sequence.num_uncomputed)])
+        is_whole = token is not None and token.token_id == expected_tokens(request, LAYERS)[0]
+        sequence.reset(parts.pool)
+    else:
+        parts.receiver.refuse(ticket)
+    await a_moment()
+    assert rig.pool.owned_blocks == 0, "references end with the transfer"
+    await parts.receiver.close()
+    await parts.transports.close()
+    return num_tokens, is_whole
+
+
+def test_what_was_decoded_here_is_sent_to_whoever_pulls_it():
+    async def script(rig: Rig) -> None:
+        first = a_request(10, max_tokens=20)
+        await rig.worker.decode(first, None)
+        turn = (*first.token_ids, *expected_tokens(first, LAYERS))
+        second = msgspec.structs.replace(first, token_ids=(*turn, 1, 2, 3), num_prompt_tokens=len(turn) + 3)
+        assert await export(rig, second) == (28, True), "the last drawn token was never computed"
+        same = msgspec.structs.replace(first, token_ids=turn[:28], num_prompt_tokens=28)
+        assert await export(rig, same) == (24, True), "a token must be left to compute"
+        other = msgspec.structs.replace(second, cache_salt=b"another tenant")
+        assert await export(rig, other) == (None, False)
+        assert await export(rig, second, taken=False) == (28, False)
+
+    play(script, role="decode")
+
+
+def test_a_draining_worker_waits_for_prefixes_on_their_way():
+    async def script(rig: Rig) -> None:
+        request = a_request(30)
+        await rig.worker.decode(request, None)
+        assert rig.router is not None
+        slow = mint_ticket(SECRET, "r", DECODE, Peer("prefill-7", 77), (await silent_peer(rig),))
+        rig.router.send(SendPrefix(slow, request.token_ids, b""))
+        await a_moment()
+        assert rig.pool.owned_blocks == 7
+        began = asyncio.get_running_loop().time()
+        await rig.worker.drain()
+        assert asyncio.get_running_loop().time() > began + 1.0
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+async def silent_peer(rig: Rig) -> Address:
+    """Where somebody listens who never says a word."""
+
+    async def say_nothing(connection: Connection) -> None:
+        with contextlib.suppress(ConnectionLost):
+            while True:
+                await connection.receive()
+
+    return (await rig.fabric.at("prefill-7").listen("", say_nothing)).address
 
 
 def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once():

@@ -12,16 +12,18 @@ from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
-from kvtransfer.transports import make_transport
+from kvtransfer.transports import make_transports
 from model.block_pool import BlockPool
-from model.load import EngineConfig, LoadedEngine, load_engine
+from model.load import EngineConfig, load_engine
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.clock import draw_epoch
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SamplingParams
-from protocol.stats import WorkerInfo, WorkerStats
+from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer, Ticket
+from router.config import PipelineConfig
 from router.pipeline import Pipeline
 from router.stages import Stages
 from router.token_channels import TokenChannels
@@ -36,10 +38,14 @@ class Shape:
 
     transport: str | None  # None: aggregated, no prefill worker
     block_size: int = 16
+    decode_block_size: int | None = None  # None: the same
     prefill_step_tokens: int = 2048
     decode_step_tokens: int = 512
     num_blocks: int = 2048
     dtype: str = "float32"
+    num_prefill: int = 1
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    transfers: TransferConfig = field(default_factory=TransferConfig)
 
 
 @dataclass
@@ -52,20 +58,31 @@ class LocalFleet:
     def workers(self) -> Sequence[WorkerInfo]:
         return self.infos
 
-    async def prefill(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
         called = self.by_peer[worker]
         assert isinstance(called, PrefillWorker)
-        return await called.prefill(request, ticket)
+        return await called.prefill(request, ticket, pull)
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         called = self.by_peer[worker]
         assert isinstance(called, DecodeWorker)
         return await called.decode(request, ticket)
 
-    def stats(self, role: str) -> WorkerStats:
-        """The numbers of the only worker of this role."""
-        (info,) = [info for info in self.infos if info.role == role]
-        return self.by_peer[info.peer].stats()
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        return await self.by_peer[worker].probe.source(tickets, num_tokens)
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        await self.by_peer[worker].probe.target(tickets, num_tokens)
+
+    def worker(self, role: Role, number: int = 0) -> PrefillWorker | DecodeWorker:
+        """One of this role, in the order of their start."""
+        return self.by_peer[[info.peer for info in self.infos if info.role == role][number]]
+
+    def stats(self, role: Role, number: int = 0) -> WorkerStats:
+        """The numbers of one of this role."""
+        return self.worker(role, number).stats()
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,14 @@ class Served:
     fleet: LocalFleet
     pipeline: Pipeline
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams) -> list[int]:
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stages: Stages | None = None
+    ) -> list[int]:
         """The output tokens of one request that ignores EOS."""
         request = GenerateRequest("", "", tuple(prompt), len(prompt), sampling, max_tokens)
         tokens: list[int] = []
-        async with contextlib.aclosing(self.pipeline.generate(request, Stages(time.monotonic()))) as events:
+        stages = stages or Stages(time.monotonic())
+        async with contextlib.aclosing(self.pipeline.generate(request, stages)) as events:
             async for event in events:
                 assert event.index == len(tokens)
                 tokens.extend(token.token_id for token in event.tokens)
@@ -95,85 +115,93 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
-    """One decode worker, and one prefill worker where the shape names a transport."""
+    """One decode worker, and prefill workers where the shape names a transport."""
     fleet = LocalFleet()
     network = TcpNetwork(SECRET)
     async with contextlib.AsyncExitStack() as stack:
+        await _start(stack, folder, shape, "decode", "decode", fleet)
+        for number in range(0 if shape.transport is None else shape.num_prefill):
+            await _start(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
+        router = Peer("router", draw_epoch())
+        channels = TokenChannels(network=network, peer=router, clock=time.monotonic)
+        stack.push_async_callback(channels.close)
+        pipeline = Pipeline(
+            fleet=fleet,
+            channels=channels,
+            secret=SECRET,
+            clock=time.monotonic,
+            router=router,
+            config=shape.pipeline,
+        )
+        yield Served(fleet, pipeline)
 
-        def load() -> LoadedEngine:
-            loaded = load_engine(
-                EngineConfig(
-                    folder,
-                    dtype=shape.dtype,  # type: ignore[arg-type]
-                    block_size=shape.block_size,
-                    num_blocks=shape.num_blocks,
-                    threads=1,
-                )
-            )
-            stack.callback(loaded.engine.close)
-            return loaded
 
-        loaded = load()
-        peer = Peer("decode", draw_epoch())
-        receiver = None
-        if shape.transport is not None:
-            transport = make_transport(shape.transport, loaded.kv_cache)
-            stack.push_async_callback(transport.close)
-            receiver = KVReceiver(
-                peer=peer,
-                store=loaded.kv_cache,
-                network=network,
-                transport=transport,
-                config=TransferConfig(),
-                clock=time.monotonic,
-                secret=SECRET,
-            )
-        decode = DecodeWorker(
+async def _start(
+    stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, role: Role, name: str, fleet: LocalFleet
+) -> None:
+    """Add a worker to the fleet; the stack ends it and all that it stands on."""
+    block_size = shape.decode_block_size or shape.block_size if role == "decode" else shape.block_size
+    loaded = load_engine(
+        EngineConfig(
+            folder,
+            dtype=shape.dtype,  # type: ignore[arg-type]
+            block_size=block_size,
+            num_blocks=shape.num_blocks,
+            threads=1,
+        )
+    )
+    stack.callback(loaded.kv_cache.close)
+    stack.callback(loaded.engine.close)
+    peer, network, store = Peer(name, draw_epoch()), TcpNetwork(SECRET), loaded.kv_cache
+    sender, receiver = None, None
+    if shape.transport is not None:
+        transports = make_transports(shape.transport, store)
+        stack.push_async_callback(transports.close)
+        sender = KVSender(
             peer=peer,
-            config=DecodeConfig(max_step_tokens=shape.decode_step_tokens, max_batch=min(256, shape.decode_step_tokens)),
-            engine=loaded.engine,
-            store=loaded.kv_cache,
-            pool=BlockPool(loaded.num_blocks, shape.block_size),
+            store=store,
             network=network,
+            transports=transports,
+            config=shape.transfers,
+            clock=time.monotonic,
+        )
+        receiver = KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=shape.transfers,
+            clock=time.monotonic,
+            secret=SECRET,
+        )
+    pool = BlockPool(loaded.num_blocks, block_size)
+    worker: PrefillWorker | DecodeWorker
+    if role == "prefill":
+        worker = PrefillWorker(
+            peer=peer,
+            config=PrefillConfig(max_step_tokens=shape.prefill_step_tokens),
+            engine=loaded.engine,
+            store=store,
+            pool=pool,
+            network=network,
+            sender=sender,
             receiver=receiver,
             clock=time.monotonic,
             max_context=loaded.max_context,
         )
-        stack.push_async_callback(decode.stop)
-        fleet.infos.append(await decode.start(HOST))
-        fleet.by_peer[peer] = decode
-
-        if shape.transport is not None:
-            loaded = load()
-            peer = Peer("prefill", draw_epoch())
-            transport = make_transport(shape.transport, loaded.kv_cache)
-            stack.push_async_callback(transport.close)
-            sender = KVSender(
-                peer=peer,
-                store=loaded.kv_cache,
-                network=network,
-                transport=transport,
-                config=TransferConfig(),
-                clock=time.monotonic,
-            )
-            prefill = PrefillWorker(
-                peer=peer,
-                config=PrefillConfig(max_step_tokens=shape.prefill_step_tokens),
-                engine=loaded.engine,
-                store=loaded.kv_cache,
-                pool=BlockPool(loaded.num_blocks, shape.block_size),
-                network=network,
-                sender=sender,
-                clock=time.monotonic,
-                max_context=loaded.max_context,
-            )
-            stack.push_async_callback(prefill.stop)
-            fleet.infos.append(await prefill.start(HOST))
-            fleet.by_peer[peer] = prefill
-
-        router = Peer("router", draw_epoch())
-        channels = TokenChannels(network=network, peer=router, clock=time.monotonic)
-        stack.push_async_callback(channels.close)
-        yield Served(
-            fleet, Pipeline(fleet=fleet, channels=channels, secret=SECRET, clock=time.monotonic, router=router)
+    else:
+        worker = DecodeWorker(
+            peer=peer,
+            config=DecodeConfig(max_step_tokens=shape.decode_step_tokens, max_batch=min(256, shape.decode_step_tokens)),
+            engine=loaded.engine,
+            store=store,
+            pool=pool,
+            network=network,
+            receiver=receiver,
+            sender=sender,
+            clock=time.monotonic,
+            max_context=loaded.max_context,
         )
+    stack.push_async_callback(worker.stop)
+    fleet.infos.append(await worker.start(HOST))
+    fleet.by_peer[peer] = worker

@@ -14,6 +14,7 @@ import pytest
 from model.bundled import BUNDLED_MODEL_DIR
 from model.config import load_model_config
 from protocol.requests import SamplingParams
+from protocol.stats import Role
 from tests.integration.local_fleet import Served, Shape, serve
 from tests.model.test_conformance import (
     NEW_TOKENS,
@@ -30,7 +31,9 @@ WAYS = {
     "aggregated": Shape(None, decode_step_tokens=256),
     "aggregated, small chunks and blocks": Shape(None, block_size=5, decode_step_tokens=37),
     "tcp": Shape("tcp"),
-    "tcp, small chunks and blocks": Shape("tcp", block_size=8, prefill_step_tokens=129),
+    "tcp, small chunks, unequal blocks": Shape("tcp", block_size=8, decode_block_size=12, prefill_step_tokens=129),
+    "shm": Shape("shm"),
+    "shm, unequal blocks": Shape("shm", block_size=32, decode_block_size=8, prefill_step_tokens=129),
     "gloo": Shape("torch_distributed"),
     "gloo, small chunks, large blocks": Shape("torch_distributed", block_size=64, prefill_step_tokens=48),
 }
@@ -83,7 +86,7 @@ async def test_greedy_output_of_the_whole_path_equals_transformers(way: str, cas
         assert_all_arrived(served, way)
 
 
-def roles(way: str) -> list[str]:
+def roles(way: str) -> list[Role]:
     return ["decode"] if WAYS[way].transport is None else ["prefill", "decode"]
 
 
