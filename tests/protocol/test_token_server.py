@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocol.errors import ConfigError, ConnectionLost
-from protocol.messages import Cancel, Hello, Message, Ping, PrefillFailed, Refuse, StatsFrame, TokenFrame, Welcome
+from protocol.messages import (
+    Cancel,
+    Hello,
+    Message,
+    Ping,
+    PrefillFailed,
+    Refuse,
+    SendPrefix,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer
+from protocol.tickets import Address, Peer, mint_ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
@@ -133,14 +144,16 @@ def test_all_events_of_a_step_travel_in_one_frame_to_their_own_router():
     play(script)
 
 
-def test_the_worker_hears_of_cancels_and_failed_prefills():
+def test_the_worker_hears_of_cancels_failed_prefills_and_prefixes_to_send():
     async def script(scene: Scene) -> None:
         connection = await scene.welcomed()
         connection.send(Cancel("a"))
         connection.send(Ping())
         connection.send(PrefillFailed("b"))
+        ticket = mint_ticket(b"secret", "c", WORKER, Peer("prefill-0", 1), (Address("host", 1),))
+        connection.send(SendPrefix(ticket, (1, 2), b"salt"))
         await asyncio.sleep(0.1)
-        assert scene.heard == [("cancel", "a"), ("prefill failed", "b")]
+        assert scene.heard == [("cancel", "a"), ("prefill failed", "b"), ("prefix", "c (1, 2) b'salt'")]
 
     play(script)
 
