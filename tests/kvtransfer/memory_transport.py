@@ -27,35 +27,28 @@ class Wire:
 
 
 class MemoryLink:
-    """A DataLink on whole blocks."""
+    """A DataLink; how units become bytes is its transport's."""
 
-    def __init__(self, wire: Wire, store: HostStore, cut: Cut):
+    def __init__(self, wire: Wire, transport: "MemoryTransport", cut: Cut):
         self.wire = wire
-        self._store = store
+        self._transport = transport
         self._cut = cut
         self._turn = asyncio.Lock()  # calls are carried out in order
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         async with self._turn:
             self._check()
-            size = self._cut.unit_bytes
-            parts = [
-                self._store.layer_bytes(segment.layer)[unit * size : (unit + 1) * size]
-                for segment in segments
-                for unit in segment.unit_ids
-            ]
-            data = b"".join(parts)
+            data = b"".join(self._transport.pack(segment, self._cut) for segment in segments)
             self.wire.chunks.put_nowait((data, xxhash.xxh3_128_intdigest(data, seal)))
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         async with self._turn:
             data, digest = await self._next()
-            size, at = self._cut.unit_bytes, 0
+            at = 0
             for segment in segments:
-                layer = self._store.layer_bytes(segment.layer)
-                for unit in segment.unit_ids:
-                    layer[unit * size : (unit + 1) * size] = data[at : at + size]
-                    at += size
+                end = at + len(segment.unit_ids) * self._cut.unit_bytes
+                self._transport.unpack(segment, self._cut, data[at:end])
+                at = end
             return at == len(data) and xxhash.xxh3_128_intdigest(data, seal) == digest
 
     async def discard(self, num_units: int) -> None:
@@ -106,12 +99,23 @@ class MemoryTransport:
     async def prepare(self, host: str, cut: Cut) -> MemoryPendingLink:
         number, wire = next(self._numbers), Wire()
         self._wires[number] = wire
-        return MemoryPendingLink(number, wire, MemoryLink(wire, self._store, cut))
+        return MemoryPendingLink(number, wire, MemoryLink(wire, self, cut))
 
     async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
         wire = self._wires.pop(int(params["number"]))
         wire.joined.set()
-        return MemoryLink(wire, self._store, cut)
+        return MemoryLink(wire, self, cut)
 
     async def close(self) -> None:
         pass
+
+    def pack(self, segment: Segment, cut: Cut) -> bytes:
+        """The units' bytes: whole blocks."""
+        layer, size = self._store.layer_bytes(segment.layer), cut.unit_bytes
+        return b"".join(layer[unit * size : (unit + 1) * size] for unit in segment.unit_ids)
+
+    def unpack(self, segment: Segment, cut: Cut, data: bytes) -> None:
+        """Put them into place."""
+        layer, size = self._store.layer_bytes(segment.layer), cut.unit_bytes
+        for index, unit in enumerate(segment.unit_ids):
+            layer[unit * size : (unit + 1) * size] = data[index * size : (index + 1) * size]

@@ -1,44 +1,66 @@
-"""A prefill worker that breaks the protocol, message by message, beside one that does not."""
+"""A source that breaks the protocol, message by message, beside one that does not; and a target that does."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
-import xxhash
-from transfer_harness import TOKEN, BytesStore, D, P, Pair, make_pair
+from memory_transport import MemoryTransport
+from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
 
 from kvtransfer.config import TransferConfig
+from kvtransfer.digest import chunk_seal
+from kvtransfer.layout import Segment
 from kvtransfer.link import DataLink
-from kvtransfer.transports.tcp import TcpTransport
 from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import Abort, Chunk, Commit, Grant, Hello, Message, Offer, Ping, StatsFrame, Verified, Welcome
+from protocol.messages import (
+    Abort,
+    Chunk,
+    Commit,
+    Damaged,
+    Grant,
+    Hello,
+    KVHello,
+    KVWelcome,
+    LinkReady,
+    LinkWanted,
+    Message,
+    Offer,
+    Ping,
+    Run,
+    StatsFrame,
+    Verified,
+    Welcome,
+)
 from protocol.network import Connection
 from protocol.stats import WorkerStats
-from protocol.tickets import Peer, Ticket
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer, Ticket, mint_ticket
 
-BLOCK_BYTES = 96
 NEIGHBOUR = Peer("prefill-1", 33)
+ANYBODY = b"x" * 16
 
 
 @dataclass
 class RawPeer:
-    """A prefill worker whose messages the test writes itself."""
+    """A source whose messages the test writes itself."""
 
     connection: Connection
     link: DataLink
     store: BytesStore
 
-    async def send_chunk(
-        self, ticket: Ticket, sequence: int, layer: int, first: int, count: int = 1, **odd: int
-    ) -> None:
-        """Chunk and bytes; `odd` fields of the message replace the true ones, the bytes stay `num_bytes`."""
-        num_bytes = odd.get("num_bytes", count * BLOCK_BYTES)
-        ids = [0] * max(1, num_bytes // BLOCK_BYTES)
-        digest = xxhash.xxh3_128(self.store.block(0, 0) * len(ids)).digest()
-        self.connection.send(Chunk(ticket.transfer_id, sequence, layer, first, count, num_bytes, digest))
-        await self.link.send(0, ids)
+    async def send_chunk(self, ticket: Ticket, sequence: int, *runs: Run, attempt: int = 0) -> None:
+        """Chunk and bytes: those of block 0, as often as it takes."""
+        chunk = announced(ticket.transfer_id, sequence, *runs, attempt=attempt)
+        self.connection.send(chunk)
+        await self.send_bytes(chunk)
+
+    async def send_bytes(self, chunk: Chunk, seal: int | None = None) -> None:
+        num_units = sum(run.num_units for run in chunk.runs)
+        await self.link.send([Segment(0, (0,) * num_units)], chunk_seal(chunk, P, D) if seal is None else seal)
 
     async def answer(self) -> Message:
         """The next message that is no Ping."""
@@ -47,20 +69,30 @@ class RawPeer:
         return message
 
 
+def announced(transfer_id: bytes, sequence: int, *runs: Run, attempt: int = 0, link: int = 0) -> Chunk:
+    num_bytes = sum(run.num_units for run in runs) * BLOCK_BYTES
+    return Chunk(transfer_id, sequence, attempt, link, runs, num_bytes)
+
+
+def greeting(pair: Pair, peer: Peer = P) -> Hello:
+    return Hello(peer, D, KVHello(pair.source.layout, 0, "raw", reach("memory")))
+
+
 @contextlib.asynccontextmanager
 async def raw_peer(pair: Pair) -> AsyncIterator[RawPeer]:
     store = BytesStore()
     store.fill(5)
-    transport = TcpTransport(store)
+    transport = MemoryTransport(store)
     connection = await pair.network.connect(pair.address)
-    connection.send(Hello(P, D, "f", "tcp"))
+    connection.send(greeting(pair))
     welcome = await connection.receive()
     assert isinstance(welcome, Welcome)
-    link = await transport.join(welcome.link)
+    assert welcome.kv is not None
+    link = await transport.join(welcome.kv.link, pair.target_cut)
     try:
         yield RawPeer(connection, link, store)
     finally:
-        await transport.close()
+        await link.close()
         await connection.close()
 
 
@@ -76,83 +108,177 @@ async def granted(
 
 
 @pytest.mark.parametrize(
-    ("sequence", "layer", "first", "count", "odd", "text"),
+    ("sequence", "attempt", "runs", "text"),
     [
-        (1, 0, 1, 1, {}, "chunk 1 came in place of 0"),
-        (0, 3, 1, 1, {}, "there is no layer 3"),
-        (0, -1, 1, 1, {}, "there is no layer -1"),
-        (0, 0, 1, 3, {}, "there are no blocks 1 to 4"),
-        (0, 0, -1, 2, {}, "there are no blocks -1 to 1"),
-        (0, 0, 1, 0, {"num_bytes": 96}, "there are no blocks 1 to 1"),
-        (0, 0, 1, 1, {"num_bytes": 192}, "1 blocks are not 192 bytes"),
-        (0, 0, 1, 2, {"num_bytes": 96}, "2 blocks are not 96 bytes"),
-        (0, 0, 0, 1, {}, "block 0 was skipped in the grant"),
+        (1, 0, [Run(0, 1, 1)], "chunk 1 came in place of 0"),
+        (-1, 0, [Run(0, 1, 1)], "chunk -1 came in place of 0"),
+        (0, 0, [Run(3, 1, 1)], "there is no layer 3"),
+        (0, 0, [Run(-1, 1, 1)], "there is no layer -1"),
+        (0, 0, [Run(0, 1, 3)], "there are no units 1 to 4"),
+        (0, 0, [Run(0, -1, 2)], "there are no units -1 to 1"),
+        (0, 0, [Run(0, 1, 1), Run(1, 2, 2)], "there are no units 2 to 4"),
+        (0, 0, [Run(0, 0, 1)], "unit 0 was skipped in the grant"),
+        (0, 0, [Run(0, 1, 2), Run(0, 2, 1)], "units 2 to 3 of layer 0 came twice"),
+        (0, 1, [Run(0, 1, 1)], "nobody asked for attempt 1 of chunk 0"),
     ],
 )
 async def test_a_chunk_that_can_not_be_ends_its_transfer_alone(
-    sequence: int, layer: int, first: int, count: int, odd: dict[str, int], text: str
+    sequence: int, attempt: int, runs: list[Run], text: str
 ) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket, waiting = await granted(pair, peer, skip=1)
-        good, good_waiting = await granted(pair, peer, "good", skip=1)
-        await peer.send_chunk(ticket, sequence, layer, first, count, **odd)
+        ticket, waiting = await granted(pair, peer, skip=4)
+        good, good_waiting = await granted(pair, peer, "good", skip=4)
+        await peer.send_chunk(ticket, sequence, *runs, attempt=attempt)
         answer = await peer.answer()
         assert isinstance(answer, Abort)
         assert text in answer.reason
         with pytest.raises(TransferFailed, match=text):
             await waiting
         assert pair.target.copy() == [bytes(32 * BLOCK_BYTES)] * 3
-        for layer_index in range(3):
-            await peer.send_chunk(good, layer_index, layer_index, 1, 2)
+        for layer in range(3):
+            await peer.send_chunk(good, layer, Run(layer, 1, 2))
         peer.connection.send(Commit(good.transfer_id, 3, TOKEN))
         assert await peer.answer() == Verified(good.transfer_id), "the stream is still in step"
         assert await good_waiting == TOKEN
 
 
-async def test_a_block_that_comes_twice_ends_its_transfer() -> None:
+async def test_a_unit_that_comes_twice_ends_its_transfer() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
-        await peer.send_chunk(ticket, 0, 0, 0, 2)
-        await peer.send_chunk(ticket, 1, 0, 1, 2)
-        with pytest.raises(TransferFailed, match="blocks 1 to 3 of layer 0 came twice"):
+        await peer.send_chunk(ticket, 0, Run(0, 0, 2))
+        await peer.send_chunk(ticket, 1, Run(0, 1, 2))
+        with pytest.raises(TransferFailed, match="units 1 to 3 of layer 0 came twice"):
             await waiting
 
 
-@pytest.mark.parametrize(("num_layers", "num_chunks"), [(2, 2), (2, 3), (3, 2)])
-async def test_a_commit_of_less_than_everything_is_not_verified(num_layers: int, num_chunks: int) -> None:
+@pytest.mark.parametrize("field", ["sequence", "attempt", "transfer", "epoch", "runs"])
+async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 3))
+        other = {
+            "sequence": msgspec.structs.replace(chunk, sequence=1),
+            "attempt": msgspec.structs.replace(chunk, attempt=1),
+            "transfer": msgspec.structs.replace(chunk, transfer_id=ANYBODY),
+            "runs": msgspec.structs.replace(chunk, runs=(Run(1, 0, 3),)),
+        }.get(field, chunk)
+        source = Peer(P.worker_id, P.epoch - 1) if field == "epoch" else P
+        peer.connection.send(chunk)
+        await peer.send_bytes(chunk, chunk_seal(other, source, D))
+        assert await peer.answer() == Damaged(ticket.transfer_id, 0, 0)
+        assert pair.receiver.stats.digest_failures == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_retry_must_be_the_chunk_that_was_asked_for() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 2))
+        peer.connection.send(chunk)
+        await peer.send_bytes(chunk, 0)
+        assert await peer.answer() == Damaged(ticket.transfer_id, 0, 0)
+        await peer.send_chunk(ticket, 0, Run(0, 0, 3), attempt=1)
+        with pytest.raises(TransferFailed, match="nobody asked for attempt 1 of chunk 0"):
+            await waiting
+
+
+async def test_a_chunk_that_came_whole_is_not_taken_again() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        await peer.send_chunk(ticket, 0, Run(0, 0, 3))
+        await peer.send_chunk(ticket, 0, Run(0, 0, 3), attempt=1)
+        with pytest.raises(TransferFailed, match="nobody asked for attempt 1 of chunk 0"):
+            await waiting
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_chunks", "text"),
+    [
+        (2, 2, "committed 2 chunks, and 3 units are missing"),
+        (2, 3, "committed 3 chunks, and announced 2"),
+        (3, 2, "committed 2 chunks, and announced 3"),
+    ],
+)
+async def test_a_commit_of_less_than_everything_is_not_verified(num_layers: int, num_chunks: int, text: str) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
         for layer in range(num_layers):
-            await peer.send_chunk(ticket, layer, layer, 0, 3)
+            await peer.send_chunk(ticket, layer, Run(layer, 0, 3))
         peer.connection.send(Commit(ticket.transfer_id, num_chunks, TOKEN))
-        with pytest.raises(TransferFailed, match=f"committed {num_chunks} chunks, {num_layers} came"):
+        with pytest.raises(TransferFailed, match=text):
             await waiting
+
+
+async def test_nothing_may_follow_the_commit() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        chunk = announced(ticket.transfer_id, 0, *(Run(layer, 0, 3) for layer in range(2)))
+        peer.connection.send(chunk)
+        peer.connection.send(Commit(ticket.transfer_id, 1, TOKEN))
+        peer.connection.send(announced(ticket.transfer_id, 1, Run(2, 0, 3)))
+        with pytest.raises(TransferFailed, match="chunk 1 came after the commit"):
+            await wait_while_sending(waiting, peer, chunk)
+
+
+async def wait_while_sending(waiting: "asyncio.Task[object]", peer: RawPeer, chunk: Chunk) -> None:
+    """A transfer that was given up ends with the chunk that is under way."""
+    assert isinstance(await peer.answer(), Abort)
+    await peer.send_bytes(chunk)
+    await waiting
+
+
+async def test_a_second_commit_is_one_too_many() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        chunk = announced(ticket.transfer_id, 0, *(Run(layer, 0, 3) for layer in range(3)))
+        peer.connection.send(chunk)
+        for _ in range(2):
+            peer.connection.send(Commit(ticket.transfer_id, 1, TOKEN))
+        with pytest.raises(TransferFailed, match="committed 1 chunks"):
+            await wait_while_sending(waiting, peer, chunk)
 
 
 async def test_chunks_and_commits_of_unknown_transfers_are_discarded() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
-        await peer.send_chunk(pair.ticket("never offered"), 0, 0, 0, 3)
+        await peer.send_chunk(pair.ticket("never offered"), 0, Run(0, 0, 3))
         peer.connection.send(Commit(b"?" * 16, 1, TOKEN))
         ticket, waiting = await granted(pair, peer)
         for layer in range(3):
-            await peer.send_chunk(ticket, layer, layer, 0, 3)
+            await peer.send_chunk(ticket, layer, Run(layer, 0, 3))
         peer.connection.send(Commit(ticket.transfer_id, 3, TOKEN))
         assert await waiting == TOKEN
 
 
-async def test_an_offer_is_good_only_for_the_prefill_worker_that_its_ticket_names() -> None:
+async def test_an_offer_is_good_only_for_the_source_that_its_ticket_names() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket = pair.ticket(prefill=NEIGHBOUR)
-        pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        ticket = pair.ticket(source=NEIGHBOUR)
+        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
         peer.connection.send(Offer(ticket, 12))
         answer = await peer.answer()
         assert isinstance(answer, Abort)
-        assert "names prefill worker prefill-1, not prefill-0" in answer.reason
-        restarted = pair.ticket(prefill=Peer(P.worker_id, P.epoch + 1))
+        assert "the ticket's source is prefill-1, not prefill-0" in answer.reason
+        peer.connection.send(Abort(ticket.transfer_id, "not yours"))
+        restarted = pair.ticket(source=Peer(P.worker_id, P.epoch + 1))
         peer.connection.send(Offer(restarted, 12))
         answer = await peer.answer()
         assert isinstance(answer, Abort)
         assert "epoch" in answer.reason
+        assert not incoming.ended
+
+
+async def test_an_offer_is_good_only_for_the_rank_that_its_ticket_counts() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket = mint_ticket(SECRET, "r", P, D, (pair.address,), source_ranks=2)
+        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        peer.connection.send(Offer(ticket, 12))
+        assert await peer.answer() == Grant(ticket.transfer_id, 0), "rank 0 has the one head"
+        waiting = asyncio.create_task(incoming.verified())
+        odd = mint_ticket(SECRET, "r", P, D, (pair.address,), source_ranks=0)
+        with pytest.raises(TransferFailed, match="0 ranks can't send to 1"):
+            await pair.receiver.expect(odd, [7], 4, 0).verified()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_nobody_aborts_or_commits_the_transfer_of_another_connection() -> None:
@@ -160,10 +286,10 @@ async def test_nobody_aborts_or_commits_the_transfer_of_another_connection() -> 
         ticket, waiting = await granted(pair, peer)
         other.connection.send(Abort(ticket.transfer_id, "not yours"))
         other.connection.send(Commit(ticket.transfer_id, 0, TOKEN))
-        await other.send_chunk(ticket, 0, 0, 0, 3)
+        await other.send_chunk(ticket, 0, Run(0, 0, 3))
         await granted_and_done(pair, other, "theirs")
         for layer in range(3):
-            await peer.send_chunk(ticket, layer, layer, 0, 3)
+            await peer.send_chunk(ticket, layer, Run(layer, 0, 3))
         peer.connection.send(Commit(ticket.transfer_id, 3, TOKEN))
         assert await waiting == TOKEN
 
@@ -174,9 +300,8 @@ async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str) -> None:
     incoming = pair.receiver.expect(ticket, [10], 4, 0)
     peer.connection.send(Offer(ticket, 4))
     assert await peer.answer() == Grant(ticket.transfer_id, 0)
-    for layer in range(3):
-        await peer.send_chunk(ticket, layer, layer, 0)
-    peer.connection.send(Commit(ticket.transfer_id, 3, TOKEN))
+    await peer.send_chunk(ticket, 0, *(Run(layer, 0, 1) for layer in range(3)))
+    peer.connection.send(Commit(ticket.transfer_id, 1, TOKEN))
     await incoming.verified()
 
 
@@ -184,17 +309,25 @@ async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str) -> None:
     "message",
     [
         StatsFrame(WorkerStats()),
-        Grant(b"x" * 16, 0),
-        Hello(P, D, "f", "tcp"),
-        Chunk(b"x" * 16, 0, 0, 0, 1, 0, b""),
-        Chunk(b"x" * 16, 0, 0, 0, 1, -96, b""),
-        Chunk(b"x" * 16, 0, 0, 0, 1, 1 << 40, b""),
+        Grant(ANYBODY, 0),
+        Damaged(ANYBODY, 0, 0),
+        LinkReady(1, "memory", {}),
+        Hello(P, D),
+        LinkWanted(0, ()),
+        LinkWanted(2, ()),
+        Chunk(ANYBODY, 0, 0, 0, (), 0),
+        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 0),), 0),
+        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, -1),), -BLOCK_BYTES),
+        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 2), Run(0, 2, -1)), BLOCK_BYTES),
+        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1 << 40),), BLOCK_BYTES << 40),
+        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1),), 2 * BLOCK_BYTES),
+        Chunk(ANYBODY, 0, 0, 1, (Run(0, 0, 1),), BLOCK_BYTES),
     ],
 )
 async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes_on(message: Message) -> None:
     async with make_pair() as pair:
         neighbour = pair.make_sender(peer=NEIGHBOUR)
-        ticket = pair.ticket("neighbour", prefill=NEIGHBOUR)
+        ticket = pair.ticket("neighbour", source=NEIGHBOUR)
         out = neighbour.open(ticket, 4, [1], 0)
         async with raw_peer(pair) as peer:
             _, waiting = await granted(pair, peer)
@@ -204,7 +337,7 @@ async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes
             with pytest.raises(ConnectionLost):
                 await peer.answer()
             with pytest.raises(ConnectionLost):
-                await peer.link.receive(0, [0])  # the link is closed too
+                await peer.link.discard(1)  # the link is closed too
         incoming = pair.receiver.expect(ticket, [9], 4, 0)
         for layer in range(3):
             out.layer_ready(layer, 4)
@@ -218,12 +351,14 @@ async def test_a_peer_that_announces_chunks_without_end_is_closed() -> None:
     async with make_pair(config=TransferConfig(max_queued_messages=8)) as pair, raw_peer(pair) as peer:
         _, waiting = await granted(pair, peer)
         for _ in range(20):
-            peer.connection.send(Chunk(b"x" * 16, 0, 0, 0, 1, 96, b""))
+            peer.connection.send(announced(ANYBODY, 0, Run(0, 0, 1)))
         with pytest.raises(TransferFailed, match="ahead of its bytes"):
             await waiting
 
 
-async def test_bytes_that_never_come_close_the_connection_within_a_lease_though_pings_do_come() -> None:
+async def test_bytes_that_never_come_cost_the_link_within_a_lease_and_are_asked_for_again_though_pings_do_come() -> (
+    None
+):
     async with make_pair(config=TransferConfig(lease_s=0.2)) as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
 
@@ -233,8 +368,14 @@ async def test_bytes_that_never_come_close_the_connection_within_a_lease_though_
                 await asyncio.sleep(0.02)
 
         pinging = asyncio.create_task(ping())
-        peer.connection.send(Chunk(ticket.transfer_id, 0, 0, 0, 3, 3 * BLOCK_BYTES, b""))
-        with pytest.raises(TransferFailed, match="receiving a chunk took longer"):
+        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 3))
+        for attempt in range(2):
+            peer.connection.send(msgspec.structs.replace(chunk, attempt=attempt))
+            assert await peer.answer() == Damaged(ticket.transfer_id, 0, attempt)
+        with pytest.raises(ConnectionLost):
+            await peer.link.discard(1)
+        peer.connection.send(msgspec.structs.replace(chunk, attempt=2))
+        with pytest.raises(TransferFailed, match="chunk 0 was damaged or lost on its way 3 times"):
             await waiting
         pinging.cancel()
         await asyncio.gather(pinging, return_exceptions=True)
@@ -244,11 +385,73 @@ async def test_an_abort_is_heard_while_a_chunk_before_it_is_still_under_way() ->
     async with make_pair() as pair, raw_peer(pair) as peer:
         slow, slow_waiting = await granted(pair, peer)
         other, other_waiting = await granted(pair, peer, "other")
-        peer.connection.send(Chunk(slow.transfer_id, 0, 0, 0, 3, 3 * BLOCK_BYTES, b"wrong"))
+        chunk = announced(slow.transfer_id, 0, *(Run(layer, 0, 3) for layer in range(3)))
+        peer.connection.send(chunk)
         peer.connection.send(Abort(other.transfer_id, "the client left"))
         with pytest.raises(TransferFailed, match="the client left"):
             await other_waiting
         assert not slow_waiting.done()
-        await peer.link.send(0, [0, 1, 2])
-        with pytest.raises(TransferFailed, match="damaged"):
-            await slow_waiting
+        await peer.send_bytes(chunk)
+        peer.connection.send(Commit(slow.transfer_id, 1, TOKEN))
+        assert await slow_waiting == TOKEN
+
+
+# --- targets ---
+
+
+@contextlib.asynccontextmanager
+async def raw_target(pair: Pair, *answers: Any) -> AsyncIterator[Ticket]:
+    """A target that grants, and after the commit sends `answers` (made of the transfer's id); a ticket for it."""
+
+    async def serve(connection: Connection) -> None:
+        await connection.receive()
+        pending = await pair.transports[1].by_name["memory"].prepare("127.0.0.1", pair.target_cut)
+        kv = KVWelcome(pair.target.layout, 0, "memory", "why", (), pending.params)
+        connection.send(Welcome(D, kv))
+        try:
+            while True:
+                message = await connection.receive()
+                if isinstance(message, Offer):
+                    connection.send(Grant(message.ticket.transfer_id, 0))
+                if isinstance(message, Commit):
+                    for answer in answers:
+                        connection.send(answer(message.transfer_id))
+        except ConnectionLost:
+            await pending.close()
+
+    listener = await TcpNetwork(SECRET).listen("127.0.0.1", serve)
+    yield mint_ticket(SECRET, "r", P, D, (listener.address,))
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda transfer_id: Damaged(transfer_id, 1, 0), "attempt 0 of chunk 1 is not out"),
+        (lambda transfer_id: Damaged(transfer_id, -1, 0), "attempt 0 of chunk -1 is not out"),
+        (lambda transfer_id: Damaged(transfer_id, 0, 1), "attempt 1 of chunk 0 is not out"),
+        (lambda transfer_id: Damaged(transfer_id, 0, 2), "attempt 2 of chunk 0 is not out"),
+        (lambda transfer_id: Grant(transfer_id, 0), "GRANT can't happen"),
+        (lambda transfer_id: LinkReady(1, "memory", {}), "link 1 was not asked for"),
+        (lambda transfer_id: Ping(), None),
+    ],
+)
+async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | None) -> None:
+    async with make_pair() as pair, raw_target(pair, answer) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        if text is None:
+            await settle(lambda: out.lanes[0].state.name == "COMMITTED")
+            out.abort("enough")
+        with pytest.raises(TransferFailed, match=text or "enough"):
+            await out.done()
+
+
+async def test_a_target_that_calls_a_chunk_damaged_twice_at_once_ends_the_transfer() -> None:
+    async with make_pair() as pair:
+        damaged = [lambda transfer_id: Damaged(transfer_id, 0, 0)] * 2
+        async with raw_target(pair, *damaged) as ticket:
+            out = pair.sender.open(ticket, 4, [1], 4)
+            out.commit(TOKEN)
+            with pytest.raises(TransferFailed, match="attempt 0 of chunk 0 is not out"):
+                await out.done()

@@ -1,0 +1,321 @@
+"""Who sends what to whom: every head of every token arrives once, where it belongs."""
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_transport import MemoryTransport
+from transfer_harness import FAST, SECRET, TOKEN, D, P, reach
+
+from kvtransfer.chunk_plan import ChunkPlan
+from kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.sender import KVSender
+from kvtransfer.transports import Transports
+from protocol.errors import TransferFailed
+from protocol.kv_layout import KVLayout
+from protocol.messages import Run
+from protocol.requests import SampledToken
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import mint_ticket
+
+Array = np.ndarray[Any, np.dtype[np.uint16]]
+UP_TO_8 = range(1, 9)
+SIZES = [
+    (source_tp, target_tp, heads)
+    for source_tp, target_tp, heads in itertools.product(UP_TO_8, UP_TO_8, UP_TO_8)
+    if all(max(tp, heads) % min(tp, heads) == 0 for tp in (source_tp, target_tp))
+]
+NUM_BLOCKS = 48
+LAYERS = 2
+HEAD_DIM = 2
+
+
+class ArrayStore:
+    """A HostStore in numpy: uint16 [num_blocks, 2, heads of this rank, block_size, HEAD_DIM] for each layer."""
+
+    def __init__(self, layout: KVLayout, rank: int):
+        self.layout = layout
+        self.rank = rank
+        self.num_blocks = NUM_BLOCKS
+        shape = (NUM_BLOCKS, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        self.layers: list[Array] = [np.zeros(shape, np.uint16) for _ in range(layout.num_layers)]
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        return memoryview(self.layers[layer].reshape(-1).view(np.uint8))
+
+    def unit(self, layer: int, unit_id: int, cut: Cut) -> Array:
+        """A view of one unit."""
+        block, part = divmod(unit_id, cut.units_per_block)
+        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
+        return self.layers[layer][block, :, heads, part * cut.unit_tokens : (part + 1) * cut.unit_tokens]
+
+
+def layout_of(tp_size: int, heads: int, block_size: int) -> KVLayout:
+    return KVLayout("m", "bfloat16", LAYERS, heads, HEAD_DIM, block_size, tp_size)
+
+
+def value(layer: int, which: int, head: int, token: int, dim: int) -> int:
+    """A number that no other place has; 0 is nobody's."""
+    return 1 + dim + HEAD_DIM * (token + 80 * (head + 8 * (which + 2 * layer)))
+
+
+def block_table(num_tokens: int, block_size: int, seed: int) -> tuple[int, ...]:
+    num_blocks = -(-num_tokens // block_size)
+    return tuple(int(block) for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[:num_blocks])
+
+
+def write_prompt(store: ArrayStore, block_ids: tuple[int, ...], num_tokens: int) -> None:
+    layout = store.layout
+    for layer, which, head, token, dim in np.ndindex(LAYERS, 2, layout.heads_per_rank, num_tokens, HEAD_DIM):
+        block, place = block_ids[token // layout.block_size], token % layout.block_size
+        first = layout.first_head(store.rank)
+        store.layers[layer][block, which, head, place, dim] = value(layer, which, first + head, token, dim)
+
+
+def assert_prompt(store: ArrayStore, block_ids: tuple[int, ...], tokens: range) -> None:
+    """These tokens are there, and no block but the request's was touched."""
+    layout = store.layout
+    first = layout.first_head(store.rank)
+    for layer, which, head, dim in np.ndindex(LAYERS, 2, layout.heads_per_rank, HEAD_DIM):
+        held = [
+            store.layers[layer][block_ids[token // layout.block_size], which, head, token % layout.block_size, dim]
+            for token in tokens
+        ]
+        assert held == [value(layer, which, first + head, token, dim) for token in tokens]
+    others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
+    assert not any(memory[others].any() for memory in store.layers)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp", "heads"), SIZES)
+def test_every_head_of_every_target_rank_comes_from_one_source_rank_that_has_it(
+    source_tp: int, target_tp: int, heads: int
+) -> None:
+    source, target = layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4)
+    lanes = plan_lanes(source_tp, target_tp, heads)
+    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
+    for rank in range(target_tp):
+        first = target.first_head(rank)
+        got = [head for lane in lanes if lane.target_rank == rank for head in _heads(lane)]
+        assert sorted(got) == list(range(first, first + target.heads_per_rank))
+    for lane in lanes:
+        first = source.first_head(lane.source_rank)
+        assert set(_heads(lane)) <= set(range(first, first + source.heads_per_rank))
+    busy = {lane.source_rank for lane in lanes}
+    assert len(busy) >= min(source_tp, target_tp), "copies share the work"
+
+
+def _heads(lane: Lane) -> range:
+    return range(lane.first_head, lane.first_head + lane.num_heads)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 8), (1, 3, 8), (0, 1, 1), (1, 1, 0), (-2, 1, 2), (16, 1, 6)])
+def test_sizes_that_can_not_share_the_heads_raise(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="can't share"):
+        plan_lanes(*sizes)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp", "heads"), SIZES)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_byte_arrives_once_where_it_belongs(
+    source_tp: int, target_tp: int, heads: int, data: st.DataObject
+) -> None:
+    """Lanes, cuts, plans and segments, on arrays instead of links."""
+    source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)))
+    target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)))
+    num_tokens = data.draw(st.integers(1, 24))
+    num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
+    if data.draw(st.booleans()) and num_tokens - num_skipped < target_layout.block_size:
+        num_skipped = num_tokens
+    max_units = data.draw(st.integers(1, 9))
+    source_ids = block_table(num_tokens, source_layout.block_size, 1)
+    target_ids = block_table(num_tokens, target_layout.block_size, 2)
+    sources = [ArrayStore(source_layout, rank) for rank in range(source_tp)]
+    targets = [ArrayStore(target_layout, rank) for rank in range(target_tp)]
+    writes = [ArrayStore(target_layout, rank) for rank in range(target_tp)]  # how often each value was written
+    for store in sources:
+        write_prompt(store, source_ids, num_tokens)
+    for lane in plan_lanes(source_tp, target_tp, heads):
+        from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
+        assert from_cut.unit_bytes == to_cut.unit_bytes
+        plan = ChunkPlan(num_layers=LAYERS, num_tokens=num_tokens, num_ready_tokens=num_tokens)
+        plan.begin(from_cut.unit_tokens, num_skipped)
+        while runs := plan.next_runs(max_units):
+            places = zip(_units(from_cut, runs, source_ids), _units(to_cut, runs, target_ids), strict=True)
+            for (layer, from_unit), (_, to_unit) in places:
+                unit = sources[lane.source_rank].unit(layer, from_unit, from_cut)
+                assert unit.nbytes == from_cut.unit_bytes
+                targets[lane.target_rank].unit(layer, to_unit, to_cut)[:] = unit
+                writes[lane.target_rank].unit(layer, to_unit, to_cut)[:] += 1
+        assert plan.all_taken
+    for target, written in zip(targets, writes, strict=True):
+        assert_prompt(target, target_ids, range(num_skipped, num_tokens))
+        for layer in range(LAYERS):
+            tokens = written.layers[layer][list(target_ids)].transpose(0, 3, 1, 2, 4)
+            counts = tokens.reshape(-1, 2 * target_layout.heads_per_rank * HEAD_DIM)
+            assert (counts[:num_skipped] == 0).all()
+            assert (counts[num_skipped:num_tokens] == 1).all()
+
+
+def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(segment.layer, unit) for segment in cut.segments(runs, block_ids) for unit in segment.unit_ids]
+
+
+def test_a_unit_of_whole_blocks_is_its_block() -> None:
+    cut = Cut(layout_of(1, 2, 4), 0, 2, 4, "raw")
+    assert cut.is_whole_blocks
+    assert cut.segments([Run(1, 1, 2)], (7, 3, 9)) == (Segment(1, (3, 9)),)
+
+
+def test_a_part_of_a_block_is_numbered_within_it() -> None:
+    cut = Cut(layout_of(1, 2, 4), 0, 2, 2, "raw")
+    assert not cut.is_whole_blocks
+    assert cut.segments([Run(0, 1, 3), Run(1, 0, 1)], (7, 3)) == (Segment(0, (15, 6, 7)), Segment(1, (14,)))
+
+
+@pytest.mark.parametrize(("encoding", "num_bytes"), [("raw", 2 * 2 * 4 * 2 * 2), ("int8", 2 * 2 * 4 * (2 + 2))])
+def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None:
+    assert Cut(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
+
+
+# --- the same with real senders and receivers, one for each rank ---
+
+
+class CutTransport(MemoryTransport):
+    """Memory links that pack and unpack units of any cut."""
+
+    def __init__(self, store: ArrayStore):
+        super().__init__(store)
+        self._array = store
+
+    def pack(self, segment: Segment, cut: Cut) -> bytes:
+        return b"".join(self._array.unit(segment.layer, unit, cut).tobytes() for unit in segment.unit_ids)
+
+    def unpack(self, segment: Segment, cut: Cut, data: bytes) -> None:
+        for index, unit in enumerate(segment.unit_ids):
+            place = self._array.unit(segment.layer, unit, cut)
+            piece = data[index * cut.unit_bytes : (index + 1) * cut.unit_bytes]
+            place[:] = np.frombuffer(piece, np.uint16).reshape(place.shape)
+
+
+class Fleet:
+    """All ranks of a source and of a target."""
+
+    def __init__(self, source: KVLayout, target: KVLayout):
+        self.sources = [ArrayStore(source, rank) for rank in range(source.tp_size)]
+        self.targets = [ArrayStore(target, rank) for rank in range(target.tp_size)]
+        network = TcpNetwork(SECRET)
+        common: dict[str, Any] = {"network": network, "config": FAST, "clock": time.monotonic}
+        self.senders = [KVSender(peer=P, store=store, transports=_memory(store), **common) for store in self.sources]
+        self.receivers = [
+            KVReceiver(peer=D, store=store, transports=_memory(store), secret=SECRET, **common)
+            for store in self.targets
+        ]
+
+    async def __aenter__(self) -> "Fleet":
+        addresses = [await receiver.start("127.0.0.1") for receiver in self.receivers]
+        self.ticket = mint_ticket(SECRET, "r", P, D, tuple(addresses), source_ranks=len(self.senders))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(end.close() for end in (*self.senders, *self.receivers)))
+
+
+def _memory(store: ArrayStore) -> Transports:
+    return Transports({"memory": CutTransport(store)}, reach("memory"))
+
+
+@pytest.mark.parametrize(
+    ("source_tp", "target_tp", "heads", "source_block", "target_block"),
+    [
+        (1, 1, 2, 4, 4),
+        (1, 4, 4, 4, 4),
+        (4, 1, 4, 4, 8),
+        (2, 4, 4, 6, 4),
+        (4, 2, 2, 3, 2),
+        (8, 8, 2, 4, 4),
+        (4, 8, 8, 8, 2),
+    ],
+)
+async def test_ranks_of_unequal_workers_exchange_a_prompt(
+    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
+) -> None:
+    num_tokens, num_skipped = 21, target_block
+    source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
+    source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
+    async with asyncio.timeout(30), Fleet(source, target) as fleet:
+        for store in fleet.sources:
+            write_prompt(store, source_ids, num_tokens)
+        outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
+        incomings = [receiver.expect(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers]
+        for tokens, layer, out in itertools.product((10, num_tokens), range(LAYERS), outs):
+            out.layer_ready(layer, tokens)
+        for out in outs:
+            out.commit(TOKEN)
+        assert await asyncio.gather(*(incoming.verified() for incoming in incomings)) == [TOKEN] * target_tp
+        await asyncio.gather(*(out.done() for out in outs))
+        for store in fleet.targets:
+            assert_prompt(store, target_ids, range(num_skipped, num_tokens))
+        for end in (*fleet.senders, *fleet.receivers):
+            assert (end.stats.done, end.stats.failed, end.stats.in_flight) == (1, 0, 0)
+        used = sum(len(sender.links()) for sender in fleet.senders)
+        assert used == len(plan_lanes(source_tp, target_tp, heads))
+
+
+async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches() -> None:
+    async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
+        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        outs[0].commit(TOKEN)
+        await outs[0].done()
+        outs[1].abort("its engine died")
+        with pytest.raises(TransferFailed, match="its engine died"):
+            await incoming.verified()
+        assert incoming.ended
+
+
+async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() -> None:
+    async with asyncio.timeout(30), Fleet(layout_of(1, 2, 4), layout_of(2, 2, 4)) as fleet:
+        (out,) = (sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
+        first = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        fleet.receivers[1].refuse(fleet.ticket)
+        with pytest.raises(TransferFailed, match="given the request up already"):
+            await out.done()
+        with pytest.raises(TransferFailed):
+            await first.verified()
+
+
+async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None:
+    async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
+        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        for token, out in enumerate(outs):
+            out.commit(SampledToken(token))
+        with pytest.raises(TransferFailed, match="different first tokens"):
+            await incoming.verified()
+
+
+async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
+    async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
+        odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
+        with pytest.raises(TransferFailed, match="counts 2 ranks, and this worker has 1"):
+            await fleet.senders[0].open(odd, 8, (0, 1), 8).done()
+
+
+async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None:
+    async with asyncio.timeout(30), Fleet(layout_of(2, 1, 4), layout_of(1, 1, 4)) as fleet:
+        idle = fleet.senders[1].open(fleet.ticket, 8, (0, 1), 8)
+        assert not idle.lanes
+        assert not idle.ended
+        idle.commit(TOKEN)
+        await idle.done()
+        given_up = fleet.senders[1].open(fleet.ticket, 8, (0, 1), 8)
+        await fleet.senders[1].close()
+        with pytest.raises(TransferFailed, match="the source is closing"):
+            await given_up.done()
