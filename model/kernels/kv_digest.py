@@ -1,0 +1,108 @@
+"""A digest of bytes on a GPU: 128 bits that depend on every word, its place, the length and a seal.
+
+All arithmetic is on unsigned 64-bit words, modulo 2**64. The bytes are words w_0 ... w_(n-1), little-endian, the last one
+filled up with zeros. With the seal s, p_i = s + (i + 1) * G, and mix a bijection on words,
+
+    h_i = mix(w_i ^ p_i)      A = sum of h_i      B = sum of rotate(h_i, 29) * (p_i | 1)
+    digest = mix(A ^ (s + bytes)), mix(B + A * G + bytes)       two words
+
+One changed word always changes A, since mix is a bijection; any other change escapes both sums by chance alone. It finds
+damage, not malice. mix is the finalizer of splitmix64 (Steele, Lea, Flood 2014), G the odd number next to 2**64 / phi.
+Sums don't depend on the order of their terms, so the result is the same however the work is spread.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+DIGEST_BYTES = 16
+PADDING = 16  # bytes: `digest` reads whole multiples of it
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+G = tl.constexpr(_GOLDEN)
+M1 = tl.constexpr(_FIRST)
+M2 = tl.constexpr(_SECOND)
+_TILE = 2048  # words of one program's step
+_MAX_PROGRAMS = 1024
+_WARPS = 8
+
+
+def digest_reference(data: NDArray[np.uint8], seal: int) -> bytes:
+    """The digest of uint8 [bytes], in numpy."""
+    words = np.zeros(-(-data.size // 8), np.uint64)
+    words.view(np.uint8)[: data.size] = data
+    golden, start = np.uint64(_GOLDEN), np.uint64(seal)
+    with np.errstate(over="ignore"):
+        places = start + np.arange(1, words.size + 1, dtype=np.uint64) * golden
+        mixed = _mix_reference(words ^ places)
+        turned = (mixed << np.uint64(29)) | (mixed >> np.uint64(35))
+        a = mixed.sum(dtype=np.uint64)
+        b = (turned * (places | np.uint64(1))).sum(dtype=np.uint64)
+        size = np.uint64(data.size)
+        return _mix_reference(np.array([a ^ (start + size), b + a * golden + size], np.uint64)).tobytes()
+
+
+def _mix_reference(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
+    return x ^ (x >> np.uint64(31))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * M1
+    x = (x ^ (x >> 27)) * M2
+    return x ^ (x >> 31)
+
+
+@triton.jit(do_not_specialize=["num_words", "seal"])
+def digest_parts_kernel(data, parts, num_words, seal, TILE: tl.constexpr):
+    """Each program takes every num_programs-th tile; its sums A and B go to parts[program]."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    start = seal.to(tl.uint64)
+    a = tl.zeros((TILE,), tl.uint64)
+    b = tl.zeros((TILE,), tl.uint64)
+    at = program * TILE
+    while at < num_words:
+        index = at + tl.arange(0, TILE)
+        inside = index < num_words
+        word = tl.load(data + index, mask=inside, other=0).to(tl.uint64)
+        place = start + (index + 1).to(tl.uint64) * G
+        mixed = _mix(word ^ place)
+        turned = (mixed << 29) | (mixed >> 35)
+        a += tl.where(inside, mixed, 0)
+        b += tl.where(inside, turned * (place | 1), 0)
+        at += programs * TILE
+    tl.store(parts + 2 * program, tl.sum(a, axis=0).to(tl.int64))
+    tl.store(parts + 2 * program + 1, tl.sum(b, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_bytes", "seal"])
+def digest_kernel(parts, out, num_parts, num_bytes, seal, PARTS_PADDED: tl.constexpr):
+    """One program: the parts' sums, and the end of the formula."""
+    index = tl.arange(0, PARTS_PADDED)
+    inside = index < num_parts
+    a = tl.sum(tl.load(parts + 2 * index, mask=inside, other=0), axis=0).to(tl.uint64)
+    b = tl.sum(tl.load(parts + 2 * index + 1, mask=inside, other=0), axis=0).to(tl.uint64)
+    size = num_bytes.to(tl.uint64)
+    tl.store(out, _mix(a ^ (seal.to(tl.uint64) + size)).to(tl.int64))
+    tl.store(out + 1, _mix(b + a * G + size).to(tl.int64))
+
+
+def digest(data: Tensor, num_bytes: int, seal: int, out: Tensor) -> None:
+    """The digest of the first `num_bytes` of `data` -> out.
+
+    data uint8, contiguous, at a multiple of 8 bytes, and zero from `num_bytes` to the next multiple of PADDING, which it
+    must have; out int64 [2]. `seal` is below 2**64. Two launches; nothing waits for them.
+    """
+    num_words = -(-num_bytes // PADDING) * (PADDING // 8)
+    words = data[: num_words * 8].view(torch.int64)
+    signed = seal - (1 << 64) if seal >> 63 else seal
+    real_words = -(-num_bytes // 8)
+    programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(real_words, _TILE)))
+    parts = torch.empty((programs, 2), dtype=torch.int64, device=data.device)
+    digest_parts_kernel[(programs,)](words, parts, real_words, signed, TILE=_TILE, num_warps=_WARPS)
+    digest_kernel[(1,)](parts, out, programs, num_bytes, signed, PARTS_PADDED=_MAX_PROGRAMS, num_warps=4)

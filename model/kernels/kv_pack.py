@@ -1,0 +1,152 @@
+"""Units of KV between paged caches and contiguous buffers, or from one cache into another: one launch a chunk.
+
+A unit is [2 (K, V), heads of the lane, unit_tokens, head_dim] and lies in one block of a cache. Where it begins is an
+address, so that units of many layers, and of another process's cache, go in the same launch. A packed buffer is just a
+cache whose blocks are the units: packing, unpacking and copying differ in their addresses and strides alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.kernels.launch import power_of_two
+
+_TILE_BYTES = 8192  # of one program
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlaces:
+    """How one side's units lie in memory, all sizes in bytes."""
+
+    num_heads: int  # of the lane
+    head_bytes: int  # contiguous: unit_tokens rows of one head, of K or of V
+    head_stride: int  # from one head to the next
+    kind_stride: int  # from K to V
+    block_bytes: int  # from one block to the next
+    units_per_block: int
+    first_head: int  # of the lane, within the block
+
+    @property
+    def unit_bytes(self) -> int:
+        return 2 * self.num_heads * self.head_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """What of a unit is contiguous: all of it, K and V each, or each head."""
+        if self.head_stride != self.head_bytes:
+            return self.head_bytes
+        if self.kind_stride != self.num_heads * self.head_bytes:
+            return self.num_heads * self.head_bytes
+        return self.unit_bytes
+
+    def addresses(self, bases: Sequence[int], unit_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Where each unit's first byte is: int64 [units]. `bases`: of each unit's layer."""
+        blocks, parts = np.divmod(np.asarray(unit_ids, np.int64), self.units_per_block)
+        inside = parts * self.head_bytes + self.first_head * self.head_stride
+        return np.asarray(bases, np.int64) + blocks * self.block_bytes + inside
+
+
+def paged_places(
+    *, row_bytes: int, heads_per_block: int, block_size: int, first_head: int, num_heads: int, unit_tokens: int
+) -> UnitPlaces:
+    """Units in a cache whose layers are [num_blocks, 2, heads_per_block, block_size, row_bytes]."""
+    head_stride = block_size * row_bytes
+    kind_stride = heads_per_block * head_stride
+    return UnitPlaces(
+        num_heads, unit_tokens * row_bytes, head_stride, kind_stride, 2 * kind_stride, block_size // unit_tokens,
+        first_head,
+    )  # fmt: skip
+
+
+def packed_places(places: UnitPlaces) -> UnitPlaces:
+    """The same units one after the other in a buffer, unit i being block i."""
+    heads, size = places.num_heads, places.head_bytes
+    return UnitPlaces(heads, size, size, heads * size, 2 * heads * size, units_per_block=1, first_head=0)
+
+
+def copy_units_reference(
+    source: UnitPlaces, source_bytes: Tensor, source_ids: Sequence[int],
+    target: UnitPlaces, target_bytes: Tensor, target_ids: Sequence[int],
+) -> None:  # fmt: skip
+    """As `copy_units` within one layer of each side, uint8 [bytes], in torch."""
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        for kind in range(2):
+            for head in range(source.num_heads):
+                spans = []
+                for places, unit in ((source, source_id), (target, target_id)):
+                    start = int(places.addresses([0], [unit])[0]) + kind * places.kind_stride + head * places.head_stride
+                    spans.append(slice(start, start + places.head_bytes))
+                target_bytes[spans[1]] = source_bytes[spans[0]]
+
+
+@triton.jit
+def copy_units_kernel(
+    sources,
+    targets,
+    SOURCE_HEAD: tl.constexpr,
+    SOURCE_KIND: tl.constexpr,
+    TARGET_HEAD: tl.constexpr,
+    TARGET_KIND: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_RUN: tl.constexpr,
+    RUN_WORDS: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program a run of one unit and TILE words of it; strides in words."""
+    RUNS: tl.constexpr = 2 * HEADS // HEADS_PER_RUN
+    unit, run = tl.program_id(0) // RUNS, tl.program_id(0) % RUNS
+    kind, head = run * HEADS_PER_RUN // HEADS, run * HEADS_PER_RUN % HEADS
+    words = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    source = tl.multiple_of(tl.load(sources + unit), ALIGNMENT).to(tl.pointer_type(WORD))
+    target = tl.multiple_of(tl.load(targets + unit), ALIGNMENT).to(tl.pointer_type(WORD))
+    inside = words < RUN_WORDS
+    value = tl.load(source + (kind * SOURCE_KIND + head * SOURCE_HEAD) + words, mask=inside)
+    tl.store(target + (kind * TARGET_KIND + head * TARGET_HEAD) + words, value, mask=inside)
+
+
+def copy_units(source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets: Tensor) -> None:
+    """Copy units from `sources` to `targets`, int64 [units] each: addresses of the same device as these tensors.
+
+    The addresses' memory must not overlap, and nothing checks them. Raises ValueError for places whose units differ.
+    """
+    if (source.num_heads, source.head_bytes) != (target.num_heads, target.head_bytes):
+        raise ValueError("source and target have units of different shapes")
+    run_bytes = min(source.run_bytes, target.run_bytes)
+    strides = (source.head_stride, source.kind_stride, target.head_stride, target.kind_stride)
+    alignment = _alignment(source, target)
+    word_bytes = min(alignment, 8)
+    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes]
+    run_words = run_bytes // word_bytes
+    tile = min(_TILE_BYTES // word_bytes, power_of_two(run_words))
+    runs = source.unit_bytes // run_bytes
+    units = sources.shape[0]
+    if units:
+        copy_units_kernel[(units * runs, triton.cdiv(run_words, tile))](
+            sources, targets, *(stride // word_bytes for stride in strides), HEADS=source.num_heads,
+            HEADS_PER_RUN=run_bytes // source.head_bytes, RUN_WORDS=run_words, WORD=word, ALIGNMENT=alignment,
+            TILE=tile, num_warps=max(1, min(4, tile * word_bytes // 512)),
+        )  # fmt: skip
+
+
+def _alignment(source: UnitPlaces, target: UnitPlaces) -> int:
+    """What every address of a run is a multiple of, up to 16: layers and buffers begin at multiples of it."""
+    alignment = 16
+    for places in (source, target):
+        for size in (places.head_bytes, places.head_stride, places.kind_stride, places.block_bytes):
+            while size % alignment:
+                alignment //= 2
+    return alignment
+
+
+def address_tensor(addresses: NDArray[np.int64], device: torch.device) -> Tensor:
+    """The addresses on the device, int64; the copy is queued on the current stream and does not wait for it."""
+    host = torch.from_numpy(addresses)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

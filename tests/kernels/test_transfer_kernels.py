@@ -1,0 +1,166 @@
+"""The kernels of KV transfer in Triton's interpreter, against their references and against damage."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from model.kernels.kv_digest import PADDING, digest, digest_reference
+from model.kernels.kv_pack import (
+    UnitPlaces,
+    address_tensor,
+    copy_units,
+    copy_units_reference,
+    packed_places,
+    paged_places,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def places(first_head: int, num_heads: int, unit_tokens: int, *, row_bytes: int, heads: int, size: int) -> UnitPlaces:
+    return paged_places(
+        row_bytes=row_bytes,
+        heads_per_block=heads,
+        block_size=size,
+        first_head=first_head,
+        num_heads=num_heads,
+        unit_tokens=unit_tokens,
+    )
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
+
+
+CUTS = [
+    # first head, heads, unit tokens, heads of a block, block size, row bytes
+    (0, 4, 8, 4, 8, 48),  # a unit is a block
+    (1, 2, 8, 4, 8, 48),  # some heads, whole height
+    (0, 4, 4, 4, 8, 48),  # all heads, half a block
+    (3, 1, 2, 4, 8, 48),
+    (2, 2, 8, 4, 8, 10),  # rows of no whole words
+    (0, 1, 1, 1, 3, 7),
+    (0, 2, 16, 2, 16, 1024),  # several tiles a run
+]
+
+
+@pytest.mark.parametrize(("first", "heads", "tokens", "all_heads", "size", "row_bytes"), CUTS)
+def test_packing_and_unpacking_equal_their_reference_and_touch_nothing_else(
+    first: int, heads: int, tokens: int, all_heads: int, size: int, row_bytes: int
+) -> None:
+    paged = places(first, heads, tokens, row_bytes=row_bytes, heads=all_heads, size=size)
+    packed = packed_places(paged)
+    layers = [random_bytes(6 * paged.block_bytes, seed) for seed in range(3)]
+    ids = random.Random(1).sample(range(6 * paged.units_per_block), 5)
+    unit_layers = [0, 2, 2, 1, 0]
+    bases = [layers[layer].data_ptr() for layer in unit_layers]
+    here = address_tensor(paged.addresses(bases, ids), torch.device("cpu"))
+
+    buffer, expected = random_bytes(5 * packed.unit_bytes + 16, 9), random_bytes(5 * packed.unit_bytes + 16, 9)
+    there = address_tensor(packed.addresses([buffer.data_ptr()], range(5)), torch.device("cpu"))
+    copy_units(paged, here, packed, there)
+    for place, (layer, unit) in enumerate(zip(unit_layers, ids, strict=True)):
+        copy_units_reference(paged, layers[layer], [unit], packed, expected, [place])
+    assert torch.equal(buffer, expected)
+
+    targets = [random_bytes(6 * paged.block_bytes, seed + 10) for seed in range(3)]
+    wanted = [target.clone() for target in targets]
+    back = address_tensor(paged.addresses([targets[i].data_ptr() for i in unit_layers], ids), torch.device("cpu"))
+    copy_units(packed, there, paged, back)
+    for place, (layer, unit) in enumerate(zip(unit_layers, ids, strict=True)):
+        copy_units_reference(packed, expected, [place], paged, wanted[layer], [unit])
+    assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
+
+
+def test_units_go_from_a_cache_straight_into_one_with_other_heads_and_blocks() -> None:
+    source = places(2, 2, 4, row_bytes=32, heads=4, size=4)
+    target = places(0, 2, 4, row_bytes=32, heads=2, size=12)
+    here, there = random_bytes(8 * source.block_bytes, 1), random_bytes(3 * target.block_bytes, 2)
+    expected = there.clone()
+    source_ids, target_ids = [7, 0, 3, 5], [8, 1, 0, 4]
+    cpu = torch.device("cpu")
+    copy_units(
+        source,
+        address_tensor(source.addresses([here.data_ptr()], source_ids), cpu),
+        target,
+        address_tensor(target.addresses([there.data_ptr()], target_ids), cpu),
+    )
+    copy_units_reference(source, here, source_ids, target, expected, target_ids)
+    assert torch.equal(there, expected)
+
+
+def test_units_of_different_shapes_are_refused() -> None:
+    one, other = (places(0, heads, 4, row_bytes=32, heads=4, size=4) for heads in (2, 4))
+    nothing = torch.empty(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="different shapes"):
+        copy_units(one, nothing, other, nothing)
+
+
+def digest_of(data: NDArray[np.uint8], seal: int) -> bytes:
+    padded = torch.zeros(-(-data.size // PADDING) * PADDING + 16, dtype=torch.uint8)
+    padded[: data.size] = torch.from_numpy(data)
+    out = torch.zeros(2, dtype=torch.int64)
+    digest(padded, data.size, seal, out)
+    return out.numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 15, 16, 4096, 16384, 50_001])
+@pytest.mark.parametrize("seal", [0, 1, 2**63 - 1, 2**64 - 1, 0x0123456789ABCDEF])
+def test_a_digest_equals_its_reference(size: int, seal: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    assert digest_of(data, seal) == digest_reference(data, seal)
+
+
+def test_a_digest_over_more_tiles_than_programs_equals_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.kernels.kv_digest._MAX_PROGRAMS", 2)
+    data = np.random.default_rng(3).integers(0, 256, 5 * 16384 + 24, np.uint8)
+    assert digest_of(data, 5) == digest_reference(data, 5)
+
+
+def test_every_damage_changes_the_digest() -> None:
+    """The reference is tested: the kernel equals it."""
+    generator = np.random.default_rng(4)
+    data = generator.integers(0, 256, 4096, np.uint8)
+    seen = {digest_reference(data, 1)}
+
+    def differs(changed: NDArray[np.uint8], seal: int = 1) -> None:
+        value = digest_reference(changed, seal)
+        assert value not in seen
+        seen.add(value)
+
+    for seal in (0, 2, 1 << 63):
+        differs(data, seal)
+    for bit in generator.choice(data.size * 8, 300, replace=False):
+        flipped = data.copy()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        differs(flipped)
+    for cut in (1, 2, 8, 15, 16, 512, 4095, 4096):
+        differs(data[: data.size - cut])
+    blocks = data.reshape(16, 256)
+    for i in range(15):
+        swapped = blocks.copy()
+        swapped[[i, i + 1]] = blocks[[i + 1, i]]
+        differs(swapped.reshape(-1))
+        doubled = blocks.copy()
+        doubled[i + 1] = blocks[i]
+        differs(doubled.reshape(-1))
+    differs(blocks[::-1].reshape(-1))
+    differs(np.concatenate((data[8:], data[:8])))
+    zeros = np.zeros(4096, np.uint8)
+    for size in range(0, 128, 8):
+        differs(zeros[: size + 1])
+
+
+def test_digests_of_similar_data_share_no_bits_but_by_chance() -> None:
+    data = np.zeros(1024, np.uint8)
+    values = []
+    for place in range(0, 1024, 4):
+        data[place] = 1
+        values.append(np.unpackbits(np.frombuffer(digest_reference(data, 0), np.uint8)))
+        data[place] = 0
+    bits = np.array(values)
+    assert 0.3 < bits.mean(0).min() and bits.mean(0).max() < 0.7, "no bit of the digest is stuck"
+    assert len({bytes(half) for value in values for half in (value[:64], value[64:])}) == 2 * len(values)
