@@ -1,11 +1,18 @@
 """Ways for KV to travel, by the names they have in the configuration."""
 
 import asyncio
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtransfer.link import Transport
+from kvtransfer.store import DeviceStore, HostStore, KVStore, SharedStore
+from protocol.errors import ConfigError
 from protocol.messages import Reach
+
+NAMES = ("shm", "tcp", "torch_distributed")
 
 
 @dataclass(frozen=True)
@@ -18,3 +25,67 @@ class Transports:
     async def close(self) -> None:
         """Close them all."""
         await asyncio.gather(*(transport.close() for transport in self.by_name.values()))
+
+
+def make_transports(
+    choice: str, store: KVStore, *, join_timeout_s: float = 5.0, tcp_streams: int | None = None
+) -> Transports:
+    """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
+
+    `tcp_streams` is how many TCP connections a link between machines may have; None for the transport's own number.
+    Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
+    """
+    names = _automatic(store) if choice == "auto" else (choice,)
+    made = {name: _make(name, store, join_timeout_s, tcp_streams) for name in names}
+    return Transports(made, Reach(names, _machine(), _device(store)))
+
+
+def _automatic(store: KVStore) -> tuple[str, ...]:
+    if isinstance(store, DeviceStore):
+        return ("torch_distributed",)
+    if isinstance(store, SharedStore):
+        return ("shm", "tcp")
+    return ("tcp",)  # torch_distributed on a CPU is gloo, which is slower than tcp everywhere: one has to ask for it
+
+
+def _make(name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | None) -> Transport:
+    """Imports what only this transport needs. Raises ConfigError."""
+    if name == "shm":
+        if not isinstance(store, SharedStore):
+            raise ConfigError("the KV cache is not in shared memory, which shm needs; set the transport to auto or tcp")
+        from kvtransfer.transports.shm import ShmTransport
+
+        return ShmTransport(store, join_timeout_s=join_timeout_s)
+    if name == "tcp":
+        if not isinstance(store, HostStore) or isinstance(store, DeviceStore):
+            raise ConfigError("the KV cache is not in host memory, which tcp needs; set the transport to auto")
+        from kvtransfer.transports.tcp import STREAMS, TcpTransport
+
+        streams = STREAMS if tcp_streams is None else tcp_streams
+        return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams)
+    if name == "torch_distributed":
+        from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+
+        return TorchDistributedTransport(store, join_timeout_s=join_timeout_s)
+    raise ConfigError(f"there is no KV transport {name!r}; known are auto, {', '.join(NAMES)}")
+
+
+def _machine() -> str:
+    """Equal where two processes can share memory and reach each other's abstract sockets.
+
+    Containers of one host have its boot id in common; their network namespaces, which abstract sockets belong to,
+    differ.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux: no transport here needs to know
+        return platform.node()
+
+
+def _device(store: KVStore) -> str:
+    if not isinstance(store, DeviceStore):
+        return "cpu"
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.device(store.device)).uuid)

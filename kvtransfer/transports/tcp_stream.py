@@ -1,0 +1,157 @@
+"""One TCP connection of a link: units and their digest, through a thread of its own.
+
+A part of a chunk is its units' bytes and then their digest, which is computed batch by batch while the bytes are hot:
+the sender's just before they go to the kernel, the receiver's just after they came from it.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import xxhash
+
+from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.host_wire import BATCH_BYTES, HostWire
+from kvtransfer.layout import Segment
+from protocol.errors import ConnectionLost
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Call = Callable[[list[memoryview], tuple[()], int], int]
+
+_IOV_MAX = 1024  # views in one system call; the kernel's limit
+
+
+class TcpStream:
+    """Owns a connected socket and the thread that blocks on it. `start` belongs to the event loop."""
+
+    def __init__(self, connected: socket.socket, wire: HostWire):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setblocking(True)
+        self._socket = connected
+        self._wire = wire
+        self._thread = ThreadPoolExecutor(1, "kv-tcp")
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self._is_broken = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way on the thread."""
+        return not self._under_way
+
+    def start(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """Run one of the methods below on the thread, after all that was started before."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        self._under_way.add(future)
+        future.add_done_callback(self._done)
+        return future
+
+    def break_off(self) -> None:
+        """End what is under way with an error; it has ended for certain when `close` returns."""
+        self._is_broken = True
+        with contextlib.suppress(OSError):  # the peer was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def close(self) -> None:
+        """When this returns nothing is under way, and nothing will be."""
+        self.break_off()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+        self._thread.shutdown()
+        self._socket.close()
+
+    # --- parts of chunks, on the thread; all raise OSError, ConnectionLost or ValueError ---
+
+    def send(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> None:
+        """Send units, `num_bytes` on the wire, and their digest."""
+        digest = xxhash.xxh3_128(seed=seed)
+        for batch in self._wire.outgoing(segments):
+            for view in batch:
+                digest.update(view)
+                num_bytes -= view.nbytes
+            if num_bytes == 0:
+                batch.append(memoryview(digest.digest()))
+            self._move(batch, self._socket.sendmsg)
+
+    def receive(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> bool:
+        """Receive units into their places; whether their digest holds."""
+        digest = xxhash.xxh3_128(seed=seed)
+        trailer = memoryview(bytearray(DIGEST_BYTES))
+        for batch in self._wire.incoming(segments):
+            num_bytes -= sum(view.nbytes for view in batch)
+            self._move([*batch, trailer] if num_bytes == 0 else batch, self._read)
+            for view in batch:
+                digest.update(view)
+        return bool(digest.digest() == trailer)
+
+    def discard(self, num_bytes: int) -> None:
+        """Receive units and their digest into nowhere."""
+        left = num_bytes + DIGEST_BYTES
+        scratch = memoryview(bytearray(min(left, BATCH_BYTES)))
+        while left:
+            count = min(left, len(scratch))
+            self._move([scratch[:count]], self._read)
+            left -= count
+
+    # --- small parts, tried on the event loop while nothing is under way on the thread ---
+
+    def try_send(self, views: Sequence[memoryview], seed: int) -> list[memoryview]:
+        """Send `views` and their digest as far as that goes without waiting. Returns what is left, for `send_rest`."""
+        return self._move([*views, memoryview(_digest(views, seed))], self._socket.sendmsg, socket.MSG_DONTWAIT)
+
+    def send_rest(self, views: Sequence[memoryview]) -> None:
+        self._move(views, self._socket.sendmsg)
+
+    def try_receive(self, views: Sequence[memoryview]) -> list[memoryview]:
+        """As `try_send`: fill `views`, the digest's included."""
+        return self._move(views, self._read, socket.MSG_DONTWAIT)
+
+    def receive_rest(self, views: Sequence[memoryview]) -> None:
+        self._move(views, self._read)
+
+    # --- inside ---
+
+    def _move(self, views: Sequence[memoryview], call: _Call, flags: int = 0) -> list[memoryview]:
+        """Empty or fill `views`; what is left where that would have to wait and `flags` say not to."""
+        left = list(views)
+        while left:
+            if self._is_broken:
+                raise ConnectionLost("the link is closed")
+            try:
+                moved = call(left[:_IOV_MAX], (), flags)
+            except BlockingIOError:
+                break
+            done = 0
+            while done < len(left) and moved >= left[done].nbytes:
+                moved -= left[done].nbytes
+                done += 1
+            del left[:done]
+            if moved:
+                left[0] = left[0][moved:]
+        return left
+
+    def _read(self, views: Sequence[memoryview], _: tuple[()], flags: int) -> int:
+        received = self._socket.recvmsg_into(views, 0, flags or socket.MSG_WAITALL)[0]
+        if received == 0:
+            raise ConnectionResetError("the peer closed it")
+        return received
+
+    def _done(self, future: asyncio.Future[Any]) -> None:
+        self._under_way.discard(future)
+        if not future.cancelled():
+            future.exception()  # it was told to whoever waited
+
+
+def is_intact(views: Sequence[memoryview], trailer: memoryview, seed: int) -> bool:
+    """Whether what was received into `views` fits its digest."""
+    return _digest(views, seed) == trailer
+
+
+def _digest(views: Sequence[memoryview], seed: int) -> bytes:
+    digest = xxhash.xxh3_128(seed=seed)
+    for view in views:
+        digest.update(view)
+    return bytes(digest.digest())
