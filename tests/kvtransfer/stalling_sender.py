@@ -1,22 +1,22 @@
-"""A prefill worker in a process of its own, which stalls in the middle of a chunk's bytes. Run by test_lost_process.py.
+"""A source in a process of its own, which stalls in the middle of a transfer. Run by test_lost_process.py.
 
-Arguments: transport, the ticket as hexadecimal msgpack, and the lease in seconds. Prints `stalled` once half a chunk is
-out (torch_distributed: once the chunk is announced), goes on when a line comes, and prints how the transfer ended.
+Arguments: transport, the ticket as hexadecimal msgpack, and the lease in seconds. Prints `stalled` once its second
+chunk is announced and the first bytes are out, goes on when a line comes, and prints how the transfer ended.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-from transfer_harness import SECRET, BytesStore
+from transfer_harness import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 
 from kvtransfer.config import TransferConfig
-from kvtransfer.link import DataLink, LinkParams
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from kvtransfer.sender import KVSender
-from kvtransfer.transports import make_transport
+from kvtransfer.transports import Transports
 from protocol.errors import TransferFailed
 from protocol.requests import SampledToken
 from protocol.tcp_network import TcpNetwork
@@ -24,28 +24,41 @@ from protocol.tickets import Ticket
 
 
 class StallingLink:
-    """Stalls the whole process in its first send, as a stopped one would be."""
+    """Stalls the whole process in its second send, as a stopped one would be."""
 
-    def __init__(self, inner: Any):
+    def __init__(self, inner: DataLink):
         self._inner = inner
-        self._stalled = False
+        self._num_sends = 0
 
-    async def send(self, layer: int, block_ids: Sequence[int]) -> None:
-        if not self._stalled:
-            self._stalled = True
-            half = len(block_ids) // 2
-            if hasattr(self._inner, "_socket"):
-                await self._inner.send(layer, block_ids[:half])
-                block_ids = block_ids[half:]
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        self._num_sends += 1
+        if self._num_sends == 2:
             print("stalled", flush=True)
             sys.stdin.readline()
-        await self._inner.send(layer, block_ids)
+        await self._inner.send(segments, seal)
 
-    async def receive(self, layer: int, block_ids: Sequence[int]) -> None:
-        raise NotImplementedError
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        return await self._inner.receive(segments, seal)
 
-    async def discard(self, num_bytes: int) -> None:
-        raise NotImplementedError
+    async def discard(self, num_units: int) -> None:
+        await self._inner.discard(num_units)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class StallingTransport:
+    """Makes StallingLinks."""
+
+    def __init__(self, inner: Transport):
+        self.name = inner.name
+        self._inner = inner
+
+    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+        return await self._inner.prepare(host, cut)
+
+    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+        return StallingLink(await self._inner.join(params, cut))
 
     async def close(self) -> None:
         await self._inner.close()
@@ -54,19 +67,14 @@ class StallingLink:
 async def main(transport_name: str, ticket: Ticket, lease_s: float) -> None:
     store = BytesStore()
     store.fill(1)
-    transport = make_transport(transport_name, store)
-    join = transport.join
-
-    async def join_stalling(params: LinkParams) -> DataLink:
-        return StallingLink(await join(params))
-
-    transport.join = join_stalling  # type: ignore[method-assign]
+    transport = StallingTransport(make_transport(transport_name, store))
+    transports = Transports({transport_name: transport}, reach(transport_name))
     sender = KVSender(
-        peer=ticket.prefill,
+        peer=ticket.source,
         store=store,
         network=TcpNetwork(SECRET),
-        transport=transport,
-        config=TransferConfig(lease_s=lease_s),
+        transports=transports,
+        config=TransferConfig(lease_s=lease_s, max_chunk_bytes=8 * BLOCK_BYTES),
         clock=time.monotonic,
     )
     out = sender.open(ticket, 32, range(8), 32)
@@ -77,7 +85,7 @@ async def main(transport_name: str, ticket: Ticket, lease_s: float) -> None:
     except TransferFailed as error:
         print(f"failed: {error}", flush=True)
     await sender.close()
-    await transport.close()
+    await transports.close()
 
 
 if __name__ == "__main__":
