@@ -153,7 +153,7 @@ class MemoryLink:
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         pieces = self._pieces(segments)
-        digest = xxhash.xxh3_128(seed=seal)
+        digest = xxhash.xxh3_128(seed=self._fabric.resealed.get(seal, seal))
         with self._broken_by_cancellation():
             async with self._turn:
                 held, self._pipe.held = self._pipe.held, None
@@ -303,6 +303,7 @@ class LinkFabric:
         self.establish_s = establish_s
         self.damage = damage
         self.stalls_s: list[float] = []  # what comes next takes so much longer
+        self.resealed: dict[int, int] = {}  # seals that sources put in the place of others
         self.chunks_to_swap = 0  # so many of the next chunks change places with those after them
         self.chunks_swapped = 0
         self.pending: dict[int, _PendingMemoryLink] = {}

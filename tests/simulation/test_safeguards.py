@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.scheduler import DecodeJob, DecodeScheduler
-from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.outgoing import OutgoingTransfer
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
@@ -31,13 +32,12 @@ class Sabotage:
     with_faults: bool = False
 
 
-def _believe_every_digest(transfer: IncomingTransfer, chunk: Chunk, *, is_intact: bool) -> None:
-    _end_chunk(transfer, chunk, is_intact=True)
+def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
+    return _end_chunk(lane, chunk, is_intact=True)
 
 
-def _ignore_first_block(transfer: IncomingTransfer, chunk: Chunk) -> Any:
-    blocks = _begin_chunk(transfer, chunk)
-    return None if blocks is None else transfer._block_ids[: chunk.num_blocks]
+def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
+    return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
 
 def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
@@ -72,14 +72,14 @@ async def _call_a_transfer_done_at_once(transfer: OutgoingTransfer) -> None:
     raise TransferFailed("not waited for")
 
 
-_end_chunk = IncomingTransfer.end_chunk
-_begin_chunk = IncomingTransfer.begin_chunk
+_end_chunk = IncomingLane.end_chunk
+_begin_chunk = IncomingLane.begin_chunk
 _publish = SequenceState.publish_full_blocks
 _release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
-    Sabotage("digests are not checked", IncomingTransfer, "end_chunk", _believe_every_digest, with_faults=True),
-    Sabotage("chunks go to the table's start", IncomingTransfer, "begin_chunk", _ignore_first_block),
+    Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
+    Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",
         DecodeScheduler,

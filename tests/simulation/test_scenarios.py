@@ -38,6 +38,8 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.preemptions > 0
     assert report.prefix_hits > 0
     assert report.transfers_done > 0
+    assert report.pulled_tokens > 0
+    assert report.chunk_retries == report.links_lost == 0
     assert report.retries == report.prefill_failures == 0
 
 
@@ -50,6 +52,8 @@ def test_requests_end_right_although_workers_links_and_calls_fail(first: int):
     assert report.prefill_failures > 0
     assert report.transfers_failed > 0
     assert report.digest_failures > 0
+    assert report.chunk_retries > 0
+    assert report.links_lost > 0
 
 
 def trace_of(seed: int, *, with_faults: bool) -> list[str]:

@@ -106,6 +106,9 @@ class Faults:
                 )
             case "crash" | "crash and restart":
                 return await self._crash(draw, is_restarted=plan.kind == "crash and restart")
+            case "alter retries":
+                self._damages += [("flip a bit", _flip(draw))]  # so that there is one
+                self._mangler.order(plan.kind, plan.which, plan.times)
             case _:
                 self._mangler.order(plan.kind, plan.which, plan.times)
         return True

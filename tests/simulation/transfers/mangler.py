@@ -1,5 +1,8 @@
 """Processes that misbehave on their control connections: messages lost, repeated, out of order, or wrong.
 
+An altered chunk's bytes don't fit its seal. A source that lies is worse: it seals what it says, so that only the
+target's own checks stand between the lie and the blocks. It only says what a target can know to be wrong.
+
 Every message of a simulation passes here, so this is also where it is noticed that a side grants a lane twice.
 """
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from kvtransfer.digest import chunk_seal
 from protocol.messages import (
     Abort,
     Chunk,
@@ -27,7 +31,9 @@ from protocol.messages import (
 )
 from protocol.tickets import Peer, Ticket
 from tests.simulation.memory_network import MemoryConnection
+from tests.simulation.memory_transport import LinkFabric
 
+ON_CHUNKS = ("lie in messages", "alter retries")
 FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
 _RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, LinkWanted, LinkReady)
@@ -46,7 +52,8 @@ class _Order:
 class Mangler:
     """A fabric's `mangle`. Counts what it has done by (kind, message type)."""
 
-    def __init__(self) -> None:
+    def __init__(self, links: LinkFabric) -> None:
+        self._links = links
         self.fired: Counter[tuple[str, str]] = Counter()
         self.violations: list[str] = []
         self.targets_lie = False  # a message of a receiving side was among the victims
@@ -54,11 +61,13 @@ class Mangler:
         self._held: dict[MemoryConnection, tuple[str, Message]] = {}
         self.known_ids: dict[bytes, None] = {}
         self._granted: set[tuple[MemoryConnection, bytes]] = set()
+        self._ends: dict[MemoryConnection, tuple[Peer, Peer]] = {}  # source and target, by the source's end
+        self._announced: dict[tuple[MemoryConnection, bytes], dict[int, tuple[Run, ...]]] = {}  # by sequence
 
     def order(self, kind: str, which: int, times: int) -> None:
         """From now on, until it has been done `times` times."""
         draw = random.Random(which)
-        victim = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
+        victim = Chunk if kind in ON_CHUNKS else draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
         self._orders.append(_Order(kind, victim, times, draw))
 
     def __call__(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
@@ -80,8 +89,13 @@ class Mangler:
         return (earlier, *out)
 
     def _look_at(self, connection: MemoryConnection, message: Message) -> None:
-        if isinstance(message, Offer):
+        if isinstance(message, Hello):
+            self._ends[connection] = message.sender, message.receiver
+        elif isinstance(message, Offer):
             self.known_ids[message.ticket.transfer_id] = None
+        elif isinstance(message, Chunk):
+            lane = connection, message.transfer_id
+            self._announced.setdefault(lane, {})[message.sequence] = message.runs
         elif isinstance(message, Grant):
             lane = connection, message.transfer_id
             if lane in self._granted:
@@ -92,6 +106,12 @@ class Mangler:
         for order in self._orders:
             if type(message) is not order.victim or order.draw.random() < 0.4:
                 continue
+            if isinstance(message, Chunk) and order.kind in ON_CHUNKS:
+                other = self._lie(order, connection, message)
+                if other is None:
+                    continue
+            else:
+                other = message
             order.times -= 1
             if order.times == 0:
                 self._orders.remove(order)
@@ -108,10 +128,37 @@ class Mangler:
             self._count(order, message)
             if order.kind == "drop messages":
                 return ()
+            if other is not message:
+                return (other,)
             if order.kind == "repeat messages":
                 return (message, message) if order.draw.random() < 0.7 else (message,) * 3
             return (self._alter(order.draw, message),)
         return (message,)
+
+    def _lie(self, order: _Order, connection: MemoryConnection, chunk: Chunk) -> Chunk | None:
+        """What a source says that means other units than it sends; None where it has nothing to lie about yet."""
+        earlier = [
+            run
+            for sequence, runs in self._announced[connection, chunk.transfer_id].items()
+            for run in runs
+            if sequence < chunk.sequence
+        ]
+        count = sum(run.num_units for run in chunk.runs)
+        if order.kind == "alter retries":
+            fits = [run for run in earlier if run.num_units >= count]
+            if chunk.attempt == 0 or not fits:
+                return None
+            return replace(chunk, runs=(replace(order.draw.choice(fits), num_units=count),))
+        runs = tuple(replace(run, num_units=1) for run in order.draw.choices(earlier, k=count)) if earlier else ()
+        if not runs or order.draw.random() < 0.4:
+            wrong = order.draw.choice(
+                (Run(0, 10**6, count), Run(99, 0, count), Run(-1, 0, count), Run(0, -count, count))
+            )
+            runs = (wrong,)
+        lie = replace(chunk, runs=runs)
+        ends = self._ends[connection]
+        self._links.resealed[chunk_seal(chunk, *ends)] = chunk_seal(lie, *ends)
+        return lie
 
     def _count(self, order: _Order, message: Message) -> None:
         self.fired[order.kind, type(message).__name__] += 1

@@ -12,21 +12,29 @@ PROGRESS_S = 0.6
 LINK_FAULTS = ("flip a bit", "lose bytes", "repeat bytes", "swap bytes", "stall bytes", "cut a link")
 NETWORK_FAULTS = ("cut a connection", "part", "slow messages")
 PROCESS_FAULTS = ("stop shortly", "stop for leases", "crash", "crash and restart")
-PEER_FAULTS = ("drop messages", "repeat messages", "swap messages", "alter messages")
+PEER_FAULTS = (
+    "drop messages",
+    "repeat messages",
+    "swap messages",
+    "alter messages",
+    "lie in messages",
+    "alter retries",
+)
 """Messages that are lost, repeated, out of order or wrong inside a connection: TCP and the MAC leave that to a process
 that misbehaves."""
 
 FAULTS = (*LINK_FAULTS, *NETWORK_FAULTS, *PROCESS_FAULTS, *PEER_FAULTS)
 
-SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "forge", "fall silent", "open stale")
+SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "fall silent", "open stale", "flood")
 TARGET_ACTS = (
     "expect",
+    "wait for the offer",
     "abort",
     "cancel",
     "never expect",
     "refuse",
     "expect twice",
-    "wait for the offer",
+    "expect stale",
     "other size",
 )
 
@@ -54,6 +62,7 @@ class TransferPlan:
     steps: tuple[int, ...]  # of the prompt's computation: tokens that are ready after each
     layer_s: float  # time of a layer in a step
     has_token: bool  # a prompt's transfer ends with a first token, a pulled prefix's with none
+    is_forged: bool  # a third worker tries to send on a ticket that it has made itself
     source_delay_s: float
     source_act: str
     source_act_after_s: float
@@ -90,12 +99,19 @@ class Plan:
     @property
     def is_calm(self) -> bool:
         """Nothing goes wrong, so every transfer that both sides want must arrive."""
-        return not self.faults
+        return not self.faults and not self._has_flood
+
+    @property
+    def _has_flood(self) -> bool:
+        """A source opens so many transfers that others' offers may be refused, and rightly so."""
+        return any(transfer.source_act == "flood" for transfer in self.transfers)
 
     @property
     def heals(self) -> bool:
         """What goes wrong is one thing that a retry puts right, so every transfer that both sides want must arrive."""
-        return len(self.faults) == 1 and self.faults[0].times <= _HEALED.get(self.faults[0].kind, 0)
+        if len(self.faults) != 1 or self._has_flood:
+            return False
+        return self.faults[0].times <= _HEALED.get(self.faults[0].kind, 0)
 
 
 _HEALED = {"flip a bit": 2, "cut a link": 1, "slow messages": 4}
@@ -152,6 +168,7 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
         steps=tuple(step for step in steps if step > ready),
         layer_s=draw.choice((0.0, 0.001, 0.005)),
         has_token=has_token,
+        is_forged=len(workers) > 2 and draw.random() < 0.3,
         source_delay_s=draw.choice((0.0, 0.0, 0.01, 0.3)) * draw.random(),
         source_act="send" if is_plain or draw.random() < 0.4 else draw.choice(SOURCE_ACTS[1:]),
         source_act_after_s=draw.choice((0.001, 0.01, 0.05)) * draw.random(),

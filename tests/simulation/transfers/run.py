@@ -11,6 +11,7 @@ What must hold, whatever the seed:
 """
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -85,8 +86,8 @@ class _World:
         self._clock = loop.time
         self._draw = random.Random(plan.seed)
         self._fabric = MemoryFabric(plan.seed, trace=self._trace if self._write is not None else None)
-        self._mangler = self._fabric.mangle = Mangler()
         self._links = LinkFabric(bytes_per_s=plan.link_bytes_per_s, window_bytes=plan.window_bytes, establish_s=LEASE_S)
+        self._mangler = self._fabric.mangle = Mangler(self._links)
         self._processes = [await self._start(number) for number in range(len(plan.workers))]
         self._departed: list[Process] = []
         self._faults = Faults(plan.faults, self._fabric, self._links, self._mangler, self, self._trace)
@@ -132,13 +133,18 @@ class _World:
         await asyncio.sleep(one.at_s)
         self._report.transfers += 1
         source, target = self._processes[one.source], self._processes[one.target]
-        claimed = source.peer if one.source_act != "open stale" else Peer(source.peer.worker_id, 1)
         ticket = mint_ticket(
-            SECRET, f"r{one.number}", claimed, target.peer, target.addresses, source_ranks=len(source.ranks)
+            SECRET,
+            f"r{one.number}",
+            _formerly(source.peer) if one.source_act == "open stale" else source.peer,
+            _formerly(target.peer) if one.target_act == "expect stale" else target.peer,
+            target.addresses,
+            source_ranks=len(source.ranks),
         )
         truth = self._make_truth(one)
         self._report.acts[f"source: {one.source_act}"] += 1
         self._report.acts[f"target: {one.target_act}"] += 1
+        self._report.acts["forger"] += one.is_forged
         sides = (
             self._at(one.source, one.source_delay_s, one, "source", ticket, truth),
             self._at(one.target, one.target_delay_s, one, "target", ticket, truth),
@@ -177,7 +183,7 @@ class _World:
         self._report.outcomes[f"target {target}"] += 1
         if source == "released" and target in ("failed", "refused") and not self._mangler.targets_lie:
             self._problems.append(f"the source of transfer {one.number} was told that all is verified, and it is not")
-        wanted = one.source_act in ("send", "forge") and one.target_act in ("expect", "wait for the offer")
+        wanted = one.source_act == "send" and one.target_act in ("expect", "wait for the offer")
         if wanted and (self._plan.is_calm or self._plan.heals) and (source, target) != ("released", "verified"):
             self._problems.append(f"transfer {one.number} should have arrived, and is {source} and {target}")
 
@@ -193,8 +199,10 @@ class _World:
         tables = [_allocate(rank, one.num_tokens) for rank in process.ranks]
         for rank, table in zip(process.ranks, tables, strict=True):
             _write(rank, table, truth, 0, one.num_ready_tokens)
-        if one.source_act == "forge":
-            await self._forge(process, one, ticket)
+        if one.is_forged:
+            await self._forge(one, ticket)
+        if one.source_act == "flood":
+            await self._flood(process, one)
         transfers = [
             rank.sender.open(ticket, one.num_tokens, table, one.num_ready_tokens)
             for rank, table in zip(process.ranks, tables, strict=True)
@@ -259,12 +267,35 @@ class _World:
         except TransferFailed:
             _free(rank, table)
 
-    async def _forge(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
-        """Let another worker send, or the same where there is none, on a ticket that nobody has signed for it."""
-        others = [other for other in self._processes if other.number not in (one.source, one.target)]
-        forger = others[0] if others else process
-        forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
-        if forger is not process and not forger.is_dead:
+    async def _flood(self, process: Process, one: TransferPlan) -> None:
+        """Offer more than a receiver may keep, none of which anybody expects."""
+        rank, target = process.ranks[0], self._processes[one.target]
+        table = _allocate(rank, 1)
+        floods: list[OutgoingTransfer] = []
+        for number in range(MAX_PENDING_OFFERS + 3):
+            ticket = mint_ticket(
+                SECRET,
+                f"flood {number}",
+                process.peer,
+                target.peer,
+                target.addresses,
+                source_ranks=len(process.ranks),
+            )
+            floods.append(rank.sender.open(ticket, 1, table, 1))
+        await asyncio.sleep(one.source_act_after_s)
+        self.check_offers()
+        for flood in floods:
+            flood.abort("enough")
+        for flood in floods:
+            with contextlib.suppress(TransferFailed):
+                await flood.done()
+        _free(rank, table)
+
+    async def _forge(self, one: TransferPlan, ticket: Ticket) -> None:
+        """Let another worker send on a ticket that nobody has signed for it."""
+        forger = next(other for other in self._processes if other.number not in (one.source, one.target))
+        if not forger.is_dead:
+            forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
             forger.spawn(self._send_forged(forger, one, forged), f"forger of transfer {one.number}")
             await asyncio.sleep(one.source_act_after_s)
 
@@ -305,7 +336,7 @@ class _World:
         if one.target_act == "expect twice":
             self._expect_twice(process, one, ticket)
         outcome = await self._await(process, one, ticket, transfers)
-        if outcome == "verified":
+        if outcome == "verified" and num_tokens == one.num_tokens:
             self._check_bytes(process, one, truth, tables, "when it is verified")
             await asyncio.sleep(one.hold_s)
             self._check_bytes(process, one, truth, tables, "some time after")
@@ -349,8 +380,11 @@ class _World:
                 self._problems.append(f"transfer {one.number} brings {token} in place of {_token(one)}")
             if ticket.target != process.peer:
                 self._problems.append(f"{process.name} verified transfer {one.number}, which is {ticket.target}'s")
-            if one.source_act == "open stale":
-                self._problems.append(f"transfer {one.number} was verified on a ticket of another epoch")
+            if one.source_act == "open stale" or one.target_act in ("expect stale", "other size"):
+                self._problems.append(
+                    f"transfer {one.number} was verified, of which the source is to {one.source_act} and the target "
+                    f"to {one.target_act}"
+                )
         return outcome
 
     def _expect_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
@@ -429,6 +463,11 @@ class _World:
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def _formerly(peer: Peer) -> Peer:
+    """Another incarnation of the same worker."""
+    return Peer(peer.worker_id, 1)
 
 
 def _token(one: TransferPlan) -> SampledToken | None:
