@@ -1,0 +1,197 @@
+"""One worker in a process of its own, without Ray: `python -m cluster.bench.worker_process SETTINGS`.
+
+Takes calls as JSON lines on its standard input and answers on its standard output; ends with its input. Notes when the
+engine began the first step of each request and ended the step that drew its first token: moments of CLOCK_MONOTONIC,
+which all processes of a machine share.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from cluster.config import ModelSection, TransportChoice, WorkerResources
+from cluster.worker_parts import WorkerSettings, load_parts
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import DecodeWorker
+from kvtransfer.config import TransferConfig
+from model.step import Engine, OnLayer, SequenceStep
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import PrefillWorker
+from protocol.clock import draw_epoch
+from protocol.errors import TwostrokeError
+from protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SampledToken
+from protocol.stats import Role, WorkerInfo, WorkerStats
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer, Ticket
+
+LINE_BYTES = 16 * 1024 * 1024
+HOST = "127.0.0.1"
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a worker process is told."""
+
+    role: Role
+    model: str  # its folder
+    dtype: Literal["bfloat16", "float32"]
+    num_blocks: int
+    block_size: int
+    transport: TransportChoice
+    secret: str
+    threads: int = 1
+    tcp_max_bytes_per_s: int | None = None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call: of a request, or, without one, for what the process has noted."""
+
+    number: int
+    request: GenerateRequest | None = None
+    ticket: Ticket | None = None
+
+
+class Moments(msgspec.Struct, frozen=True):
+    """Of one request, in seconds of CLOCK_MONOTONIC."""
+
+    first_step_began: float
+    first_token_drawn: float
+
+
+class Notes(msgspec.Struct, frozen=True):
+    """What a process has noted: moments by the prompt's first token, which the benches make unique."""
+
+    moments: dict[str, Moments]
+    stats: WorkerStats
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To the call of this number: what came of it, or the text of its error. Number 0 tells of the start."""
+
+    number: int
+    info: WorkerInfo | None = None
+    prefill: PrefillReply | None = None
+    decode: DecodeReply | None = None
+    notes: Notes | None = None
+    error: str | None = None
+
+
+class NotingEngine:
+    """An Engine that passes everything on and notes when."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._began: dict[int, float] = {}
+        self.moments: dict[str, Moments] = {}
+
+    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+        began = time.monotonic()
+        sampled = await self._engine.step(batch, on_layer)
+        ended = time.monotonic()
+        for entry, token in zip(batch, sampled, strict=True):
+            # A prompt's chunks begin at 0, or where a cached prefix ends; only the last one draws.
+            if entry.start == 0:
+                self._began[entry.token_ids[0]] = began
+            if token is not None and entry.draw is not None:
+                name = entry.draw.history[0]
+                self.moments.setdefault(str(name), Moments(self._began.pop(name, began), ended))
+        return sampled
+
+    @property
+    def num_broken_rows(self) -> int:
+        return self._engine.num_broken_rows
+
+
+async def serve(settings: Settings) -> None:
+    """Run the worker until standard input ends."""
+    secret = settings.secret.encode()
+    peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
+    parts = await load_parts(
+        WorkerSettings(
+            model=ModelSection(path=settings.model, dtype=settings.dtype),
+            resources=WorkerResources(num_blocks=settings.num_blocks),
+            block_size=settings.block_size,
+            device="cpu",
+            threads=settings.threads,
+            transport=settings.transport,
+            tcp_streams=4,
+            transfer=TransferConfig(),
+        ),
+        peer,
+        network,
+        secret,
+    )
+    engine = NotingEngine(parts.loaded.engine)
+    common = {
+        "peer": peer,
+        "engine": engine,
+        "store": parts.store,
+        "pool": parts.pool,
+        "network": network,
+        "sender": parts.sender,
+        "receiver": parts.receiver,
+        "clock": time.monotonic,
+        "max_context": parts.loaded.max_context,
+    }
+    worker: PrefillWorker | DecodeWorker
+    if settings.role == "prefill":
+        worker = PrefillWorker(config=PrefillConfig(), **common)  # type: ignore[arg-type]
+    else:
+        worker = DecodeWorker(config=DecodeConfig(), **common)  # type: ignore[arg-type]
+    calls: set[asyncio.Task[None]] = set()
+    try:
+        _say(Answer(0, info=await worker.start(HOST)))
+        async for call in _calls():
+            task = asyncio.create_task(_answer(worker, engine, call))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await worker.stop()
+        await parts.close()
+
+
+async def _answer(worker: PrefillWorker | DecodeWorker, engine: NotingEngine, call: Call) -> None:
+    try:
+        if call.request is None:
+            notes = Notes(dict(engine.moments), worker.stats())
+            engine.moments.clear()
+            _say(Answer(call.number, notes=notes))
+        elif isinstance(worker, PrefillWorker):
+            _say(Answer(call.number, prefill=await worker.prefill(call.request, call.ticket)))
+        else:
+            _say(Answer(call.number, decode=await worker.decode(call.request, call.ticket)))
+    except TwostrokeError as error:
+        _say(Answer(call.number, error=f"{type(error).__name__}: {error}"))
+
+
+async def _calls() -> AsyncIterator[Call]:
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    decoder = msgspec.json.Decoder(Call)
+    try:
+        while line := await reader.readline():
+            yield decoder.decode(line)
+    finally:
+        transport.close()
+
+
+def _say(answer: Answer) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+
+
+if __name__ == "__main__":
+    main()
