@@ -32,7 +32,8 @@ class LinkThread:
 
     @property
     def is_idle(self) -> bool:
-        return not self._under_way
+        """Whether `call_here` may be used."""
+        return not self._under_way and not self._broken
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` on the thread, after all calls made before.
