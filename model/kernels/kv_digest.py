@@ -1,14 +1,14 @@
 """A digest of bytes on a GPU: 128 bits that depend on every word, its place, the length and a seal.
 
-All arithmetic is on unsigned 64-bit words, modulo 2**64. The bytes are words w_0 ... w_(n-1), little-endian, the last one
-filled up with zeros. With the seal s, p_i = s + (i + 1) * G, and mix a bijection on words,
+All arithmetic is on unsigned 64-bit words, modulo 2**64. The bytes are words w_0 ... w_(n-1), little-endian, the last
+one filled up with zeros. With the seal s, p_i = s + (i + 1) * G, and mix a bijection on words,
 
     h_i = mix(w_i ^ p_i)      A = sum of h_i      B = sum of rotate(h_i, 29) * (p_i | 1)
     digest = mix(A ^ (s + bytes)), mix(B + A * G + bytes)       two words
 
-One changed word always changes A, since mix is a bijection; any other change escapes both sums by chance alone. It finds
-damage, not malice. mix is the finalizer of splitmix64 (Steele, Lea, Flood 2014), G the odd number next to 2**64 / phi.
-Sums don't depend on the order of their terms, so the result is the same however the work is spread.
+One changed word always changes A, since mix is a bijection; any other change escapes both sums by chance alone. It
+finds damage, not malice. mix is the finalizer of splitmix64 (Steele, Lea, Flood 2014), G the odd number next to
+2**64 / phi. Sums don't depend on the order of their terms, so the result is the same however the work is spread.
 """
 
 import numpy as np
@@ -58,8 +58,8 @@ def _mix(x):
     return x ^ (x >> 31)
 
 
-@triton.jit(do_not_specialize=["num_words", "seal"])
-def digest_parts_kernel(data, parts, num_words, seal, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_words", "num_pairs", "seal"])
+def digest_parts_kernel(data, parts, num_words, num_pairs, seal, TILE: tl.constexpr):
     """Each program takes every num_programs-th tile; its sums A and B go to parts[program]."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = seal.to(tl.uint64)
@@ -69,7 +69,9 @@ def digest_parts_kernel(data, parts, num_words, seal, TILE: tl.constexpr):
     while at < num_words:
         index = at + tl.arange(0, TILE)
         inside = index < num_words
-        word = tl.load(data + index, mask=inside, other=0).to(tl.uint64)
+        word = tl.load(data + index, mask=index < 2 * num_pairs, other=0).to(
+            tl.uint64
+        )  # an even number: 16 bytes a load
         place = start + (index + 1).to(tl.uint64) * G
         mixed = _mix(word ^ place)
         turned = (mixed << 29) | (mixed >> 35)
@@ -95,14 +97,14 @@ def digest_kernel(parts, out, num_parts, num_bytes, seal, PARTS_PADDED: tl.const
 def digest(data: Tensor, num_bytes: int, seal: int, out: Tensor) -> None:
     """The digest of the first `num_bytes` of `data` -> out.
 
-    data uint8, contiguous, at a multiple of 8 bytes, and zero from `num_bytes` to the next multiple of PADDING, which it
-    must have; out int64 [2]. `seal` is below 2**64. Two launches; nothing waits for them.
+    data uint8, contiguous, at a multiple of 8 bytes, and zero from `num_bytes` to the next multiple of PADDING,
+    which it must have; out int64 [2]. `seal` is below 2**64. Two launches; nothing waits for them.
     """
-    num_words = -(-num_bytes // PADDING) * (PADDING // 8)
-    words = data[: num_words * 8].view(torch.int64)
+    num_pairs = -(-num_bytes // PADDING)
+    words = data[: num_pairs * PADDING].view(torch.int64)
     signed = seal - (1 << 64) if seal >> 63 else seal
-    real_words = -(-num_bytes // 8)
-    programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(real_words, _TILE)))
+    num_words = -(-num_bytes // 8)
+    programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(num_words, _TILE)))
     parts = torch.empty((programs, 2), dtype=torch.int64, device=data.device)
-    digest_parts_kernel[(programs,)](words, parts, real_words, signed, TILE=_TILE, num_warps=_WARPS)
+    digest_parts_kernel[(programs,)](words, parts, num_words, num_pairs, signed, TILE=_TILE, num_warps=_WARPS)
     digest_kernel[(1,)](parts, out, programs, num_bytes, signed, PARTS_PADDED=_MAX_PROGRAMS, num_warps=4)

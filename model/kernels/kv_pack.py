@@ -5,6 +5,7 @@ address, so that units of many layers, and of another process's cache, go in the
 cache whose blocks are the units: packing, unpacking and copying differ in their addresses and strides alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,11 +46,17 @@ class UnitPlaces:
             return self.num_heads * self.head_bytes
         return self.unit_bytes
 
+    @property
+    def alignment(self) -> int:
+        """What the address of every run is a multiple of, up to 16: layers and buffers begin at multiples of it."""
+        return math.gcd(16, self.head_bytes, self.head_stride, self.kind_stride, self.block_bytes)
+
     def addresses(self, bases: Sequence[int], unit_ids: Sequence[int]) -> NDArray[np.int64]:
         """Where each unit's first byte is: int64 [units]. `bases`: of each unit's layer."""
         blocks, parts = np.divmod(np.asarray(unit_ids, np.int64), self.units_per_block)
         inside = parts * self.head_bytes + self.first_head * self.head_stride
-        return np.asarray(bases, np.int64) + blocks * self.block_bytes + inside
+        start: NDArray[np.int64] = np.asarray(bases, np.int64) + blocks * self.block_bytes + inside
+        return start
 
 
 def paged_places(
@@ -80,7 +87,9 @@ def copy_units_reference(
             for head in range(source.num_heads):
                 spans = []
                 for places, unit in ((source, source_id), (target, target_id)):
-                    start = int(places.addresses([0], [unit])[0]) + kind * places.kind_stride + head * places.head_stride
+                    start = (
+                        int(places.addresses([0], [unit])[0]) + kind * places.kind_stride + head * places.head_stride
+                    )
                     spans.append(slice(start, start + places.head_bytes))
                 target_bytes[spans[1]] = source_bytes[spans[0]]
 
@@ -105,8 +114,8 @@ def copy_units_kernel(
     unit, run = tl.program_id(0) // RUNS, tl.program_id(0) % RUNS
     kind, head = run * HEADS_PER_RUN // HEADS, run * HEADS_PER_RUN % HEADS
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    source = tl.multiple_of(tl.load(sources + unit), ALIGNMENT).to(tl.pointer_type(WORD))
-    target = tl.multiple_of(tl.load(targets + unit), ALIGNMENT).to(tl.pointer_type(WORD))
+    source = tl.multiple_of(tl.load(sources + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
+    target = tl.multiple_of(tl.load(targets + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
     inside = words < RUN_WORDS
     value = tl.load(source + (kind * SOURCE_KIND + head * SOURCE_HEAD) + words, mask=inside)
     tl.store(target + (kind * TARGET_KIND + head * TARGET_HEAD) + words, value, mask=inside)
@@ -121,7 +130,7 @@ def copy_units(source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets:
         raise ValueError("source and target have units of different shapes")
     run_bytes = min(source.run_bytes, target.run_bytes)
     strides = (source.head_stride, source.kind_stride, target.head_stride, target.kind_stride)
-    alignment = _alignment(source, target)
+    alignment = min(source.alignment, target.alignment)
     word_bytes = min(alignment, 8)
     word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes]
     run_words = run_bytes // word_bytes
@@ -134,16 +143,6 @@ def copy_units(source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets:
             HEADS_PER_RUN=run_bytes // source.head_bytes, RUN_WORDS=run_words, WORD=word, ALIGNMENT=alignment,
             TILE=tile, num_warps=max(1, min(4, tile * word_bytes // 512)),
         )  # fmt: skip
-
-
-def _alignment(source: UnitPlaces, target: UnitPlaces) -> int:
-    """What every address of a run is a multiple of, up to 16: layers and buffers begin at multiples of it."""
-    alignment = 16
-    for places in (source, target):
-        for size in (places.head_bytes, places.head_stride, places.kind_stride, places.block_bytes):
-            while size % alignment:
-                alignment //= 2
-    return alignment
 
 
 def address_tensor(addresses: NDArray[np.int64], device: torch.device) -> Tensor:

@@ -24,6 +24,9 @@ from triton.runtime.jit import JITFunction
 
 from model.backend import BatchLayout
 from model.cuda_backend import CudaBackend
+from model.kernels.kv_digest import digest
+from model.kernels.kv_encode import decode_units, encode_units
+from model.kernels.kv_pack import copy_units, packed_places, paged_places
 from model.kernels.launch import A100, H100, Target
 
 TARGETS = {80: A100, 90: H100, 89: Target.of((8, 9), 142)}
@@ -33,6 +36,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 _OPTIONS = {"num_warps", "num_stages"}
 _DESCRIBED = ("HEAD_DIM", "BLOCK_SIZE", "BLOCK_M", "BLOCK_N", "HEADS_PER_GROUP", "SPLIT", "HIDDEN", "ADD")
@@ -82,6 +86,24 @@ def run_backend(target: Target, head_dim: int, block_size: int, heads: int, grou
     backend.silu_mul(empty(tokens, 2 * 4 * hidden))
 
 
+def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
+    """Pack, digest, encode and decode a chunk: all heads of whole blocks, then one head of half blocks."""
+    addresses = torch.empty(128, dtype=torch.int64, device="meta")
+    wire = torch.empty(1 << 22, dtype=torch.uint8, device="meta")
+    for num_heads, unit_tokens in ((groups, block_size), (1, block_size // 2)):
+        places = paged_places(
+            row_bytes=2 * head_dim, heads_per_block=groups, block_size=block_size, first_head=0, num_heads=num_heads,
+            unit_tokens=unit_tokens,
+        )  # fmt: skip
+        packed = packed_places(places)
+        copy_units(places, addresses, packed, addresses)
+        copy_units(packed, addresses, places, addresses)
+        for encoding in ("int8", "fp8"):
+            encode_units(places, addresses, encoding, "bfloat16", head_dim, wire)
+            decode_units(places, addresses, encoding, "bfloat16", head_dim, wire)
+    digest(wire, 1 << 22, 1 << 60, torch.empty(2, dtype=torch.int64, device="meta"))
+
+
 def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: int) -> Any:
     """Compile as the launcher would: pointers and integers divisible by 16 are known to be, ones are constants."""
     signature: dict[str, str] = {}
@@ -126,10 +148,11 @@ def main(capability: int, head_dims: list[int], block_sizes: list[int]) -> None:
     for head_dim, block_size in itertools.product(head_dims, block_sizes):
         with caught_launches() as launches:
             run_backend(TARGETS[capability], head_dim, block_size, heads=32, groups=8, dtype=torch.bfloat16)
+            run_transfer(head_dim, block_size, groups=8)
         for kernel, arguments in launches:
             plain = {name: value for name, value in arguments.items() if not isinstance(value, torch.Tensor)}
             described = {"kernel": kernel.__name__} | {k.lower(): plain[k] for k in _DESCRIBED if k in plain}
-            key = json.dumps([kernel.__name__, plain], sort_keys=True)
+            key = json.dumps([kernel.__name__, plain], sort_keys=True, default=str)
             if key in seen:
                 continue
             seen.add(key)
@@ -138,6 +161,7 @@ def main(capability: int, head_dims: list[int], block_sizes: list[int]) -> None:
             described["shared_bytes"] = compiled.metadata.shared
             described["wgmma"] = "wgmma.mma_async" in compiled.asm["ptx"]
             described["async_copies"] = "cp.async.cg" in compiled.asm["ptx"]
+            described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", compiled.asm["ptx"]))
             print(json.dumps(described), flush=True)
 
 
