@@ -9,8 +9,9 @@ A source that is stopped for longer than its lease, and then wakes, can write no
   What a woken source still sends ends in a closed socket or a process group that is gone.
 - Its messages come over a connection that is closed. A new one begins with a new Hello, and its tickets are used.
 
-A target that is stopped and wakes late reads at worst KV that has been overwritten since: its digest does not hold, and
-its own lease ends with the first look at the clock.
+A target that is stopped and wakes late may still take announced chunks off a link that the source has closed, or read
+blocks of the source that hold something else by now. Their digest was made of the bytes that were meant, so what passes
+it is right; for the rest it asks a source that is gone, and computes the prompt itself.
 """
 
 from collections.abc import Callable

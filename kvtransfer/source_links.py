@@ -112,13 +112,13 @@ class SourceLinks:
         transport = self._transports.by_name.get(ready.transport)
         if transport is None:
             raise ProtocolError(f"the target chose the transport {ready.transport}, which this worker has not")
-        self._on_link(ready)
         try:
             data = await transport.join(ready.params, self._cut)
         except ConnectionLost as lost:
             self._count_loss(ready, lost)
             return (ready.transport,)
         link = self._link = _Link(ready.link, ready.transport, data)
+        self._on_link(ready)
         patience = Patience(self._config.lease_s)
         movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
         loss = await run_movers(*movers, close=lambda: self._close(link))

@@ -66,7 +66,8 @@ class TargetLinks:
         self._transports = transports
         self._config = config
         self._stats = stats
-        self._budget = LinkBudget(clock, config.max_new_links, config.progress_s)
+        # Looser than the source's, whose requests may come in a bunch.
+        self._budget = LinkBudget(clock, config.max_new_links, config.progress_s / 2)
         self._max_chunk_units = max_chunk_units
         self._number = 0  # of the last link that was asked for
         self._queue: deque[Chunk | LinkWanted] = deque()

@@ -99,11 +99,14 @@ class MemoryTransport:
     async def prepare(self, host: str, cut: Cut) -> MemoryPendingLink:
         number, wire = next(self._numbers), Wire()
         self._wires[number] = wire
-        return MemoryPendingLink(number, wire, MemoryLink(wire, self, cut))
+        return MemoryPendingLink(number, wire, self.make_link(wire, cut))
 
     async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
         wire = self._wires.pop(int(params["number"]))
         wire.joined.set()
+        return self.make_link(wire, cut)
+
+    def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
         return MemoryLink(wire, self, cut)
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_transport import MemoryTransport
-from transfer_harness import FAST, SECRET, TOKEN, D, P, reach
+from transfer_harness import FAST, SECRET, TOKEN, D, P, make_transport, reach
 
 from kvtransfer.chunk_plan import ChunkPlan
 from kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
@@ -207,14 +207,21 @@ class CutTransport(MemoryTransport):
 class Fleet:
     """All ranks of a source and of a target."""
 
-    def __init__(self, source: KVLayout, target: KVLayout):
+    def __init__(self, source: KVLayout, target: KVLayout, transport: str = "memory"):
         self.sources = [ArrayStore(source, rank) for rank in range(source.tp_size)]
         self.targets = [ArrayStore(target, rank) for rank in range(target.tp_size)]
         network = TcpNetwork(SECRET)
         common: dict[str, Any] = {"network": network, "config": FAST, "clock": time.monotonic}
-        self.senders = [KVSender(peer=P, store=store, transports=_memory(store), **common) for store in self.sources]
+        self._transports: list[Transports] = []
+
+        def transports(store: ArrayStore) -> Transports:
+            made = CutTransport(store) if transport == "memory" else make_transport(transport, store)
+            self._transports.append(Transports({transport: made}, reach(transport)))
+            return self._transports[-1]
+
+        self.senders = [KVSender(peer=P, store=store, transports=transports(store), **common) for store in self.sources]
         self.receivers = [
-            KVReceiver(peer=D, store=store, transports=_memory(store), secret=SECRET, **common)
+            KVReceiver(peer=D, store=store, transports=transports(store), secret=SECRET, **common)
             for store in self.targets
         ]
 
@@ -224,11 +231,9 @@ class Fleet:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(end.close() for end in (*self.senders, *self.receivers)))
-
-
-def _memory(store: ArrayStore) -> Transports:
-    return Transports({"memory": CutTransport(store)}, reach("memory"))
+        ends: list[Any] = [*self.senders, *self.receivers]
+        await asyncio.gather(*(end.close() for end in ends))
+        await asyncio.gather(*(made.close() for made in self._transports))
 
 
 @pytest.mark.parametrize(
@@ -243,13 +248,14 @@ def _memory(store: ArrayStore) -> Transports:
         (4, 8, 8, 8, 2),
     ],
 )
+@pytest.mark.parametrize("transport", ["memory", "tcp"])
 async def test_ranks_of_unequal_workers_exchange_a_prompt(
-    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
+    transport: str, source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
 ) -> None:
     num_tokens, num_skipped = 21, target_block
     source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
-    async with asyncio.timeout(30), Fleet(source, target) as fleet:
+    async with asyncio.timeout(30), Fleet(source, target, transport) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
         outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
@@ -262,8 +268,8 @@ async def test_ranks_of_unequal_workers_exchange_a_prompt(
         await asyncio.gather(*(out.done() for out in outs))
         for store in fleet.targets:
             assert_prompt(store, target_ids, range(num_skipped, num_tokens))
-        for end in (*fleet.senders, *fleet.receivers):
-            assert (end.stats.done, end.stats.failed, end.stats.in_flight) == (1, 0, 0)
+        for stats in (end.stats for ends in (fleet.senders, fleet.receivers) for end in ends):
+            assert (stats.done, stats.failed, stats.in_flight) == (1, 0, 0)
         used = sum(len(sender.links()) for sender in fleet.senders)
         assert used == len(plan_lanes(source_tp, target_tp, heads))
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_transport import MemoryLink, MemoryTransport
+from memory_transport import MemoryLink, MemoryTransport, Wire
 from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 
 from kvtransfer.config import TransferConfig
@@ -188,6 +188,47 @@ async def test_a_short_prompt_waits_for_no_long_one() -> None:
         assert len(sent) - begun < 500
         await long_incoming.verified()
         await long_out.done()
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
+    """So that the wire has work while the event loop turns from one to the next; more would be unfair to others."""
+    source, target = BytesStore(1, 64), BytesStore(1, 64)
+    under_way, most = 0, 0
+
+    class Watched(MemoryLink):
+        async def send(self, segments: Sequence[Segment], seal: int) -> None:
+            await watch(super().send(segments, seal))
+
+        async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+            return bool(await watch(super().receive(segments, seal)))
+
+    async def watch(call: Awaitable[Any]) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await asyncio.sleep(0)
+            return await call
+        finally:
+            under_way -= 1
+
+    class Watching(MemoryTransport):
+        def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
+            return Watched(wire, self, cut)
+
+    wraps: dict[str, Any] = {f"wrap_{side}": lambda _: Watching(source if side == "source" else target)}
+    config = TransferConfig(max_chunk_bytes=4 * BLOCK_BYTES, lease_s=20)
+    async with make_pair(source=source, target=target, config=config, **wraps) as pair:
+        source.fill(1)
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, range(64), 256, 0)
+        out = pair.sender.open(ticket, 256, range(64), 256)
+        out.commit(TOKEN)
+        await incoming.verified()
+        await out.done()
+        assert source.copy() == target.copy()
+        assert most == 2
 
 
 async def test_the_sender_tells_what_link_each_pair_has() -> None:
