@@ -13,11 +13,23 @@ import pytest
 from kvtransfer.prefix_export import PrefixExports
 from model.sequence import SequenceState
 from protocol.errors import EpochMismatch, TicketRefused
-from protocol.messages import Cancel
+from protocol.messages import Cancel, SendPrefix
 from protocol.requests import GenerateRequest, PrefillReply
 from protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine, expected_tokens
-from tests.simulation.worker_rig import BLOCK, LAYERS, PREFILL, SECRET, Parts, Rig, a_request, begin, make_parts, play
+from tests.simulation.worker_rig import (
+    BLOCK,
+    DECODE,
+    LAYERS,
+    PREFILL,
+    SECRET,
+    Parts,
+    Rig,
+    a_request,
+    begin,
+    make_parts,
+    play,
+)
 
 SOURCE = Peer("decode-9", 99)
 
@@ -225,6 +237,7 @@ def test_a_request_that_ends_on_its_way_gives_all_blocks_back(where: str, how: s
                 source.send(ticket, a_request(80))
             await asyncio.sleep(0.5)
             assert rig.pool.owned_blocks == source.parts.pool.owned_blocks == 0
+            assert rig.worker.stats().transfers_done == (1 if where == "computing" else 0)
 
     play(script, role="prefill", max_step_tokens=8, min_pull_tokens=8, pull_wait_s=5.0)
 
@@ -246,7 +259,33 @@ def test_where_blocks_are_short_a_pull_is_given_up_so_that_workers_never_wait_in
     play(script, role="prefill", num_blocks=18, max_step_tokens=2)
 
 
-def test_a_worker_in_which_a_pull_is_under_way_drains_and_one_that_exports_too():
+def test_pulled_kv_comes_and_goes_on_to_the_decode_worker_while_the_engine_is_busy():
+    async def script(rig: Rig) -> None:
+        target = make_parts(DECODE, rig.fabric, rig.links)
+        ticket = rig.ticket(target_address=await target.receiver.start("host"))
+        incoming = target.receiver.expect(ticket, target.pool.allocate(11), 41, 0)
+        async with source_beside(rig) as source:
+            await source.compute(a_request(40))
+            rig.engine.released.clear()
+            busy = begin(rig.worker.prefill(a_request(9, "busy"), None))
+            await asyncio.sleep(0)
+            pull = source.ticket()
+            source.send(pull, a_request(41))
+            call = begin(rig.worker.prefill(a_request(41), ticket, pull))
+            await asyncio.sleep(1.0)
+            assert rig.worker.stats().pulled_tokens == 40
+            assert target.receiver.stats.bytes == 40 * 8 * LAYERS
+            rig.engine.released.set()
+            await busy
+            assert is_right(await call, a_request(41))
+            assert [await incoming.verified()] == list((await call).event.tokens)
+        await target.receiver.close()
+        await target.transports.close()
+
+    play(script, role="prefill", min_pull_tokens=8)
+
+
+def test_a_worker_in_which_a_pull_is_under_way_drains():
     async def script(rig: Rig) -> None:
         rig.links.bytes_per_s = 1e4
         async with source_beside(rig) as source:
@@ -259,6 +298,27 @@ def test_a_worker_in_which_a_pull_is_under_way_drains_and_one_that_exports_too()
             assert is_right(await call, a_request(41))
 
     play(script, role="prefill", min_pull_tokens=8)
+
+
+def test_a_draining_worker_waits_for_a_prefix_that_it_sends():
+    async def script(rig: Rig) -> None:
+        await rig.worker.prefill(a_request(40), None)
+        target = make_parts(SOURCE, rig.fabric, rig.links)
+        ticket = mint_ticket(SECRET, "r", PREFILL, SOURCE, (await target.receiver.start("host"),))
+        assert rig.router is not None
+        rig.router.send(SendPrefix(ticket, a_request(41).token_ids, b""))
+        await asyncio.sleep(0.1)
+        assert rig.pool.owned_blocks == 10
+        draining = begin(rig.worker.drain())
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        assert await target.receiver.expect(ticket, target.pool.allocate(10), 40, 0).verified() is None
+        await draining
+        assert rig.pool.owned_blocks == 0
+        await target.receiver.close()
+        await target.transports.close()
+
+    play(script, role="prefill")
 
 
 @pytest.mark.parametrize(
