@@ -62,15 +62,15 @@ class TorchDistributedTransport:
     """Makes GroupLinks for one rank of a worker.
 
     `join_timeout_s` bounds the rendezvous, `operation_timeout_s` one send or receive, once both sides know of it: it is
-    also how long a thread may outlive its link. Both belong at a lease, which no peer may need longer than for a chunk.
+    also how long a thread may outlive its link. Both belong at the lease, within which a peer has to do either.
     """
 
     name = "torch_distributed"
 
-    def __init__(self, store: KVStore, *, join_timeout_s: float = 5.0, operation_timeout_s: float = 5.0):
+    def __init__(self, store: KVStore, *, join_timeout_s: float = 5.0, operation_timeout_s: float | None = None):
         self._store = store
         self._join_timeout_s = join_timeout_s
-        self._operation_timeout_s = operation_timeout_s
+        self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
         self._links: set[GroupLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> PendingGroup:

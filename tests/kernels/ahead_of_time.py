@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from model.backend import BatchLayout
 from model.cuda_backend import CudaBackend
-from model.kernels.kv_digest import digest
+from model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
 from model.kernels.kv_encode import decode_units, encode_units
 from model.kernels.kv_pack import copy_units, packed_places, paged_places
 from model.kernels.launch import A100, H100, Target
@@ -90,6 +90,7 @@ def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
     """Pack, digest, encode and decode a chunk: all heads of whole blocks, then one head of half blocks."""
     addresses = torch.empty(128, dtype=torch.int64, device="meta")
     wire = torch.empty(1 << 22, dtype=torch.uint8, device="meta")
+    out = torch.empty(2, dtype=torch.int64, device="meta")
     for num_heads, unit_tokens in ((groups, block_size), (1, block_size // 2)):
         places = paged_places(
             row_bytes=2 * head_dim, heads_per_block=groups, block_size=block_size, first_head=0, num_heads=num_heads,
@@ -98,10 +99,12 @@ def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
         packed = packed_places(places)
         copy_units(places, addresses, packed, addresses)
         copy_units(packed, addresses, places, addresses)
+        digest_units(places, addresses, 1 << 60, out)
+        copy_and_digest_units(places, addresses, packed, addresses, 1 << 60, out)
         for encoding in ("int8", "fp8"):
             encode_units(places, addresses, encoding, "bfloat16", head_dim, wire)
             decode_units(places, addresses, encoding, "bfloat16", head_dim, wire)
-    digest(wire, 1 << 22, 1 << 60, torch.empty(2, dtype=torch.int64, device="meta"))
+    digest(wire, 1 << 22, 1 << 60, out)
 
 
 def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: int) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from model.kernels.kv_digest import PADDING, digest, digest_reference
+from model.kernels.kv_digest import PADDING, copy_and_digest_units, digest, digest_reference, digest_units
 from model.kernels.kv_pack import (
     UnitPlaces,
     address_tensor,
@@ -92,11 +92,43 @@ def test_units_go_from_a_cache_straight_into_one_with_other_heads_and_blocks() -
     assert torch.equal(there, expected)
 
 
+@pytest.mark.parametrize(
+    ("first", "heads", "tokens", "all_heads", "size", "row_bytes"), [c for c in CUTS if c[5] % 8 == 0]
+)
+def test_units_are_digested_where_they_lie_and_on_their_way_as_if_packed(
+    first: int, heads: int, tokens: int, all_heads: int, size: int, row_bytes: int
+) -> None:
+    source = places(first, heads, tokens, row_bytes=row_bytes, heads=all_heads, size=size)
+    target = places(1, heads, tokens, row_bytes=row_bytes, heads=heads + 1, size=2 * size)
+    here, there = random_bytes(6 * source.block_bytes, 1), random_bytes(6 * target.block_bytes, 2)
+    ids = random.Random(2).sample(range(6 * source.units_per_block), 5)
+    packed = torch.zeros(5 * source.unit_bytes, dtype=torch.uint8)
+    copy_units_reference(source, here, ids, packed_places(source), packed, range(5))
+    expected = there.clone()
+    copy_units_reference(source, here, ids, target, expected, ids)
+    wanted = digest_reference(packed.numpy(), 2**64 - 5)
+    cpu = torch.device("cpu")
+    sources = address_tensor(source.addresses([here.data_ptr()], ids), cpu)
+    targets = address_tensor(target.addresses([there.data_ptr()], ids), cpu)
+    out = torch.zeros(2, dtype=torch.int64)
+    digest_units(source, sources, 2**64 - 5, out)
+    assert out.numpy().tobytes() == wanted
+    out.zero_()
+    copy_and_digest_units(source, sources, target, targets, 2**64 - 5, out)
+    assert out.numpy().tobytes() == wanted
+    assert torch.equal(there, expected)
+
+
 def test_units_of_different_shapes_are_refused() -> None:
     one, other = (places(0, heads, 4, row_bytes=32, heads=4, size=4) for heads in (2, 4))
     nothing = torch.empty(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="different shapes"):
         copy_units(one, nothing, other, nothing)
+    with pytest.raises(ValueError, match="different shapes"):
+        copy_and_digest_units(one, nothing, other, nothing, 1, nothing)
+    odd = places(0, 2, 1, row_bytes=10, heads=4, size=4)
+    with pytest.raises(ValueError, match="not words"):
+        digest_units(odd, nothing, 1, nothing)
 
 
 def digest_of(data: NDArray[np.uint8], seal: int) -> bytes:
