@@ -107,7 +107,8 @@ class Faults:
             case "crash" | "crash and restart":
                 return await self._crash(draw, is_restarted=plan.kind == "crash and restart")
             case "alter retries":
-                self._damages += [("flip a bit", _flip(draw))]  # so that there is one
+                # So that there are some: of later chunks, since the first has nothing to be confused with.
+                self._damages += [("", _spare)] * draw.randint(2, 9) + [("flip a bit", _flip(draw))]
                 self._mangler.order(plan.kind, plan.which, plan.times)
             case _:
                 self._mangler.order(plan.kind, plan.which, plan.times)
@@ -117,7 +118,8 @@ class Faults:
         if self._damages and data:
             kind, damage = self._damages.pop(0)
             damage(data)
-            self.fired[kind] += 1
+            if kind:
+                self.fired[kind] += 1
 
     def _cut_a_link(self, draw: random.Random) -> bool:
         pipes = list(self._links.pipes)
@@ -185,6 +187,10 @@ def _flip(draw: random.Random) -> Damage:
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
 
     return damage
+
+
+def _spare(data: bytearray) -> None:
+    """Let it pass."""
 
 
 def _lose(draw: random.Random) -> Damage:

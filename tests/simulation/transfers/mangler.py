@@ -33,7 +33,7 @@ from protocol.tickets import Peer, Ticket
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.memory_transport import LinkFabric
 
-ON_CHUNKS = ("lie in messages", "alter retries")
+_LIES = ("lie in messages", "alter retries")
 FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
 _RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, LinkWanted, LinkReady)
@@ -67,7 +67,11 @@ class Mangler:
     def order(self, kind: str, which: int, times: int) -> None:
         """From now on, until it has been done `times` times."""
         draw = random.Random(which)
-        victim = Chunk if kind in ON_CHUNKS else draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
+        victim: type[Message] = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
+        if kind == "alter retries":
+            victim = Chunk
+        elif kind == "lie in messages":
+            victim = draw.choice((Chunk, Chunk, Grant))
         self._orders.append(_Order(kind, victim, times, draw))
 
     def __call__(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
@@ -106,15 +110,14 @@ class Mangler:
         for order in self._orders:
             if type(message) is not order.victim or order.draw.random() < 0.4:
                 continue
-            if isinstance(message, Chunk) and order.kind in ON_CHUNKS:
-                other = self._lie(order, connection, message)
-                if other is None:
+            if order.kind in _LIES:
+                lie = self._lie(order, connection, message)
+                if lie is None:
                     continue
-            else:
-                other = message
-            order.times -= 1
-            if order.times == 0:
-                self._orders.remove(order)
+                self._finish(order)
+                self.fired[order.kind, type(message).__name__] += 1
+                return (lie,)
+            self._finish(order)
             if order.kind == "swap messages" or (order.kind == "alter messages" and order.draw.random() < 0.25):
                 if connection in self._held:
                     return (message,)
@@ -128,15 +131,24 @@ class Mangler:
             self._count(order, message)
             if order.kind == "drop messages":
                 return ()
-            if other is not message:
-                return (other,)
             if order.kind == "repeat messages":
                 return (message, message) if order.draw.random() < 0.7 else (message,) * 3
             return (self._alter(order.draw, message),)
         return (message,)
 
-    def _lie(self, order: _Order, connection: MemoryConnection, chunk: Chunk) -> Chunk | None:
-        """What a source says that means other units than it sends; None where it has nothing to lie about yet."""
+    def _finish(self, order: _Order) -> None:
+        order.times -= 1
+        if order.times == 0:
+            self._orders.remove(order)
+
+    def _lie(self, order: _Order, connection: MemoryConnection, message: Message) -> Message | None:
+        """What a source says, or hears, so that it sends what it must not; None where there is nothing to lie about."""
+        if isinstance(message, Grant):
+            return replace(message, skip_tokens=0) if message.skip_tokens else None
+        return self._lie_about(order, connection, message) if isinstance(message, Chunk) else None
+
+    def _lie_about(self, order: _Order, connection: MemoryConnection, chunk: Chunk) -> Chunk | None:
+        """Other units than those that are sent."""
         earlier = [
             run
             for sequence, runs in self._announced[connection, chunk.transfer_id].items()

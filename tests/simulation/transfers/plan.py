@@ -23,6 +23,7 @@ PEER_FAULTS = (
 """Messages that are lost, repeated, out of order or wrong inside a connection: TCP and the MAC leave that to a process
 that misbehaves."""
 
+_WEIGHTS = {"alter messages": 3.0, "lie in messages": 3.0, "alter retries": 1.5}  # of those with many faces
 FAULTS = (*LINK_FAULTS, *NETWORK_FAULTS, *PROCESS_FAULTS, *PEER_FAULTS)
 
 SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "fall silent", "open stale", "flood")
@@ -128,7 +129,7 @@ def make_plan(seed: int) -> Plan:
     ranks = draw.choice(((1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2))) if heads > 1 else (1, 1)
     ranks = (min(ranks[0], heads), min(ranks[1], heads))
     num_workers = draw.choice((2, 2, 2, 3))
-    chunk_bytes = draw.choice((1, 48, 96, 65536))
+    chunk_bytes = draw.choice((1, 24, 48, 96, 65536))
     workers = tuple(WorkerPlan(sizes[number % 2], ranks[number % 2], chunk_bytes) for number in range(num_workers))
     faulty = draw.random() < 0.85
     num_transfers = draw.choice((1, 1, 2, 2, 3)) if max(ranks) == 1 else 1
@@ -181,7 +182,7 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
 
 def _make_fault(draw: random.Random) -> FaultPlan:
     return FaultPlan(
-        kind=draw.choice(FAULTS),
+        kind=draw.choices(FAULTS, [_WEIGHTS.get(kind, 1.0) for kind in FAULTS])[0],
         at_s=draw.choice((0.0, 0.002, 0.01, 0.03, 0.1)) * draw.random(),
         which=draw.randrange(1 << 30),
         times=draw.choice((1, 1, 1, 2, 4)),

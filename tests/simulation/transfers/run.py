@@ -444,11 +444,14 @@ class _World:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             self._problems.append("tasks are left: " + "; ".join(describe(task) for task in tasks))
-        left = self._fabric.connections, self._fabric.listeners, self._links.pending, self._links.pipes
-        if any(left):
-            self._problems.append(
-                "left are {} connections, {} listeners, {} prepared links, {} links".format(*map(len, left))
-            )
+        for what, left in (
+            ("connections", self._fabric.connections),
+            ("listeners", self._fabric.listeners),
+            ("prepared links", self._links.pending),
+            ("links", self._links.pipes),
+        ):
+            if left:
+                self._problems.append(f"{len(left)} {what} are left")
         self._problems += self._mangler.violations
         self._problems += self._faults.violations
         if self._problems:

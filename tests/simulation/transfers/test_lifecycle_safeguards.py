@@ -1,0 +1,276 @@
+"""The transfers' simulation is worth something: with one safeguard switched off, it goes red within some hundred seeds.
+
+Where two safeguards stand behind each other, so that neither can be missed alone, both are switched off.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvtransfer import lifecycle, receiver, source_links, target_links
+from kvtransfer.deadline import Deadline
+from kvtransfer.endings import all_ended
+from kvtransfer.incoming_lane import IncomingLane
+from kvtransfer.leased_connection import LeasedConnection
+from kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.receiver_connection import ReceiverConnection
+from kvtransfer.sender import KVSender
+from kvtransfer.used_tickets import UsedTickets
+from protocol.errors import ConnectionLost
+from protocol.messages import Chunk, Commit, Hello, Offer
+from protocol.tickets import Peer, Ticket, verify_ticket
+from tests.simulation.transfers.plan import make_plan
+from tests.simulation.transfers.run import run_plan
+
+MOST_SEEDS = 600
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """Safeguards switched off: each `target`'s `name` becomes `replacement`; in a dict, `name` is the key."""
+
+    what: str
+    patches: tuple[tuple[Any, Any, Any], ...]
+
+
+# --- tickets ---
+
+
+def _verify_anything(secret: bytes, ticket: Ticket, *, source: Peer, target: Peer) -> None:
+    """As if the signature were right."""
+    if (ticket.source, ticket.target) != (source, target):
+        verify_ticket(secret, ticket, source=source, target=target)
+
+
+def _verify_any_epoch(secret: bytes, ticket: Ticket, *, source: Peer, target: Peer) -> None:
+    """As if all incarnations of a worker were one."""
+    verify_ticket(secret, ticket, source=ticket.source, target=ticket.target)
+
+
+def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> Any:
+    """So that neither the source's look at the Welcome nor the chunks' seals tell the epochs apart."""
+    connection._peer = hello.receiver
+    return _fit(connection, hello)
+
+
+def _lanes_of_any_epoch(sender: KVSender, ticket: Ticket) -> Any:
+    return _lanes(sender, replace(ticket, source=sender._peer))
+
+
+def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int = 0) -> bool:
+    _use(tickets, transfer_id, lane)
+    return True
+
+
+def _keep_any_offer(desk: KVReceiver, connection: ReceiverConnection, offer: Offer) -> None:
+    desk._num_offers = 0
+    _offered(desk, connection, offer)
+
+
+def _match_any_size(desk: KVReceiver, lane: IncomingLane, offer: Offer, connection: ReceiverConnection) -> None:
+    _match(desk, lane, replace(offer, num_tokens=lane.num_tokens), connection)
+
+
+# --- bytes ---
+
+
+def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
+    return _end_chunk(lane, chunk, is_intact=True)
+
+
+def _seal_nothing(chunk: Chunk, source: Peer, target: Peer) -> int:
+    return 0
+
+
+# --- chunks and commits ---
+
+
+def _forget_what_was_taken(lane: IncomingLane, chunk: Chunk) -> str | None:
+    lane._taken = [bytearray(len(layer)) for layer in lane._taken]
+    return _fault(lane, chunk)
+
+
+def _let_skipped_units_come(lane: IncomingLane, chunk: Chunk) -> str | None:
+    skipped, lane._num_skipped = lane._num_skipped, 0
+    fault = _fault(lane, chunk)
+    lane._num_skipped = skipped
+    return fault
+
+
+def _find_no_fault(lane: IncomingLane, chunk: Chunk) -> str | None:
+    """As if a chunk in its turn were always right."""
+    if chunk.attempt or chunk.sequence != lane._num_announced:
+        return _fault(lane, chunk)
+    lane._num_announced += 1
+    return None
+
+
+def _let_any_retry_come(lane: IncomingLane, chunk: Chunk) -> str | None:
+    if not chunk.attempt:
+        return _fault(lane, chunk)
+    lane._asked_for.pop(chunk.sequence, None)
+    return None
+
+
+def _commit_what_is_there(lane: IncomingLane, message: Commit) -> Any:
+    return _commit(lane, replace(message, num_chunks=lane._num_announced))
+
+
+def _verify_with_units_missing(lane: IncomingLane) -> Any:
+    missing, lane._num_missing = lane._num_missing, 0
+    answer = _verify(lane)
+    lane._num_missing = missing
+    return answer
+
+
+def _verify_with_chunks_missing(lane: IncomingLane) -> Any:
+    if lane._commit is not None and lane.state is ReceiverState.GRANTED:
+        lane._num_whole, lane._num_missing = lane._num_announced, 0
+    return _verify(lane)
+
+
+def _keep_the_lane(desk: KVReceiver, lane: IncomingLane) -> None:
+    connection = desk._connections.get(lane)
+    _lane_ended(desk, lane)
+    if connection is not None and lane.state is ReceiverState.ABORTED:
+        connection.lanes[lane.ticket.transfer_id] = lane
+
+
+def _begin_although_aborted(lane: IncomingLane, chunk: Chunk) -> Any:
+    if lane.state is ReceiverState.ABORTED and lane._cut is not None:
+        return lane._cut.segments(chunk.runs, lane._block_ids)
+    return _begin_chunk(lane, chunk)
+
+
+# --- leases, and the order of ends ---
+
+
+async def _watch_for_ever(connection: LeasedConnection) -> None:
+    while True:
+        with suppress(ConnectionLost):
+            await _watch(connection)
+        await asyncio.sleep(connection._lease_s / 3)
+
+
+def _never_restart(deadline: Deadline) -> None:
+    return
+
+
+_later: set[asyncio.Task[None]] = set()
+
+
+async def _leave_the_movers_for_a_while(
+    *movers: Coroutine[None, None, None], close: Callable[[], Awaitable[None]]
+) -> ConnectionLost | None:
+    """As if the end of a connection did not have to wait for what still moves on its link."""
+    tasks = [asyncio.get_running_loop().create_task(mover) for mover in movers]
+
+    async def end() -> None:
+        for task in tasks:
+            task.cancel()
+        await all_ended(tasks)
+        await close()
+
+    async def end_later() -> None:
+        await asyncio.sleep(0.05)
+        await end()
+
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError:
+        _later.add(task := asyncio.get_running_loop().create_task(end_later()))
+        task.add_done_callback(_later.discard)
+        raise
+    await end()
+    return next((task.exception() for task in tasks if not task.cancelled() and task.exception()), None)  # type: ignore[return-value]
+
+
+_fit = ReceiverConnection._fit
+_lanes = KVSender._lanes
+_use = UsedTickets.use
+_offered = KVReceiver.offered
+_match = KVReceiver._match
+_end_chunk = IncomingLane.end_chunk
+_fault = IncomingLane._fault
+_commit = IncomingLane.commit
+_verify = IncomingLane._verify
+_lane_ended = KVReceiver.lane_ended
+_begin_chunk = IncomingLane.begin_chunk
+_watch = LeasedConnection.watch
+
+SABOTAGES = [
+    Sabotage("the signature of a ticket is not checked", ((receiver, "verify_ticket", _verify_anything),)),
+    Sabotage(
+        "a ticket of another epoch of the source is as good",
+        ((KVSender, "_lanes", _lanes_of_any_epoch), (receiver, "verify_ticket", _verify_any_epoch)),
+    ),
+    Sabotage(
+        "a ticket of another epoch of the target is as good",
+        ((ReceiverConnection, "_fit", _be_whoever_is_looked_for), (receiver, "verify_ticket", _verify_any_epoch)),
+    ),
+    Sabotage("a ticket is good for many transfers", ((UsedTickets, "use", _use_any_number_of_times),)),
+    Sabotage("offers that wait are not counted", ((KVReceiver, "offered", _keep_any_offer),)),
+    Sabotage("an offer may be of any size", ((KVReceiver, "_match", _match_any_size),)),
+    Sabotage("digests are not checked", ((IncomingLane, "end_chunk", _believe_every_digest),)),
+    Sabotage(
+        "a digest does not tell whose bytes they are",
+        ((source_links, "chunk_seal", _seal_nothing), (target_links, "chunk_seal", _seal_nothing)),
+    ),
+    Sabotage("units may come twice", ((IncomingLane, "_fault", _forget_what_was_taken),)),
+    Sabotage("skipped units may come", ((IncomingLane, "_fault", _let_skipped_units_come),)),
+    Sabotage("units may lie anywhere", ((IncomingLane, "_fault", _find_no_fault),)),
+    Sabotage("any chunk may be sent again, and as another", ((IncomingLane, "_fault", _let_any_retry_come),)),
+    Sabotage(
+        "a commit may forget chunks",
+        ((IncomingLane, "commit", _commit_what_is_there), (IncomingLane, "_verify", _verify_with_units_missing)),
+    ),
+    Sabotage(
+        "a commit does not wait for chunks that are sent again",
+        ((IncomingLane, "_verify", _verify_with_chunks_missing),),
+    ),
+    Sabotage(
+        "chunks of an aborted transfer still go into its blocks",
+        ((KVReceiver, "lane_ended", _keep_the_lane), (IncomingLane, "begin_chunk", _begin_although_aborted)),
+    ),
+    Sabotage("a silent peer keeps its lease", ((LeasedConnection, "watch", _watch_for_ever),)),
+    Sabotage("a peer that makes no progress is waited for", ((Deadline, "restart", _never_restart),)),
+    Sabotage(
+        "an abort does not wait for the chunk that is being written",
+        ((lifecycle._RECEIVER, (ReceiverState.RECEIVING, ReceiverEvent.ABORT), ReceiverState.ABORTED),),
+    ),
+    Sabotage(
+        "an abort does not wait for the chunk that is being read",
+        ((lifecycle._SENDER, (SenderState.SENDING, SenderEvent.ABORT), SenderState.ABORTED),),
+    ),
+    Sabotage(
+        "a lost connection does not wait for its link's end",
+        ((target_links, "run_movers", _leave_the_movers_for_a_while),),
+    ),
+]
+
+
+def test_the_same_seeds_are_green_with_every_safeguard():
+    for seed in range(100):
+        run_plan(make_plan(seed))
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.what)
+def test_the_lifecycle_goes_red_when(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch):
+    for target, name, replacement in sabotage.patches:
+        if isinstance(target, dict):
+            monkeypatch.setitem(target, name, replacement)
+        else:
+            monkeypatch.setattr(target, name, replacement)
+    for seed in range(MOST_SEEDS):
+        try:
+            run_plan(make_plan(seed))
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{MOST_SEEDS} seeds did not notice that {sabotage.what}")
