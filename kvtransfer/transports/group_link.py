@@ -253,7 +253,8 @@ def make_staging(store: KVStore, cut: Cut) -> Staging:
     if isinstance(store, DeviceStore):
         from kvtransfer.transports.cuda_staging import CudaStaging  # loads Triton
 
-        return CudaStaging(store, cut)
+        staging: Staging = CudaStaging(store, cut)
+        return staging
     raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from model.kernels.launch import power_of_two
@@ -51,8 +51,8 @@ class UnitPlaces:
         """What the address of every run is a multiple of, up to 16: layers and buffers begin at multiples of it."""
         return math.gcd(16, self.head_bytes, self.head_stride, self.kind_stride, self.block_bytes)
 
-    def addresses(self, bases: Sequence[int], unit_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Where each unit's first byte is: int64 [units]. `bases`: of each unit's layer."""
+    def addresses(self, bases: ArrayLike, unit_ids: ArrayLike) -> NDArray[np.int64]:
+        """Where each unit's first byte is: int64 [units]. `bases`: of each unit's layer, or of the one layer."""
         blocks, parts = np.divmod(np.asarray(unit_ids, np.int64), self.units_per_block)
         inside = parts * self.head_bytes + self.first_head * self.head_stride
         start: NDArray[np.int64] = np.asarray(bases, np.int64) + blocks * self.block_bytes + inside

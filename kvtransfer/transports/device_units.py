@@ -1,0 +1,134 @@
+"""One end of a lane in a GPU's memory: chunks as they are on the wire, and the stream that works on them.
+
+Not confirmed on hardware. Under Triton's interpreter it also runs on CPU tensors, which is how its tests do.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtransfer.host_units import count_units
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.store import DeviceStore
+from model.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units
+from model.kernels.kv_encode import decode_units, encode_units
+from model.kernels.kv_pack import UnitPlaces, address_tensor, copy_units, packed_places, paged_places
+from protocol.kv_layout import DTYPE_BYTES
+
+_WORD_BYTES = 8
+
+
+class DeviceQueue:
+    """A stream of its own, beside the model's and beside other links'. For one thread."""
+
+    def __init__(self, device: torch.device):
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Within the block this thread launches on the stream, and the stream's device is the current one."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def wait(self) -> None:
+        """Until everything launched so far is done. Frees the interpreter's lock."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class DeviceUnits:
+    """Finds, packs and unpacks units of a store. A buffer holds units, zeros up to a multiple of PADDING, a digest.
+
+    One launch moves a chunk, however many blocks and layers it spans, and digests it where its words allow. Methods
+    launch on the current stream. They raise ValueError for units that the store hasn't.
+    """
+
+    def __init__(self, store: DeviceStore, cut: Cut):
+        layout = cut.layout
+        self.device = torch.device(store.device)
+        self.places = places_of(cut)
+        self._cut = cut
+        self._layers = [store.layer_tensor(layer) for layer in range(layout.num_layers)]  # kept alive
+        self._bases = np.array([tensor.data_ptr() for tensor in self._layers], np.int64)
+        self._num_units = store.num_blocks * cut.units_per_block
+
+    def buffer_bytes(self, num_units: int) -> int:
+        return -(-num_units * self._cut.unit_bytes // PADDING) * PADDING + DIGEST_BYTES
+
+    def addresses(self, segments: Sequence[Segment]) -> Tensor:
+        """Where these units begin: int64 [units] on the device."""
+        parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for segment in segments:
+            if not 0 <= segment.layer < len(self._bases):
+                raise ValueError(f"there is no layer {segment.layer} among {len(self._bases)}")
+            ids = np.asarray(segment.unit_ids, np.int64)
+            if ids.size and not (ids.min() >= 0 and ids.max() < self._num_units):
+                raise ValueError(f"units {ids.min()} to {ids.max()} are not all within a store of {self._num_units}")
+            parts.append(self.places.addresses(self._bases[segment.layer], ids))
+        return address_tensor(np.concatenate(parts), self.device)
+
+    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+        """Units and their digest -> packed, uint8 [buffer_bytes]."""
+        units = count_units(segments)
+        here, there, trailer = self.addresses(segments), self._packed_addresses(packed, units), _trailer(packed)
+        flat = packed_places(self.places)
+        if self._digests_words:
+            copy_and_digest_units(self.places, here, flat, there, seal, trailer)
+            return
+        size = units * self._cut.unit_bytes
+        packed[size:-DIGEST_BYTES].zero_()
+        if self._cut.encoding == "raw":
+            copy_units(self.places, here, flat, there)
+        else:
+            layout = self._cut.layout
+            encode_units(self.places, here, self._cut.encoding, layout.dtype, layout.head_dim, packed)
+        digest(packed, size, seal, trailer)
+
+    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+        """packed -> units; False, and no unit touched, where the digest is wrong. Waits for the digest alone."""
+        units = count_units(segments)
+        flat, there = packed_places(self.places), self._packed_addresses(packed, units)
+        here = self.addresses(segments)
+        found = torch.empty(2, dtype=torch.int64, device=self.device)
+        if self._digests_words:
+            digest_units(flat, there, seal, found)
+        else:
+            digest(packed, units * self._cut.unit_bytes, seal, found)
+        if not torch.equal(found, _trailer(packed)):
+            return False
+        if self._cut.encoding == "raw":
+            copy_units(flat, there, self.places, here)
+        else:
+            layout = self._cut.layout
+            decode_units(self.places, here, self._cut.encoding, layout.dtype, layout.head_dim, packed)
+        return True
+
+    @property
+    def _digests_words(self) -> bool:
+        """Whether both ends can digest units while they copy them; both decide alike, from what they have in common."""
+        return self._cut.encoding == "raw" and self.places.head_bytes % _WORD_BYTES == 0
+
+    def _packed_addresses(self, packed: Tensor, num_units: int) -> Tensor:
+        flat = packed_places(self.places)
+        return address_tensor(flat.addresses(np.int64(packed.data_ptr()), np.arange(num_units)), self.device)
+
+
+def places_of(cut: Cut) -> UnitPlaces:
+    """How the cut's units lie in its side's store."""
+    layout = cut.layout
+    return paged_places(
+        row_bytes=layout.head_dim * DTYPE_BYTES[layout.dtype],
+        heads_per_block=layout.heads_per_rank,
+        block_size=layout.block_size,
+        first_head=cut.first_head,
+        num_heads=cut.num_heads,
+        unit_tokens=cut.unit_tokens,
+    )
+
+
+def _trailer(packed: Tensor) -> Tensor:
+    """The digest's place in a buffer, int64 [2]."""
+    return packed[-DIGEST_BYTES:].view(torch.int64)
