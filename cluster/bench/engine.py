@@ -34,7 +34,6 @@ MODEL = {
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
@@ -107,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_random_model(folder: Path) -> None:
+def write_random_model(folder: Path, *, max_position: int = 4096) -> None:
     """A bf16 checkpoint of MODEL's shape; small weights, so that nothing overflows."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": max_position}))
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
