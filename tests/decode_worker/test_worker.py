@@ -234,6 +234,32 @@ def test_an_offer_whose_request_is_given_up_is_aborted_at_once():
     play(script, role="decode", num_blocks=8)
 
 
+def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy():
+    async def script(rig: Rig) -> None:
+        parts, ticket, request = make_parts(PREFILL, rig.fabric, rig.links), rig.ticket(), a_request()
+        sequence = SequenceState(request, BLOCK)
+        sequence.reserve(parts.pool, 10)
+        (token,) = await FakeEngine(parts.store).step([sequence.step(10)])
+        rig.engine.released.clear()
+        busy = begin(rig.worker.decode(a_request(9, "busy"), None))
+        await asyncio.sleep(0)
+        call = begin(rig.worker.decode(request, ticket))
+        transfer = parts.sender.open(ticket, 10, sequence.block_ids, 10)
+        transfer.commit(token)
+        await transfer.done()
+        sequence.reset(parts.pool)
+        await a_moment()
+        assert rig.events() == {"r": expected(request)[:1]}
+        rig.engine.released.set()
+        await asyncio.gather(busy, call)
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+        await parts.sender.close()
+        await parts.transports.close()
+
+    play(script, role="decode")
+
+
 def test_kv_without_a_first_token_is_taken_for_a_failed_transfer():
     async def script(rig: Rig) -> None:
         parts, ticket = make_parts(PREFILL, rig.fabric, rig.links), rig.ticket()
