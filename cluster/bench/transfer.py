@@ -3,8 +3,8 @@
 Three parts, all between processes of this machine:
 
     links      tcp against a bare sendmsg/recvmsg_into loop, shm against memcpy, gloo against a bare gloo send
-    exposed    from the end of a prompt's prefill to its first decode step, on a link on which the whole KV takes half as
-               long as the prefill, as a share of the prefill's time
+    exposed    from the end of a prompt's prefill to its first decode step, as a share of the prefill's time, on a link
+               on which the whole KV takes half as long as the prefill
     hand-over  the same on a free link, with several requests at a time
 """
 
