@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from model.backend import Backend, BatchLayout
 from model.config import ModelConfig
+from model.layer_announcer import LayerAnnouncer
 from model.linear import Linear, make_linear
 from model.rope import cos_sin_table
 from model.weights import Checkpoint
@@ -60,8 +61,28 @@ class Decoder:
         """Logits fp32 [N, vocab] of the rows that draw, None where none does.
 
         token_ids int64 [T]; draw_rows int64 [N], ascending rows of T; kv_layers [num_blocks, 2, G, block_size, D] each.
-        `on_layer(i)` is called once layer i's KV is in the cache, which on CUDA means waiting for the stream.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
+        another thread, while later layers are launched.
         """
+        if on_layer is None or not kv_layers[0].is_cuda:
+            return self._forward(token_ids, layout, kv_layers, draw_rows, on_layer)
+        stream = torch.cuda.current_stream(kv_layers[0].device)
+        with LayerAnnouncer(on_layer) as announcer:
+
+            def record(layer: int) -> None:
+                announcer.announce(layer, stream.record_event())
+
+            return self._forward(token_ids, layout, kv_layers, draw_rows, record)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        layout: BatchLayout,
+        kv_layers: Sequence[Tensor],
+        draw_rows: Tensor,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor | None:
+        """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
         backend, weights = self._backend, self._weights
         residual = functional.embedding(token_ids, weights.embedding)
         x = backend.rms_norm(residual, weights.layers[0].input_norm, self._eps)
@@ -70,8 +91,6 @@ class Decoder:
             kv_layer = kv_layers[index]
             q = backend.rope_and_write_kv(layer.qkv(x), weights.cos_sin, kv_layer, layout)
             if on_layer is not None:
-                if kv_layer.is_cuda:
-                    torch.cuda.current_stream(kv_layer.device).synchronize()
                 on_layer(index)
             if index == last and draw_rows.numel() == 0:
                 return None  # nobody reads what comes after the last layer's KV
