@@ -31,6 +31,10 @@ class LinkThread:
         self._thread.start()
 
     @property
+    def is_broken(self) -> bool:
+        return self._broken
+
+    @property
     def is_idle(self) -> bool:
         """Whether `call_here` may be used."""
         return not self._under_way and not self._broken
@@ -41,11 +45,15 @@ class LinkThread:
         Raises ConnectionLost for an OSError and once the link is broken; a cancellation breaks it too.
         """
         self._check()
+        with self._breaking():
+            return await asyncio.shield(self.start(function, *args, **kwargs))
+
+    def start(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """As `call`, for who waits for several threads at once, and breaks off all of them; not to be cancelled."""
         future: asyncio.Future[R] = self._loop.create_future()
         self._under_way.add(future)
         self._calls.put((lambda: function(*args, **kwargs), future))
-        with self._breaking():
-            return await asyncio.shield(future)
+        return future
 
     def call_here(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` at once, for what takes less than a hand-over; only while the thread is idle.
@@ -56,9 +64,15 @@ class LinkThread:
         with self._breaking():
             return function(*args, **kwargs)
 
+    def break_off(self) -> None:
+        """Wake the thread, if it is in a call on the socket, with an error. Later calls are refused."""
+        self._broken = True
+        with contextlib.suppress(OSError):  # the peer was quicker, or we are not connected yet
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     async def close(self) -> None:
         """When this returns no call is under way, and none will be."""
-        self._break()
+        self.break_off()
         if self._under_way:
             await asyncio.wait(self._under_way)
         self._calls.put(None)
@@ -74,17 +88,11 @@ class LinkThread:
         try:
             yield
         except OSError as error:
-            self._break()
+            self.break_off()
             raise ConnectionLost(f"the link broke: {error}") from error
         except BaseException:
-            self._break()
+            self.break_off()
             raise
-
-    def _break(self) -> None:
-        """Wake the thread, if it is in a call on the socket, with an error."""
-        self._broken = True
-        with contextlib.suppress(OSError):  # the peer was quicker, or we are not connected yet
-            self.socket.shutdown(socket.SHUT_RDWR)
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -60,12 +60,12 @@ class TcpLink:
                 first = self._streams[0]
                 rest = first.try_send(self._units.views(segments), seal)
                 if rest:
-                    await _all([first.start(first.send_rest, rest)])
+                    await _all([first.thread.start(first.send_rest, rest)])
                 return
             split = split_segments(segments, [part.first_unit for part in parts])
             await _all(
                 [
-                    part.stream.start(part.stream.send, own, part.num_bytes, part.seed)
+                    part.stream.thread.start(part.stream.send, own, part.num_bytes, part.seed)
                     for part, own in zip(parts, split, strict=True)
                 ]
             )
@@ -78,13 +78,13 @@ class TcpLink:
                 views, trailer = self._units.views(segments), memoryview(bytearray(DIGEST_BYTES))
                 rest = first.try_receive([*views, trailer])
                 if rest:
-                    await _all([first.start(first.receive_rest, rest)])
+                    await _all([first.thread.start(first.receive_rest, rest)])
                 return is_intact(views, trailer, seal)
             split = split_segments(segments, [part.first_unit for part in parts])
             return all(
                 await _all(
                     [
-                        part.stream.start(part.stream.receive, own, part.num_bytes, part.seed)
+                        part.stream.thread.start(part.stream.receive, own, part.num_bytes, part.seed)
                         for part, own in zip(parts, split, strict=True)
                     ]
                 )
@@ -93,11 +93,11 @@ class TcpLink:
     async def discard(self, num_units: int) -> None:
         with self._unbroken():
             parts = self._parts(num_units, 0)
-            await _all([part.stream.start(part.stream.discard, part.num_bytes) for part in parts])
+            await _all([part.stream.thread.start(part.stream.discard, part.num_bytes) for part in parts])
 
     async def close(self) -> None:
         self._break_off()
-        await asyncio.gather(*(stream.close() for stream in self._streams))
+        await asyncio.gather(*(stream.thread.close() for stream in self._streams))
         self._on_close(self)
 
     # --- inside ---
@@ -114,7 +114,7 @@ class TcpLink:
     def _is_inline(self, parts: Sequence[_Part]) -> bool:
         """Small enough for the event loop, with nothing to be packed, and nothing before it on its stream."""
         first = parts[0]
-        return first.num_bytes <= INLINE_BYTES and self._cut.is_whole_blocks and first.stream.is_idle
+        return first.num_bytes <= INLINE_BYTES and self._cut.is_whole_blocks and first.stream.thread.is_idle
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class TcpLink:
     def _break_off(self) -> None:
         self._is_broken = True
         for stream in self._streams:
-            stream.break_off()
+            stream.thread.break_off()
 
 
 async def _all(calls: Sequence[asyncio.Future[R]]) -> list[R]:

@@ -4,66 +4,32 @@ A part of a chunk is its units' bytes and then their digest, which is computed b
 the sender's just before they go to the kernel, the receiver's just after they came from it.
 """
 
-import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_wire import BATCH_BYTES, HostWire
 from kvtransfer.layout import Segment
+from kvtransfer.transports.link_thread import LinkThread
 from protocol.errors import ConnectionLost
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _Call = Callable[[list[memoryview], tuple[()], int], int]
 
 _IOV_MAX = 1024  # views in one system call; the kernel's limit
 
 
 class TcpStream:
-    """Owns a connected socket and the thread that blocks on it. `start` belongs to the event loop."""
+    """Owns a connected socket and, in `thread`, the thread that blocks on it, which all methods belong to."""
 
     def __init__(self, connected: socket.socket, wire: HostWire):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setblocking(True)
+        self.thread = LinkThread(connected, "kv-tcp")
         self._socket = connected
         self._wire = wire
-        self._thread = ThreadPoolExecutor(1, "kv-tcp")
-        self._under_way: set[asyncio.Future[Any]] = set()
-        self._is_broken = False
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is under way on the thread."""
-        return not self._under_way
-
-    def start(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-        """Run one of the methods below on the thread, after all that was started before."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        self._under_way.add(future)
-        future.add_done_callback(self._done)
-        return future
-
-    def break_off(self) -> None:
-        """End what is under way with an error; it has ended for certain when `close` returns."""
-        self._is_broken = True
-        with contextlib.suppress(OSError):  # the peer was quicker
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    async def close(self) -> None:
-        """When this returns nothing is under way, and nothing will be."""
-        self.break_off()
-        if self._under_way:
-            await asyncio.wait(self._under_way)
-        self._thread.shutdown()
-        self._socket.close()
-
-    # --- parts of chunks, on the thread; all raise OSError, ConnectionLost or ValueError ---
+    # --- parts of chunks; these block, and raise OSError, ConnectionLost or ValueError ---
 
     def send(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> None:
         """Send units, `num_bytes` on the wire, and their digest."""
@@ -96,7 +62,7 @@ class TcpStream:
             self._move([scratch[:count]], self._read)
             left -= count
 
-    # --- small parts, tried on the event loop while nothing is under way on the thread ---
+    # --- small parts, tried on the event loop while the thread is idle ---
 
     def try_send(self, views: Sequence[memoryview], seed: int) -> list[memoryview]:
         """Send `views` and their digest as far as that goes without waiting. Returns what is left, for `send_rest`."""
@@ -118,7 +84,7 @@ class TcpStream:
         """Empty or fill `views`; what is left where that would have to wait and `flags` say not to."""
         left = list(views)
         while left:
-            if self._is_broken:
+            if self.thread.is_broken:
                 raise ConnectionLost("the link is closed")
             try:
                 moved = call(left[:_IOV_MAX], (), flags)
@@ -138,11 +104,6 @@ class TcpStream:
         if received == 0:
             raise ConnectionResetError("the peer closed it")
         return received
-
-    def _done(self, future: asyncio.Future[Any]) -> None:
-        self._under_way.discard(future)
-        if not future.cancelled():
-            future.exception()  # it was told to whoever waited
 
 
 def is_intact(views: Sequence[memoryview], trailer: memoryview, seed: int) -> bool:
