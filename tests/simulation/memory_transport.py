@@ -264,6 +264,7 @@ class _PendingMemoryLink:
         self._is_pull = is_pull
         self._token = fabric.next_token()
         self.host = host
+        self._is_handed_over = False
         self.joined: asyncio.Future[_Pipe] = asyncio.get_running_loop().create_future()
         fabric.pending[self._token] = self
 
@@ -277,11 +278,12 @@ class _PendingMemoryLink:
                 pipe = await asyncio.shield(self.joined)
         except TimeoutError as error:
             raise ConnectionLost("the peer did not join the data link in time") from error
+        self._is_handed_over = True
         return MemoryLink(self._fabric, pipe, self._store, self._cut, is_pull=self._is_pull)
 
     async def close(self) -> None:
         self._fabric.pending.pop(self._token, None)
-        if self.joined.done():
+        if self.joined.done() and not self._is_handed_over:
             self.joined.result().break_off()
 
 
