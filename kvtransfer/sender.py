@@ -12,6 +12,7 @@ from kvtransfer.sender_connection import LinkReport, SenderConnection
 from kvtransfer.stats import TransferStats
 from kvtransfer.store import KVStore
 from kvtransfer.transports import Transports
+from kvtransfer.used_tickets import UsedTickets
 from protocol.clock import Clock
 from protocol.network import Network
 from protocol.tickets import Address, Peer, Ticket
@@ -46,6 +47,7 @@ class KVSender:
         self._connections: dict[tuple[Peer, Address], SenderConnection] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation replays exactly
         self._transfers: dict[OutgoingTransfer, None] = {}
+        self._opened_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self.stats = TransferStats()
 
     def open(
@@ -54,8 +56,8 @@ class KVSender:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
         `block_ids` is the request's block table, which must cover the tokens. KV of the first `num_ready_tokens`
-        tokens is in these blocks already, in all layers. A ticket that names another source fails the transfer. Raises
-        ValueError where tokens and blocks don't fit.
+        tokens is in these blocks already, in all layers. A ticket that names another source, or was used, fails the
+        transfer. Raises ValueError where tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
@@ -76,6 +78,8 @@ class KVSender:
         self.stats.in_flight += 1
         try:
             lanes = self._lanes(ticket)
+            if not self._opened_tickets.use(ticket.transfer_id):
+                raise ValueError("the ticket was used before")
         except ValueError as error:  # nobody connects to an address out of another worker's ticket
             transfer.refuse(str(error))
             return transfer

@@ -118,3 +118,26 @@ async def test_a_movers_mistake_is_raised_once_the_link_is_closed() -> None:
     with pytest.raises(ZeroDivisionError):
         await run_movers(divide(), close=close)
     assert is_closed.is_set()
+
+
+async def test_a_link_is_closed_to_the_end_though_its_user_is_cancelled_again_and_again() -> None:
+    may_close, begun, is_closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def close() -> None:
+        await may_close.wait()
+        is_closed.set()
+
+    running = asyncio.create_task(run_movers(wait_for_ever(), close=close))
+    await begun.wait()
+    for _ in range(6):
+        running.cancel()
+        await asyncio.sleep(0)
+    assert not running.done()
+    may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert is_closed.is_set()

@@ -321,7 +321,8 @@ async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()
-        given_up = fleet.senders[1].open(fleet.ticket, 8, (0, 1), 8)
+        again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
+        given_up = fleet.senders[1].open(again, 8, (0, 1), 8)
         await fleet.senders[1].close()
         with pytest.raises(TransferFailed, match="the source is closing"):
             await given_up.done()

@@ -267,6 +267,18 @@ async def test_an_offer_is_good_only_for_the_source_that_its_ticket_names() -> N
         assert not incoming.ended
 
 
+async def test_a_ticket_is_good_for_one_offer_whatever_became_of_it() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer, raw_peer(pair) as other:
+        ticket, waiting = await granted(pair, peer)
+        for offering in (peer, other):
+            offering.connection.send(Offer(ticket, 12))
+            assert await offering.answer() == Abort(ticket.transfer_id, "the ticket was used before")
+            if offering is peer:  # which has been told that its own transfer is over; so it is
+                peer.connection.send(Abort(ticket.transfer_id, "as you say"))
+                with pytest.raises(TransferFailed, match="as you say"):
+                    await waiting
+
+
 async def test_an_offer_is_good_only_for_the_rank_that_its_ticket_counts() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket = mint_ticket(SECRET, "r", P, D, (pair.address,), source_ranks=2)

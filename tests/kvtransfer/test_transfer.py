@@ -1,6 +1,7 @@
 """Sender and receiver together, over real sockets, when nothing goes wrong."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair
 from kvtransfer.config import TransferConfig
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import LinkParams
 from kvtransfer.outgoing import OutgoingTransfer
 from protocol.errors import TransferFailed
 from protocol.tickets import Ticket
@@ -150,44 +150,40 @@ async def test_a_pulled_prefix_has_no_first_token() -> None:
         assert_arrived(pair, [0, 1], [5, 6])
 
 
-async def test_a_short_prompt_waits_for_no_long_one() -> None:
-    """Transfers take turns by chunk: of the long one, only what was under way before goes first."""
-    source, target = BytesStore(4, 2048), BytesStore(4, 2048)
+async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long_one() -> None:
+    source, target = BytesStore(1, 512), BytesStore(1, 512)
     config = TransferConfig(max_chunk_bytes=8 * BLOCK_BYTES, lease_s=20)
-    sent: list[int] = []
+    blocks = {"long": range(200), "other": range(200, 400), "short": range(400, 432)}
+    sent: list[str] = []
+    gate, order = asyncio.Event(), asyncio.Lock()
 
-    class Counted(MemoryTransport):
-        async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
-            link = await super().join(params, cut)
-            send = link.send
+    class Recorded(MemoryLink):
+        async def send(self, segments: Sequence[Segment], seal: int) -> None:
+            async with order:
+                await gate.wait()
+                await super().send(segments, seal)
+            sent.extend(name for name, ids in blocks.items() if segments[0].unit_ids[0] in ids)
 
-            async def count(segments: Sequence[Segment], seal: int) -> None:
-                await send(segments, seal)
-                sent.append(segments[0].unit_ids[0])
-                await asyncio.sleep(0)
+    class Recording(MemoryTransport):
+        def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
+            return Recorded(wire, self, cut)
 
-            link.send = count  # type: ignore[method-assign]
-            return link
-
-    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: Counted(source)) as pair:
-        long, short = pair.ticket("long"), pair.ticket("short")
-        long_incoming = pair.receiver.expect(long, range(2000), 8000, 0)
-        long_out = pair.sender.open(long, 8000, range(2000), 8000)
-        long_out.commit(TOKEN)
-        await settle(lambda: len(sent) > 10)
-        short_incoming = pair.receiver.expect(short, range(2000, 2008), 32, 0)
-        short_out = pair.sender.open(short, 32, range(2000, 2008), 32)
-        begun = len(sent)
-        short_out.commit(TOKEN)
-        await short_incoming.verified()
-        await short_out.done()
-        assert not long_out.ended
-        firsts = [index for index, block in enumerate(sent) if block >= 2000]
-        assert len(firsts) == 4, "a chunk for each layer"
-        assert firsts[-1] - firsts[0] <= 2 * len(firsts), "they take turns"
-        assert len(sent) - begun < 500
-        await long_incoming.verified()
-        await long_out.done()
+    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: Recording(source)) as pair:
+        source.fill(1)
+        outs, waiting = [], []
+        for name, ids in blocks.items():
+            ticket, num_tokens = pair.ticket(name), len(ids) * BLOCK_SIZE
+            waiting.append(pair.receiver.expect(ticket, ids, num_tokens, 0).verified())
+            outs.append(pair.sender.open(ticket, num_tokens, ids, num_tokens))
+            outs[-1].commit(TOKEN)
+            await settle(lambda: outs[-1].lanes[0].has_chunk)
+        gate.set()
+        await asyncio.gather(*waiting, *(out.done() for out in outs))
+        assert_arrived(pair, list(range(432)), list(range(432)))
+    assert sent[:2] == ["long"] * 2, "they were under way before the others came"
+    assert sorted(sent[2:5]) == sorted(sent[5:8]) == sorted(sent[8:11]) == sorted(sent[11:14]) == sorted(blocks)
+    assert "short" not in sent[14:]
+    assert all(a != b for a, b in itertools.pairwise(sent[14:50]))
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
