@@ -44,6 +44,7 @@ class Shape:
     num_blocks: int = 2048
     dtype: str = "float32"
     num_prefill: int = 1
+    pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
@@ -179,7 +180,7 @@ async def _start(
     if role == "prefill":
         worker = PrefillWorker(
             peer=peer,
-            config=PrefillConfig(max_step_tokens=shape.prefill_step_tokens),
+            config=PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s),
             engine=loaded.engine,
             store=store,
             pool=pool,

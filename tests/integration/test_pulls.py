@@ -167,7 +167,10 @@ def target_gives_up(served: Served) -> None:
 async def test_a_pull_that_fails_changes_no_answer_and_keeps_no_block(
     transport: str, spoil: Spoil, folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    async with serve(folder, replace(SHAPE, transport=transport, num_prefill=1)) as served:
+    shape = replace(SHAPE, transport=transport, num_prefill=1)
+    if spoil is source_never_hears:
+        shape = replace(shape, pull_wait_s=0.2)
+    async with serve(folder, shape) as served:
         prompt = some_tokens(FIRST, seed=1)
         first = await served.generate(prompt, ANSWER, GREEDY)
         await served.idle()
