@@ -365,9 +365,7 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
 
             incomings = []
             if not expects_late:
-                incomings = [
-                    expect(t, p[5], p[0], min(p[0], BLOCK_SIZE * p[3])) for t, p in zip(tickets, plans, strict=True)
-                ]
+                incomings = [expect(t, p) for t, p in zip(tickets, plans, strict=True)]
             outs = [pair.sender.open(t, p[0], p[4], p[1]) for t, p in zip(tickets, plans, strict=True)]
             for out, plan in zip(outs, plans, strict=True):
                 for end in plan[2]:
@@ -375,9 +373,7 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
                     await asyncio.sleep(0)
                 out.commit(TOKEN)
             if expects_late:
-                incomings = [
-                    expect(t, p[5], p[0], min(p[0], BLOCK_SIZE * p[3])) for t, p in zip(tickets, plans, strict=True)
-                ]
+                incomings = [expect(t, p) for t, p in zip(tickets, plans, strict=True)]
             await asyncio.gather(*(incoming.verified() for incoming in incomings), *(out.done() for out in outs))
 
     asyncio.run(run())
