@@ -74,7 +74,7 @@ def receive_pool(connected: socket.socket, cut: Cut) -> "PeerPool":
             description = msgspec.msgpack.decode(receive_exactly(connected, length), type=PoolDescription)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the peer's cache is not described as it must be: {error}") from error
-        peer_cut = _checked(description, cut)
+        peer_cut = checked_cut(description, cut)
         size = os.fstat(descriptors[0]).st_size
         layer_bytes = description.num_blocks * description.layout.block_bytes
         if min(description.layer_offsets) < 0 or max(description.layer_offsets) + layer_bytes > size:
@@ -87,7 +87,7 @@ def receive_pool(connected: socket.socket, cut: Cut) -> "PeerPool":
     return PeerPool(mapping, description, peer_cut)
 
 
-def _checked(description: PoolDescription, cut: Cut) -> Cut:
+def checked_cut(description: PoolDescription, cut: Cut) -> Cut:
     """The peer's end of the lane. Raises ProtocolError where it doesn't meet ours."""
     layout = description.layout
     why = incompatibility(layout, cut.layout)

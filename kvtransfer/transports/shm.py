@@ -22,8 +22,10 @@ import secrets
 import socket
 import struct
 import termios
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Protocol
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_units import UnitRuns, count_units
@@ -182,6 +184,20 @@ class ShmTarget:
         return hmac.compare_digest(self._digest.result(), digest)
 
 
+class LocalTarget(DataLink, Protocol):
+    """The receiving end of a link between processes of one machine."""
+
+    async def open(self, timeout_s: float) -> None:
+        """Agree with the peer on its memory. Raises ConnectionLost; the link has to be closed then, too."""
+
+
+class LocalSource(DataLink, Protocol):
+    """The sending end."""
+
+    async def open(self, name: bytes, token: bytes, timeout_s: float) -> None:
+        """Connect, and agree with the peer on our memory. Raises as LocalTarget's."""
+
+
 class ShmPendingLink:
     """A listening socket that waits for one guest with the right token and user."""
 
@@ -190,7 +206,7 @@ class ShmPendingLink:
         listener: socket.socket,
         name: bytes,
         join_timeout_s: float,
-        make_link: Callable[[socket.socket], ShmTarget],
+        make_link: Callable[[socket.socket], LocalTarget],
         on_close: Callable[["ShmPendingLink"], None],
     ):
         self._listener = listener
@@ -199,7 +215,7 @@ class ShmPendingLink:
         self._make_link = make_link
         self._on_close = on_close
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._joined: asyncio.Future[ShmTarget] = asyncio.get_running_loop().create_future()
+        self._joined: asyncio.Future[LocalTarget] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
@@ -207,7 +223,7 @@ class ShmPendingLink:
     def params(self) -> LinkParams:
         return {"name": self._name.hex(), "token": self._token.hex()}
 
-    async def established(self) -> ShmTarget:
+    async def established(self) -> LocalTarget:
         try:
             async with asyncio.timeout(self._join_timeout_s):
                 link = await asyncio.shield(self._joined)
@@ -271,19 +287,18 @@ class ShmPendingLink:
                 guest.close()
 
 
-class ShmTransport:
-    """Makes shm links for one rank of a worker."""
+class LocalTransport(ABC):
+    """Makes links over unix sockets for one rank of a worker, between processes of one machine and one user."""
 
-    name = "shm"
+    name: str
 
-    def __init__(self, store: SharedStore, *, join_timeout_s: float = 10.0):
-        self._store = store
+    def __init__(self, join_timeout_s: float):
         self._join_timeout_s = join_timeout_s
         self._links: set[DataLink] = set()
         self._pending: set[ShmPendingLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> ShmPendingLink:
-        _check_encoding(cut)
+        self._check(cut)
         name = secrets.token_bytes(_NAME_BYTES)
         listener: socket.socket | None = None
         try:
@@ -296,8 +311,8 @@ class ShmTransport:
             raise ConnectionLost(f"can't prepare shared memory: {error}") from error
         listener.setblocking(False)
 
-        def make_link(guest: socket.socket) -> ShmTarget:
-            link = ShmTarget(guest, self._store, cut, self._links.discard)
+        def make_link(guest: socket.socket) -> LocalTarget:
+            link = self._make_target(guest, cut, self._links.discard)
             self._links.add(link)
             return link
 
@@ -305,14 +320,14 @@ class ShmTransport:
         self._pending.add(pending)
         return pending
 
-    async def join(self, params: LinkParams, cut: Cut) -> ShmSource:
-        _check_encoding(cut)
-        name, token = (_unhex(params.get(key)) for key in ("name", "token"))
+    async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
+        self._check(cut)
+        name, token = (self._unhex(params.get(key)) for key in ("name", "token"))
         try:
             connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
             raise ConnectionLost(f"can't join the link: {error}") from error
-        link = ShmSource(connecting, self._store, cut, self._links.discard)
+        link = self._make_source(connecting, cut, self._links.discard)
         self._links.add(link)
         try:
             await link.open(_PREFIX + name.hex().encode(), token, self._join_timeout_s)
@@ -325,20 +340,42 @@ class ShmTransport:
         await asyncio.gather(*(pending.close() for pending in tuple(self._pending)))
         await asyncio.gather(*(link.close() for link in tuple(self._links)))
 
+    @abstractmethod
+    def _make_target(self, connected: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> LocalTarget: ...
 
-def _check_encoding(cut: Cut) -> None:
-    """Raises ConnectionLost for KV that changes on its way."""
-    if cut.encoding != "raw":
-        raise ConnectionLost(f"shm moves KV as it is stored, not encoded as {cut.encoding}")
+    @abstractmethod
+    def _make_source(
+        self, connecting: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]
+    ) -> LocalSource: ...
+
+    def _check(self, cut: Cut) -> None:
+        """Raises ConnectionLost for KV that this transport can't move."""
+        if cut.encoding != "raw":
+            raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {cut.encoding}")
+
+    def _unhex(self, value: str | int | None) -> bytes:
+        if not isinstance(value, str):
+            raise ConnectionLost(f"the peer's link parameters are not those of {self.name}")
+        try:
+            return bytes.fromhex(value)
+        except ValueError as error:
+            raise ConnectionLost("the peer's link parameters are not hexadecimal") from error
 
 
-def _unhex(value: str | int | None) -> bytes:
-    if not isinstance(value, str):
-        raise ConnectionLost("the peer's link parameters are not those of shm")
-    try:
-        return bytes.fromhex(value)
-    except ValueError as error:
-        raise ConnectionLost("the peer's link parameters are not hexadecimal") from error
+class ShmTransport(LocalTransport):
+    """Makes shm links for one rank of a worker."""
+
+    name = "shm"
+
+    def __init__(self, store: SharedStore, *, join_timeout_s: float = 10.0):
+        super().__init__(join_timeout_s)
+        self._store = store
+
+    def _make_target(self, connected: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> ShmTarget:
+        return ShmTarget(connected, self._store, cut, on_close)
+
+    def _make_source(self, connecting: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> ShmSource:
+        return ShmSource(connecting, self._store, cut, on_close)
 
 
 def is_same_user(connected: socket.socket) -> bool:
