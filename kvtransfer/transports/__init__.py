@@ -12,7 +12,7 @@ from kvtransfer.store import DeviceStore, HostStore, KVStore, SharedStore
 from protocol.errors import ConfigError
 from protocol.messages import Reach
 
-NAMES = ("shm", "tcp", "torch_distributed")
+NAMES = ("cuda_ipc", "shm", "tcp", "torch_distributed")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ def make_transports(
 
 def _automatic(store: KVStore) -> tuple[str, ...]:
     if isinstance(store, DeviceStore):
-        return ("torch_distributed",)
+        from kvtransfer.transports.cuda_ipc import missing
+
+        return ("cuda_ipc", "torch_distributed") if missing() is None else ("torch_distributed",)
     if isinstance(store, SharedStore):
         return ("shm", "tcp")
     return ("tcp",)  # torch_distributed on a CPU is gloo, which is slower than tcp everywhere: one has to ask for it
@@ -63,6 +65,15 @@ def _make(name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | N
 
         streams = STREAMS if tcp_streams is None else tcp_streams
         return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams)
+    if name == "cuda_ipc":
+        if not isinstance(store, DeviceStore):
+            raise ConfigError("the KV cache is not in a GPU's memory, which cuda_ipc needs; set the transport to auto")
+        from kvtransfer.transports.cuda_ipc import CudaIpcTransport, missing
+
+        lacking = missing()
+        if lacking is not None:
+            raise ConfigError(f"cuda_ipc needs {lacking}, or set the transport to auto")
+        return CudaIpcTransport(store, join_timeout_s=join_timeout_s)
     if name == "torch_distributed":
         from kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
