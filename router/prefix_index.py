@@ -5,7 +5,7 @@ of hashes as blocks are (protocol/block_hashes.py), the cache salt included.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 from protocol.block_hashes import BlockHash, chain_hashes
 from protocol.tickets import Peer
@@ -45,16 +45,21 @@ class PrefixIndex:
 
     def find(self, pieces: Sequence[BlockHash]) -> dict[Peer, int]:
         """How many tokens of the prefix each worker holds, as far as is known; those with none are left out."""
+        if not self._workers:
+            return {}
         held: dict[Peer, int] = {}
-        holders = self._workers
+        holders: Set[Peer] = self._workers
         known = 0
         for piece in pieces:
-            holders = holders & self._holders.get(piece, _NOBODY)
-            if not holders:
-                break
+            of_piece = self._holders.get(piece, _NOBODY)
+            if not holders <= of_piece:
+                held.update(dict.fromkeys(holders - of_piece, known * PIECE_TOKENS))
+                holders = holders & of_piece
+                if not holders:
+                    break
             known += 1
-            for worker in holders:
-                held[worker] = known * PIECE_TOKENS
+        held.update(dict.fromkeys(holders, known * PIECE_TOKENS))
+        held = {worker: num_tokens for worker, num_tokens in held.items() if num_tokens}
         for piece in reversed(pieces[:known]):
             self._holders.move_to_end(piece)
         return held
