@@ -65,7 +65,7 @@ class PrefixIndex:
         return held
 
     def keep(self, workers: Collection[Peer]) -> None:
-        """Forget all others: a worker that has left, or has restarted, holds nothing. O(1) where nobody has left."""
+        """Forget all others: a worker that has left, or has restarted, holds nothing. Quick where nobody has left."""
         gone = self._workers - set(workers)
         if not gone:
             return
