@@ -4,7 +4,7 @@ A buffer holds a chunk as it is on the wire: its units one after the other, enco
 digest. So a chunk is one message, however many blocks and layers it spans.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.encodings import decode, encode
-from kvtransfer.host_units import HostUnits, count_units
+from kvtransfer.host_units import HostUnits, count_units, split_segments
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.store import HostStore
 
 NUM_BUFFERS = 2
 """While one chunk is on the wire, the next is packed, or the one before unpacked."""
 
-_HOT_BYTES = 512 * 1024  # packed and digested at once: the digest reads what is in the processor's cache
+_HOT_BYTES = 256 * 1024  # encoded or decoded at once: the second pass reads what is in the processor's cache
 
 
 class Staging(Protocol):
@@ -66,20 +66,15 @@ class HostStaging:
 
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
         array: NDArray[np.uint8] = packed.numpy()
-        hasher = xxhash.xxh3_128(seed=seal)
-        at = 0
-        for part in _parts(segments, self._part_units):
-            size = count_units(part) * self._cut.unit_bytes
-            piece = array[at : at + size]
-            if self._cut.encoding == "raw":
-                self._units.pack(part, piece)
-            else:
+        end = array.size - DIGEST_BYTES
+        if self._cut.encoding == "raw":
+            self._units.pack(segments, array)
+        else:
+            for part, piece in self._pieces(segments, array):
                 raw = self._scratch(part)
                 self._units.pack(part, raw)
                 encode(raw, self._cut, piece)
-            hasher.update(piece.data)
-            at += size
-        array[at:] = np.frombuffer(hasher.digest(), np.uint8)
+        array[end:] = np.frombuffer(xxhash.xxh3_128_digest(array[:end].data, seed=seal), np.uint8)
 
     def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
         array: NDArray[np.uint8] = packed.numpy()
@@ -89,13 +84,10 @@ class HostStaging:
         if self._cut.encoding == "raw":
             self._units.unpack(segments, array)
             return True
-        at = 0
-        for part in _parts(segments, self._part_units):
-            size = count_units(part) * self._cut.unit_bytes
+        for part, piece in self._pieces(segments, array):
             raw = self._scratch(part)
-            decode(array[at : at + size], self._cut, raw)
+            decode(piece, self._cut, raw)
             self._units.unpack(part, raw)
-            at += size
         return True
 
     def post(self, move: Callable[[], dist.Work]) -> dist.Work:
@@ -104,29 +96,18 @@ class HostStaging:
     def wait(self, work: dist.Work) -> None:
         work.wait()
 
-    @property
-    def _part_units(self) -> int:
-        return max(1, _HOT_BYTES // self._units.unit_bytes)
+    def _pieces(
+        self, segments: Sequence[Segment], array: NDArray[np.uint8]
+    ) -> Iterator[tuple[list[Segment], NDArray[np.uint8]]]:
+        """Parts of the chunk, each with its place on the wire."""
+        size = self._cut.unit_bytes
+        step = max(1, _HOT_BYTES // self._units.unit_bytes)
+        starts = list(range(0, count_units(segments), step))
+        for start, part in zip(starts, split_segments(segments, starts), strict=True):
+            yield part, array[start * size : (start + count_units(part)) * size]
 
     def _scratch(self, part: Sequence[Segment]) -> NDArray[np.uint8]:
         size = count_units(part) * self._units.unit_bytes
         if self._raw.size < size:
             self._raw = np.empty(size, np.uint8)
         return self._raw[:size]
-
-
-def _parts(segments: Sequence[Segment], part_units: int) -> list[list[Segment]]:
-    """The units in parts of at most `part_units`, in order."""
-    parts: list[list[Segment]] = []
-    room = 0
-    for segment in segments:
-        at = 0
-        while at < len(segment.unit_ids):
-            if room == 0:
-                parts.append([])
-                room = part_units
-            taken = segment.unit_ids[at : at + room]
-            parts[-1].append(Segment(segment.layer, taken))
-            at += len(taken)
-            room -= len(taken)
-    return parts

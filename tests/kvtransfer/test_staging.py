@@ -1,65 +1,128 @@
-"""Blocks to a contiguous buffer and back."""
+"""Chunks to one contiguous buffer and back."""
 
 import random
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from transfer_harness import BytesStore
 
-from kvtransfer.digest import digest_blocks
-from kvtransfer.store import DeviceStore
-from kvtransfer.transports.staging import CudaStore, HostStaging, block_words
-from model.config import ModelConfig, RopeConfig
-from model.kv_cache import KVCache
+from kvtransfer.encodings import encode
+from kvtransfer.host_units import HostUnits
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
+from protocol.kv_layout import Encoding
+
+CUTS = [(0, 4, 4), (1, 2, 4), (0, 4, 2), (3, 1, 1)]  # first head, heads, unit tokens
 
 
-def make_cache(dtype: torch.dtype, head_dim: int = 6) -> KVCache:
-    config = ModelConfig(
-        vocab_size=8,
-        hidden_size=12,
-        intermediate_size=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        max_position=16,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+def store_of(seed: int | None = None, num_blocks: int = 20) -> BytesStore:
+    """Two layers of bf16 values of about 1, four heads, blocks of four tokens; zeros without a seed."""
+    store = BytesStore(2, num_blocks, 6, num_kv_heads=4)
+    if seed is not None:
+        torch.manual_seed(seed)
+        for layer in store.layers:
+            layer[:] = torch.randn(len(layer) // 2).bfloat16().view(torch.uint8).numpy().tobytes()
+    return store
+
+
+def segments_of(seed: int, cut: Cut, num_blocks: int = 20) -> list[Segment]:
+    draw = random.Random(seed)
+    return [Segment(layer, tuple(draw.sample(range(num_blocks * cut.units_per_block), 9))) for layer in (1, 0)]
+
+
+def raw_units(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
+    raw = Cut(cut.layout, cut.first_head, cut.num_heads, cut.unit_tokens, "raw")
+    out = np.zeros(sum(len(segment.unit_ids) for segment in segments) * raw.unit_bytes, np.uint8)
+    HostUnits(store, raw).pack(segments, out)
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
+def test_a_buffer_holds_the_units_as_on_the_wire_and_their_digest(
+    first: int, heads: int, tokens: int, encoding: Encoding
+) -> None:
+    store = store_of(1)
+    cut = Cut(store.layout, first, heads, tokens, encoding)
+    staging, segments = HostStaging(store, cut), segments_of(1, cut)
+    packed = staging.buffer(0, 18)
+    staging.pack(segments, 7, packed)
+    wire = raw = raw_units(store, cut, segments)
+    if encoding != "raw":
+        encoded = np.zeros(18 * cut.unit_bytes, np.uint8)
+        encode(np.frombuffer(raw, np.uint8), cut, encoded)
+        wire = encoded.tobytes()
+    assert packed.numpy().tobytes() == wire + xxhash.xxh3_128_digest(wire, seed=7)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
+def test_what_is_unpacked_lies_where_the_table_says_and_nowhere_else(
+    first: int, heads: int, tokens: int, encoding: Encoding
+) -> None:
+    source, target = store_of(1), store_of()
+    cut = Cut(source.layout, first, heads, tokens, encoding)
+    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
+    sent, received = segments_of(1, cut), segments_of(2, cut)
+    packed = packing.buffer(1, 18)
+    packing.pack(sent, 7, packed)
+    assert unpacking.unpack(received, 7, packed)
+    wanted, found = (
+        torch.frombuffer(bytearray(raw_units(store, cut, segments)), dtype=torch.bfloat16).float()
+        for store, segments in ((source, sent), (target, received))
     )
-    cache = KVCache(config, num_blocks=9, block_size=3, dtype=dtype, device=torch.device("cpu"), model_digest="m")
-    for tensor in cache.tensors:
-        tensor.normal_()
-    return cache
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
+    everywhere = sum(np.count_nonzero(np.frombuffer(layer, np.int16)) for layer in target.layers)
+    assert everywhere == int(found.count_nonzero())
 
 
-def test_packing_and_unpacking_follow_both_tables() -> None:
-    source, target = BytesStore(2, 20, 33), BytesStore(2, 20, 33)
-    source.fill(1)
-    from_ids, to_ids = random.Random(1).sample(range(20), 12), random.Random(2).sample(range(20), 12)
-    packing, unpacking = HostStaging(source), HostStaging(target)
-    packed = packing.buffer(12 * 33)
-    packing.pack(1, from_ids, packed)
-    unpacking.unpack(1, to_ids, packed)
-    for from_id, to_id in zip(from_ids, to_ids, strict=True):
-        assert target.block(1, to_id) == source.block(1, from_id)
-    assert target.layers[0] == bytes(20 * 33)
+@pytest.mark.parametrize("encoding", ["raw", "int8"])
+def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
+    source, target = store_of(1), store_of()
+    cut = Cut(source.layout, 0, 4, 4, encoding)
+    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
+    packed = packing.buffer(0, 18)
+    packing.pack(segments_of(1, cut), 7, packed)
+    for place in (0, packed.numel() // 2, packed.numel() - 17, packed.numel() - 1):
+        packed[place] ^= 1
+        assert not unpacking.unpack(segments_of(2, cut), 7, packed)
+        packed[place] ^= 1
+    assert not unpacking.unpack(segments_of(2, cut), 8, packed)
+    assert not any(map(any, target.layers))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_device_store_reads_the_same_bytes_as_a_host_view(dtype: torch.dtype) -> None:
-    cache = make_cache(dtype)
-    store = CudaStore(cache)
-    assert isinstance(store, DeviceStore)
-    assert not isinstance(cache, DeviceStore)
-    ids = [4, 0, 7, 8]
-    size = cache.block_bytes
-    wanted = b"".join(bytes(cache.layer_bytes(1)[i * size : (i + 1) * size]) for i in ids)
-    assert bytes(store.read_blocks(1, ids)) == wanted
-    assert digest_blocks(store, 1, ids) == digest_blocks(cache, 1, ids), "both ends may differ in their device"
+def test_chunks_larger_than_what_is_encoded_at_once_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, other = store_of(1), store_of(), store_of()
+    cut = Cut(source.layout, 0, 4, 4, "int8")
+    staging, segments = HostStaging(source, cut), segments_of(1, cut)
+    whole, parts = staging.buffer(0, 18), staging.buffer(1, 18)
+    staging.pack(segments, 7, whole)
+    HostStaging(target, cut).unpack(segments, 7, whole)
+    monkeypatch.setattr("kvtransfer.transports.staging._HOT_BYTES", 2 * 192 * 4)
+    staging.pack(segments, 7, parts)
+    assert torch.equal(whole, parts)
+    HostStaging(other, cut).unpack(segments, 7, parts)
+    assert target.copy() == other.copy()
 
 
-def test_blocks_that_are_no_whole_words_are_taken_as_bytes() -> None:
-    assert block_words(CudaStore(make_cache(torch.float32)), 0).dtype is torch.int64
-    odd = make_cache(torch.bfloat16, head_dim=5)
-    assert odd.block_bytes % 8
-    assert block_words(CudaStore(odd), 0).shape == (9, odd.block_bytes)
+def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
+    store = store_of()
+    cut = Cut(store.layout, 0, 4, 4, "raw")
+    staging = HostStaging(store, cut)
+    for index in range(NUM_BUFFERS):
+        large = staging.buffer(index, 18)
+        assert large.numel() == 18 * cut.unit_bytes + 16
+        assert staging.buffer(index, 3).data_ptr() == large.data_ptr()
+        assert staging.buffer(index, 18).data_ptr() == large.data_ptr()
+    assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
+
+
+def test_units_that_the_store_has_not_are_refused() -> None:
+    store = store_of(1)
+    staging = HostStaging(store, Cut(store.layout, 0, 4, 4, "raw"))
+    packed = staging.buffer(0, 1)
+    for segment in (Segment(2, (0,)), Segment(0, (20,)), Segment(0, (-1,))):
+        with pytest.raises(ValueError, match=r"layer|units"):
+            staging.pack([segment], 1, packed)
