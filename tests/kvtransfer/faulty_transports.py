@@ -36,6 +36,7 @@ class FaultyTransport:
         self.name = inner.name
         self.gate = Gate()
         self.join_gate = Gate()
+        self.close_gate = Gate()
         self.spoils = 0  # sends whose digest is wrong
         self.breaks = 0  # sends or receives that find the link broken, and break it
         self.refusals = 0  # joins that fail
@@ -108,8 +109,9 @@ class FaultyLink:
             await self._inner.discard(num_units)
 
     async def close(self) -> None:
-        self._transport.num_closed += 1
+        await self._transport.close_gate.passed()
         await self._inner.close()
+        self._transport.num_closed += 1
 
     async def _break(self) -> None:
         if self._transport.breaks:

@@ -353,11 +353,11 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
         skip = data.draw(st.integers(0, num_blocks))
         span = slice(20 * index, 20 * index + num_blocks)
         plans.append((num_tokens, ready, [*ends, num_tokens], skip, source_ids[span], target_ids[span]))
-    expects_late = data.draw(st.booleans())
+    transport, expects_late = data.draw(st.sampled_from(["memory", "tcp"])), data.draw(st.booleans())
     config = TransferConfig(max_chunk_bytes=data.draw(st.integers(1, 2000)), lease_s=20)
 
     async def run() -> None:
-        async with make_pair(source=source, target=target, config=config) as pair:
+        async with make_pair(transport, source=source, target=target, config=config) as pair:
             tickets = [pair.ticket(str(index)) for index in range(2)]
 
             def expect(ticket: Ticket, plan: Any) -> IncomingTransfer:

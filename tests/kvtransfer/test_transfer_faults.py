@@ -47,6 +47,7 @@ async def faulty_pair(
             for faulty in made:
                 faulty.gate.open.set()
                 faulty.join_gate.open.set()
+                faulty.close_gate.open.set()
 
 
 def begin(
@@ -409,15 +410,23 @@ async def test_an_abort_during_a_retry_waits_for_its_bytes_and_ends_both_sides()
 @EACH
 async def test_links_are_closed_though_those_who_close_them_are_cancelled_twice(transport: str, side: str) -> None:
     async with faulty_pair(transport) as (pair, source, target):
+        closed = source if side == "source" else target
         await assert_a_transfer_works(pair)
+        out, incoming = begin(pair)
+        await get_to(out, SenderState.GRANTED)
+        closed.close_gate.shut()
         closing = asyncio.create_task(pair.sender.close() if side == "source" else pair.receiver.close())
-        await asyncio.sleep(0)
-        for _ in range(4):
+        await closed.close_gate.entered.wait()
+        for _ in range(6):
             closing.cancel()
             await asyncio.sleep(0)
-        await asyncio.gather(closing, return_exceptions=True)
-        closed = source if side == "source" else target
-        assert closed.num_closed >= closed.num_links == 1
+        assert not closing.done()
+        assert not (out if side == "source" else incoming).ended, "its link may still move bytes"
+        closed.close_gate.open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert closed.num_closed == closed.num_links == 1
+        assert (out if side == "source" else incoming).ended
 
 
 # --- prefixes that are not there ---

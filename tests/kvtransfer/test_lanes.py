@@ -1,0 +1,209 @@
+"""A lane's own decisions, with nobody else there: above all, when its blocks are free."""
+
+import asyncio
+
+import pytest
+from transfer_harness import TOKEN, D, P
+
+from kvtransfer.chunk_plan import ChunkPlan
+from kvtransfer.incoming_lane import IncomingLane
+from kvtransfer.layout import Cut, Segment
+from kvtransfer.lifecycle import IllegalTransition, ReceiverState, SenderState
+from kvtransfer.outgoing_lane import OutgoingLane
+from protocol.kv_layout import KVLayout
+from protocol.messages import Chunk, Commit, Damaged, Verified
+from protocol.tickets import Address, Ticket
+
+TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
+LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=6, block_size=4)
+CUT = Cut(LAYOUT, 0, 1, 4, "raw")
+NUM_TOKENS = 16
+BLOCKS = (3, 1, 4, 5)
+
+
+class Ends:
+    """Both sides' observers: keep what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.failures: list[str] = []
+        self.num_ends = 0
+
+    def has_work(self, lane: OutgoingLane) -> None:
+        pass
+
+    def gave_up(self, lane: OutgoingLane | IncomingLane, reason: str) -> None:
+        self.told.append(reason)
+
+    def ended(self, lane: OutgoingLane) -> None:
+        self.num_ends += 1
+
+    def lane_ended(self, lane: IncomingLane) -> None:
+        self.num_ends += 1
+
+    def nothing(self) -> None:
+        pass
+
+
+async def outgoing(ends: Ends) -> OutgoingLane:
+    """Granted, and everything ready."""
+    loop = asyncio.get_running_loop()
+    plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
+    lane = OutgoingLane(
+        TICKET,
+        NUM_TOKENS,
+        BLOCKS,
+        plan,
+        carrier=ends,
+        on_failure=ends.failures.append,
+        on_end=ends.nothing,
+        clock=loop.time,
+        progress_s=20,
+    )
+    lane.offered()
+    lane.granted(CUT, 0)
+    return lane
+
+
+async def incoming(ends: Ends) -> IncomingLane:
+    """Granted."""
+    loop = asyncio.get_running_loop()
+    lane = IncomingLane(
+        TICKET,
+        0,
+        BLOCKS,
+        NUM_TOKENS,
+        0,
+        keeper=ends,
+        on_failure=ends.failures.append,
+        on_end=ends.nothing,
+        clock=loop.time,
+        progress_s=20,
+    )
+    lane.granted(CUT)
+    return lane
+
+
+def begin(lane: OutgoingLane, link: int = 0) -> Chunk:
+    chunk = lane.begin_chunk(link, 4)
+    assert chunk is not None
+    return chunk
+
+
+async def test_a_given_up_senders_blocks_are_free_once_the_last_of_its_chunks_has_ended() -> None:
+    ends = Ends()
+    lane = await outgoing(ends)
+    begin(lane)
+    begin(lane)
+    lane.abort("enough")
+    assert lane.begin_chunk(0, 4) is None
+    lane.end_chunk()
+    assert lane.state is SenderState.ABORTING
+    lane.end_chunk()
+    assert lane.state is SenderState.ABORTED
+    assert (ends.told, ends.failures, ends.num_ends) == (["enough"], ["enough"], 1)
+
+
+async def test_a_verified_senders_blocks_are_free_once_the_last_of_its_calls_has_returned() -> None:
+    ends = Ends()
+    lane = await outgoing(ends)
+    lane.commit(TOKEN)
+    begin(lane)
+    assert lane.take_commit() is None
+    begin(lane)
+    assert lane.take_commit() == Commit(TICKET.transfer_id, 2, TOKEN)
+    assert lane.take_commit() is None
+    lane.end_chunk()
+    assert lane.state is SenderState.FINISHING
+    lane.verified()
+    lane.abort("too late")
+    assert (lane.state, ends.num_ends) == (SenderState.RELEASING, 0)
+    lane.end_chunk()
+    assert lane.state is SenderState.RELEASED
+    assert (ends.told, ends.failures, ends.num_ends) == ([], [], 1)
+
+
+async def test_a_chunk_that_is_asked_for_again_goes_before_new_ones_and_its_blocks_are_held() -> None:
+    lane = await outgoing(Ends())
+    first = begin(lane)
+    lane.end_chunk()
+    assert lane.damaged(0, 0) is None, "any link will do"
+    again = begin(lane, link=7)
+    assert (again.sequence, again.attempt, again.link, again.runs) == (0, 1, 7, first.runs)
+    assert lane.state is SenderState.SENDING
+    lane.end_chunk()
+    assert lane.damaged(0, 1) == 7, "any but this one"
+    assert begin(lane, link=8).attempt == 2
+    with pytest.raises(ValueError, match="attempt 2 of chunk 0"):
+        lane.damaged(0, 2)
+    assert begin(lane).sequence == 1
+
+
+async def test_a_committed_lane_sends_again_and_is_verified_after_that() -> None:
+    lane = await outgoing(Ends())
+    lane.commit(None)
+    for _ in range(2):
+        begin(lane)
+        lane.end_chunk()
+    assert lane.take_commit() is not None
+    assert not lane.has_chunk
+    assert lane.damaged(1, 0) is None
+    assert lane.has_chunk
+    begin(lane)
+    assert lane.state is SenderState.FINISHING
+    lane.end_chunk()
+    assert lane.state is SenderState.COMMITTED
+    lane.verified()
+    assert lane.ended
+    with pytest.raises(IllegalTransition):
+        lane.verified()
+
+
+def chunks() -> list[Chunk]:
+    """The two chunks of the prompt, as an outgoing lane makes them."""
+    plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
+    plan.begin(4, 0)
+    runs = [plan.next_runs(4), plan.next_runs(4)]
+    return [Chunk(TICKET.transfer_id, sequence, 0, 0, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]
+
+
+async def test_a_given_up_receivers_blocks_are_free_once_the_last_of_its_chunks_has_ended() -> None:
+    ends = Ends()
+    lane = await incoming(ends)
+    for chunk in chunks():
+        lane.announce(chunk)
+        assert lane.begin_chunk(chunk) == (Segment(chunk.sequence, BLOCKS),)
+    lane.abort("enough")
+    assert lane.end_chunk(chunks()[0], is_intact=True) is None
+    assert lane.state is ReceiverState.ABORTING
+    assert lane.end_chunk(chunks()[1], is_intact=False) is None
+    assert lane.state is ReceiverState.ABORTED
+    assert (ends.told, ends.failures, ends.num_ends) == (["enough"], ["enough"], 1)
+
+
+async def test_nothing_is_verified_while_a_chunk_is_missing_or_under_way() -> None:
+    lane = await incoming(Ends())
+    first, second = chunks()
+    for chunk in (first, second):
+        lane.announce(chunk)
+        lane.begin_chunk(chunk)
+    assert lane.commit(Commit(TICKET.transfer_id, 2, TOKEN)) is None
+    assert lane.end_chunk(second, is_intact=False) == Damaged(TICKET.transfer_id, 1, 0)
+    assert lane.end_chunk(first, is_intact=True) is None
+    again = Chunk(second.transfer_id, 1, 1, 5, second.runs, second.num_bytes)
+    lane.announce(again)
+    assert lane.begin_chunk(again) is not None
+    assert lane.state is ReceiverState.RECEIVING
+    assert lane.end_chunk(again, is_intact=True) == Verified(TICKET.transfer_id)
+    assert lane.state is ReceiverState.VERIFIED
+    assert lane.first_token == TOKEN
+
+
+async def test_a_lost_peer_ends_a_lane_at_once_for_its_links_are_closed() -> None:
+    ends = Ends()
+    lane = await incoming(ends)
+    lane.announce(chunks()[0])
+    lane.begin_chunk(chunks()[0])
+    lane.peer_lost("gone")
+    assert lane.state is ReceiverState.ABORTED
+    assert (ends.told, ends.failures) == ([], ["gone"])
