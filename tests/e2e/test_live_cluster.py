@@ -77,6 +77,34 @@ def num_sockets(pid: int) -> int:
     return count
 
 
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Server) -> None:
+    """The answer's KV comes back from the decode worker; what was reused stands in the usage."""
+
+    def ask(prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        body = {"ignore_eos": True, "return_token_ids": True}
+        answer = server.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0.0, extra_body=body
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return answer.choices[0].model_extra["token_ids"], details.cached_tokens or 0 if details else 0
+
+    pulled = sum(worker["stats"]["pulled_tokens"] for worker in server.workers("prefill"))
+    first = list(range(500, 700))
+    written, _ = ask(first, 200)
+    reply, cached = ask([*first, *written, *range(300, 330)], 8)
+    assert len(reply) == 8
+    assert cached == (len(first) + len(written) - 1) // 16 * 16
+    eventually(
+        "the prefill worker tells what it pulled",
+        lambda: (
+            sum(worker["stats"]["pulled_tokens"] for worker in server.workers("prefill"))
+            == pulled + cached - len(first) // 16 * 16
+        ),
+    )
+    eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+
+
 def test_an_idle_fleets_metrics_show_no_owned_block_in_either_role(server: Server) -> None:
     complete(server)
     eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
