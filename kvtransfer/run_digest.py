@@ -1,4 +1,4 @@
-"""xxh3-128 over many runs of bytes in one call without the interpreter's lock, while they are copied or where they lie.
+"""xxh3-128 over many runs of bytes in one call without the interpreter's lock, as they are copied or where they lie.
 
 Fed run by run from Python, a digest of small or scattered blocks costs more for the calls than for the bytes, and each
 call contends for the interpreter's lock. So kernels call the C function of the xxhash package, whose wheels export its
@@ -27,9 +27,9 @@ from kvtransfer.unit_copy import copy_bytes, copy_runs
 _WRITABLE = types.Array(types.uint8, 1, "C")
 _READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)
 _OFFSETS = types.Array(types.int64, 1, "C")
-_LINE = 64  # bytes of a cache line
-_SOURCE_PREFETCH = 4096  # bytes; then the hardware has seen where it goes
-_TARGET_PREFETCH = 1024
+LINE = 64  # bytes of a cache line
+SOURCE_PREFETCH = 4096  # bytes; then the hardware has seen where it goes
+TARGET_PREFETCH = 1024
 
 
 class RunDigest(Protocol):
@@ -74,7 +74,7 @@ class PortableDigest:
         view = np.frombuffer(buffer, np.uint8).data
         for start in offsets.tolist():
             if not 0 <= start <= view.nbytes - run_bytes:
-                raise ValueError(_not_within(run_bytes, view.nbytes))
+                raise ValueError(not_within(run_bytes, view.nbytes))
             self._hash.update(view[start : start + run_bytes])
 
     def copy(
@@ -152,7 +152,7 @@ class NativeDigest:
     def update(self, buffer: Buffer, offsets: NDArray[np.int64], run_bytes: int) -> None:
         array = np.frombuffer(buffer, np.uint8)
         if not _digest_kernel(array, offsets, run_bytes, self._state, self._functions.update_address):
-            raise ValueError(_not_within(run_bytes, array.size))
+            raise ValueError(not_within(run_bytes, array.size))
 
     def copy(
         self,
@@ -165,14 +165,14 @@ class NativeDigest:
         to, start = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
         update = self._functions.update_address
         if not _copy_kernel(to, target_offsets, start, source_offsets, run_bytes, self._state, update):
-            raise ValueError(_not_within(run_bytes, min(to.size, start.size)))
+            raise ValueError(not_within(run_bytes, min(to.size, start.size)))
 
     def result(self) -> bytes:
         digest = self._functions.digest(self._state)
         return int(digest.high << 64 | digest.low).to_bytes(DIGEST_BYTES, "big")
 
 
-def _not_within(run_bytes: int, num_bytes: int) -> str:
+def not_within(run_bytes: int, num_bytes: int) -> str:
     return f"runs of {run_bytes} bytes are not all within {num_bytes} bytes"
 
 
@@ -193,7 +193,7 @@ def _feed(typingctx: Any, update: Any, state: Any, start: Any, size: Any) -> Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(typingctx: Any, address: Any) -> Any:
+def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address. It may be any address: a wrong one does nothing."""
     del typingctx
 
@@ -218,8 +218,8 @@ def _digest_runs(buffer: Any, offsets: Any, run_bytes: int, state: int, update: 
     start = buffer.ctypes.data
     for i in range(offsets.size):
         if i + 1 < offsets.size:  # where blocks are scattered, each one's beginning would be waited for
-            for line in range(0, _SOURCE_PREFETCH, _LINE):
-                _prefetch(start + offsets[i + 1] + line)
+            for line in range(0, SOURCE_PREFETCH, LINE):
+                prefetch(start + offsets[i + 1] + line)
         _feed(update, state, start + offsets[i], run_bytes)
     return True
 
@@ -237,10 +237,10 @@ def _copy_and_digest(
     for i in range(target_offsets.size):
         copy_bytes(to + target_offsets[i], start + source_offsets[i], run_bytes)
         if i + 1 < target_offsets.size:
-            for line in range(0, _SOURCE_PREFETCH, _LINE):
-                _prefetch(start + source_offsets[i + 1] + line)
-            for line in range(0, _TARGET_PREFETCH, _LINE):
-                _prefetch(to + target_offsets[i + 1] + line)
+            for line in range(0, SOURCE_PREFETCH, LINE):
+                prefetch(start + source_offsets[i + 1] + line)
+            for line in range(0, TARGET_PREFETCH, LINE):
+                prefetch(to + target_offsets[i + 1] + line)
         _feed(update, state, to + target_offsets[i], run_bytes)  # what was written, while the core's cache has it
     return True
 

@@ -28,10 +28,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.fused_digest import BLOCK_BYTES, FusedDigest, can_be_fused
 from kvtransfer.host_units import UnitRuns, count_units
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink, LinkParams
-from kvtransfer.run_digest import make_run_digest
+from kvtransfer.run_digest import RunDigest, make_run_digest
 from kvtransfer.store import SharedStore
 from kvtransfer.transports.link_thread import LinkThread
 from kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive_pool, send_pool
@@ -123,7 +124,8 @@ class ShmTarget:
         self._cut = cut
         self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
         self._runs = UnitRuns(cut)
-        self._digest = make_run_digest()
+        self._digest: RunDigest | FusedDigest = make_run_digest()
+        self._run_bytes = self._runs.run_bytes  # that both ends have
         self._pool: PeerPool | None = None  # from `open` to `close`
         self._on_close = on_close
 
@@ -154,6 +156,9 @@ class ShmTarget:
         connection = self._thread.socket
         connection.settimeout(timeout_s)
         self._pool = receive_pool(connection, self._cut)
+        self._run_bytes = min(self._runs.run_bytes, self._pool.runs.run_bytes)
+        if self._run_bytes % BLOCK_BYTES == 0 and can_be_fused():
+            self._digest = FusedDigest()
         connection.sendall(_READY)
         connection.settimeout(None)
 
@@ -174,7 +179,7 @@ class ShmTarget:
             raise ConnectionLost("the link is not open")
         pool.check(peer_ids)
         self._digest.start(seal)
-        size = min(self._runs.run_bytes, pool.runs.run_bytes)
+        size = self._run_bytes
         at = 0
         for segment in segments:
             end = at + len(segment.unit_ids)
