@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,11 @@ async def warm_up_torch() -> None:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def link_threads() -> int:
+    """Threads of links; the event loop's own, for names of hosts, come and stay."""
+    return sum(thread.name.startswith("kv-") for thread in threading.enumerate())
 
 
 async def settle(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
