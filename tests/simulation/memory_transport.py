@@ -64,6 +64,7 @@ class _Pipe:
     def __init__(self, fabric: "LinkFabric", source: str, target: str):
         self.hosts = (source, target)
         self.is_broken = False
+        self.is_rotten = False  # every piece that goes through it is damaged
         self.held: _Held | None = None  # a chunk that lets the next one pass
         self.unread_bytes = 0  # under way, or arrived and not taken
         self._fabric = fabric
@@ -76,13 +77,19 @@ class _Pipe:
         if self.is_broken:
             raise ConnectionLost("the data link is broken")
 
+    def damage(self, data: bytearray) -> None:
+        """What happens to bytes on their way."""
+        self._fabric.damage(data)
+        if self.is_rotten and data:
+            data[0] ^= 1
+
     async def push(self, data: bytearray) -> None:
         """Send bytes; waits while the peer takes none."""
         while self.unread_bytes > self._fabric.window_bytes:
             self.check()
             await self._change()
         self.check()
-        self._fabric.damage(data)
+        self.damage(data)
         self.unread_bytes += len(data)
         self._later(self._arrive, data)
 
@@ -222,7 +229,7 @@ class MemoryLink:
             data = bytearray().join(
                 pointers.store.read_units(layer, (unit_id,), pointers.cut) for layer, unit_id in places
             )
-            self._fabric.damage(data)
+            self._pipe.damage(data)
             data = data[: len(places) * self._cut.unit_bytes].ljust(len(places) * self._cut.unit_bytes)
             self._write(piece, data)
             digest.update(data)

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from typing import Protocol
 
+from protocol.messages import Damaged, LinkReady, LinkWanted, Message
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import Damage, LinkFabric
 from tests.simulation.transfers.mangler import Mangler
@@ -77,7 +78,7 @@ class Faults:
                     break
                 await asyncio.sleep(0.003)
             self._trace(f"fault: {plan.kind}, {'done' if hit else 'nothing to hit'}")
-            if plan.kind not in (*LINK_FAULTS, *PEER_FAULTS) or plan.kind == "cut a link":
+            if plan.kind not in (*LINK_FAULTS, *PEER_FAULTS) or plan.kind in ("cut a link", "rot a link"):
                 self.fired[plan.kind] += bool(hit)
 
     async def _strike(self, plan: FaultPlan, draw: random.Random) -> bool:
@@ -90,8 +91,8 @@ class Faults:
             case "stall bytes":
                 self._stalls_ordered += plan.times
                 self._links.stalls_s += [draw.choice((0.01, 0.1, 2 * LEASE_S))] * plan.times
-            case "cut a link":
-                return self._cut_a_link(draw)
+            case "cut a link" | "rot a link":
+                return self._spoil_a_link(draw, is_cut=plan.kind == "cut a link")
             case "cut a connection":
                 return self._cut_a_connection(draw)
             case "part":
@@ -111,8 +112,18 @@ class Faults:
                 self._damages += [("", _spare)] * draw.randint(2, 9) + [("flip a bit", _flip(draw))]
                 self._mangler.order(plan.kind, plan.which, plan.times)
             case _:
-                self._mangler.order(plan.kind, plan.which, plan.times)
+                await self._provoke(self._mangler.order(plan.kind, plan.which, plan.times), draw)
         return True
+
+    async def _provoke(self, victim: type[Message], draw: random.Random) -> None:
+        """Messages of retries only come where there is something to retry."""
+        if victim is Damaged:
+            self._damages += [("flip a bit", _flip(draw))] * 4
+        elif victim in (LinkWanted, LinkReady):
+            for _ in range(20):
+                if self._spoil_a_link(draw, is_cut=draw.random() < 0.5):
+                    return
+                await asyncio.sleep(0.003)
 
     def _damage(self, data: bytearray) -> None:
         if self._damages and data:
@@ -121,11 +132,15 @@ class Faults:
             if kind:
                 self.fired[kind] += 1
 
-    def _cut_a_link(self, draw: random.Random) -> bool:
+    def _spoil_a_link(self, draw: random.Random, *, is_cut: bool) -> bool:
         pipes = list(self._links.pipes)
         if not pipes:
             return False
-        draw.choice(pipes).break_off()
+        pipe = draw.choice(pipes)
+        if is_cut:
+            pipe.break_off()
+        else:
+            pipe.is_rotten = True
         return True
 
     def _cut_a_connection(self, draw: random.Random) -> bool:

@@ -36,7 +36,7 @@ from tests.simulation.memory_transport import LinkFabric
 _LIES = ("lie in messages", "alter retries")
 FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
-_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, LinkWanted, LinkReady)
+_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, Damaged, LinkWanted, LinkReady, LinkReady)
 
 
 @dataclass
@@ -52,20 +52,22 @@ class _Order:
 class Mangler:
     """A fabric's `mangle`. Counts what it has done by (kind, message type)."""
 
-    def __init__(self, links: LinkFabric) -> None:
+    def __init__(self, links: LinkFabric, transports: tuple[str, ...]) -> None:
         self._links = links
+        self._transports = transports
         self.fired: Counter[tuple[str, str]] = Counter()
         self.violations: list[str] = []
         self.targets_lie = False  # a message of a receiving side was among the victims
         self._orders: list[_Order] = []
         self._held: dict[MemoryConnection, tuple[str, Message]] = {}
         self.known_ids: dict[bytes, None] = {}
-        self._granted: set[tuple[MemoryConnection, bytes]] = set()
+        self.granted: set[tuple[MemoryConnection, bytes]] = set()
         self._ends: dict[MemoryConnection, tuple[Peer, Peer]] = {}  # source and target, by the source's end
+        self._unwanted: dict[MemoryConnection, tuple[str, ...]] = {}  # transports, by the target's end
         self._announced: dict[tuple[MemoryConnection, bytes], dict[int, tuple[Run, ...]]] = {}  # by sequence
 
-    def order(self, kind: str, which: int, times: int) -> None:
-        """From now on, until it has been done `times` times."""
+    def order(self, kind: str, which: int, times: int) -> type[Message]:
+        """From now on, until it has been done `times` times; to messages of the type that is returned."""
         draw = random.Random(which)
         victim: type[Message] = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
         if kind == "alter retries":
@@ -73,6 +75,7 @@ class Mangler:
         elif kind == "lie in messages":
             victim = draw.choice((Chunk, Chunk, Grant))
         self._orders.append(_Order(kind, victim, times, draw))
+        return victim
 
     def __call__(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
         self._look_at(connection, message)
@@ -97,14 +100,20 @@ class Mangler:
             self._ends[connection] = message.sender, message.receiver
         elif isinstance(message, Offer):
             self.known_ids[message.ticket.transfer_id] = None
+        elif isinstance(message, LinkWanted):
+            self._unwanted[connection.peer] = message.without
+        elif isinstance(message, LinkReady):
+            unwanted = self._unwanted.pop(connection, ())
+            if message.transport in unwanted and set(self._transports) > set(unwanted):
+                self.violations.append(f"{connection.host} prepares {message.transport} again, which was to be left")
         elif isinstance(message, Chunk):
             lane = connection, message.transfer_id
             self._announced.setdefault(lane, {})[message.sequence] = message.runs
         elif isinstance(message, Grant):
             lane = connection, message.transfer_id
-            if lane in self._granted:
+            if lane in self.granted:
                 self.violations.append(f"{connection.host} grants a lane to {connection.peer_host} twice")
-            self._granted.add(lane)
+            self.granted.add(lane)
 
     def _mangle(self, connection: MemoryConnection, message: Message) -> Sequence[Message] | None:
         for order in self._orders:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 LEASE_S = 0.3
 PROGRESS_S = 0.6
 
-LINK_FAULTS = ("flip a bit", "lose bytes", "repeat bytes", "swap bytes", "stall bytes", "cut a link")
+LINK_FAULTS = ("flip a bit", "lose bytes", "repeat bytes", "swap bytes", "stall bytes", "rot a link", "cut a link")
 NETWORK_FAULTS = ("cut a connection", "part", "slow messages")
 PROCESS_FAULTS = ("stop shortly", "stop for leases", "crash", "crash and restart")
 PEER_FAULTS = (
@@ -72,6 +72,10 @@ class TransferPlan:
     target_act_after_s: float
     hold_s: float  # the target reads what it got for so long before it lets go of it
 
+    def compute_s(self, num_layers: int) -> float:
+        """How long the source computes."""
+        return len(self.steps) * num_layers * self.layer_s
+
 
 @dataclass(frozen=True)
 class FaultPlan:
@@ -115,7 +119,7 @@ class Plan:
         return self.faults[0].times <= _HEALED.get(self.faults[0].kind, 0)
 
 
-_HEALED = {"flip a bit": 2, "cut a link": 1, "slow messages": 4}
+_HEALED = {"flip a bit": 2, "cut a link": 1, "rot a link": 4, "slow messages": 4}
 """How often in a row a fault may strike: a chunk has three attempts, and one may be lost on a link that is known to be
 broken at its far end only."""
 
@@ -157,6 +161,12 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
     if not has_token:
         ready = num_tokens
     steps = sorted({num_tokens, *(draw.randint(ready, num_tokens) for _ in range(draw.choice((0, 1, 2))))})
+    steps = [step for step in steps if step > ready]
+    layer_s = draw.choice((0.0, 0.001, 0.001, 0.005, 0.005))
+    if skip == 0 and len(steps) > 1 and draw.random() < 0.3:
+        layer_s = (
+            0.4 * PROGRESS_S / num_layers
+        )  # a long prompt: its chunks come steadily, for longer than a silence may be
     is_plain = draw.random() < 0.6  # both sides want it, and go on with it to its end
     return TransferPlan(
         number=number,
@@ -166,8 +176,8 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
         num_tokens=num_tokens,
         num_ready_tokens=ready,
         num_skip_tokens=skip,
-        steps=tuple(step for step in steps if step > ready),
-        layer_s=draw.choice((0.0, 0.001, 0.005)),
+        steps=tuple(steps),
+        layer_s=layer_s,
         has_token=has_token,
         is_forged=len(workers) > 2 and draw.random() < 0.3,
         source_delay_s=draw.choice((0.0, 0.0, 0.01, 0.3)) * draw.random(),

@@ -5,7 +5,8 @@ What must hold, whatever the seed:
 - it is verified only for a genuine ticket, once, by the incarnation that the ticket names;
 - nobody writes into a block, or sends it on a stream, once the transfer that had it has ended;
 - a source that hears that its KV is verified is not deceived, as long as targets don't lie;
-- every transfer ends on both sides within a few leases, and a silent peer's connection within one and a half;
+- every transfer ends on both sides within a few leases, and a silent peer's connection within one and a half; so does
+  a transfer whose peer has crashed, and where nothing goes wrong one that its own side or the other has given up;
 - where nothing goes wrong that a retry can't heal, every transfer that both sides want arrives;
 - afterwards no block, task, connection, listener or link is left.
 """
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +30,7 @@ from protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_store import Array, FakeStore
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.transfers.faults import Faults
+from tests.simulation.transfers.faults import TOO_LONG, Faults
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
 from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
@@ -72,6 +74,15 @@ def run_seed(seed: int, trace: Trace | None = None) -> Report:
     return run_plan(make_plan(seed), trace)
 
 
+@dataclass(frozen=True)
+class _Side:
+    """One side of a transfer that has begun."""
+
+    process: Process
+    ticket: Ticket
+    transfers: Sequence[OutgoingTransfer | IncomingTransfer]  # one for each of its ranks
+
+
 class _World:
     def __init__(self, plan: Plan, trace: Trace | None):
         self._plan = plan
@@ -79,6 +90,8 @@ class _World:
         self._report = Report()
         self._problems: list[str] = []
         self._ended: dict[tuple[int, str], str] = {}  # by transfer and side: how it ended
+        self._span: dict[tuple[int, str], tuple[float, float]] = {}  # from when to when
+        self._open: dict[tuple[int, str], _Side] = {}
 
     async def run(self) -> Report:
         plan, loop = self._plan, asyncio.get_running_loop()
@@ -87,14 +100,17 @@ class _World:
         self._draw = random.Random(plan.seed)
         self._fabric = MemoryFabric(plan.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=plan.link_bytes_per_s, window_bytes=plan.window_bytes, establish_s=LEASE_S)
-        self._mangler = self._fabric.mangle = Mangler(self._links)
+        self._mangler = self._fabric.mangle = Mangler(self._links, plan.links_from)
         self._processes = [await self._start(number) for number in range(len(plan.workers))]
         self._departed: list[Process] = []
+        self._watches: list[asyncio.Task[None]] = []
         self._faults = Faults(plan.faults, self._fabric, self._links, self._mangler, self, self._trace)
         faults = asyncio.create_task(self._faults.run(), name="faults")
         transfers = [asyncio.create_task(self._transfer(one), name=f"transfer {one.number}") for one in plan.transfers]
         for task in (faults, *transfers):
             await task
+        for watch in self._watches:
+            await watch
         await self._settle()
         return self._report
 
@@ -114,12 +130,39 @@ class _World:
         self._fabric.remove(process.host)
         self._links.cut(process.host)
         self._departed.append(process)
+        bereft = self._bereft_of(process)
         for task in tuple(process.tasks):
             task.cancel()
         await process.close()
+        watch = asyncio.create_task(self._check_bereft(process, bereft), name=f"watch over the peers of {process.name}")
+        self._watches.append(watch)
         if restart_after_s is not None:
             await asyncio.sleep(restart_after_s)
             self._processes[process.number] = await self._start(process.number)
+
+    def _bereft_of(self, process: Process) -> list[tuple[str, "_Side"]]:
+        """The sides of transfers whose peer this process is: they know each other, and have to end soon."""
+        granted = {transfer_id for _, transfer_id in self._mangler.granted}
+        return [
+            (f"the {side} of transfer {number}", held)
+            for (number, side), held in self._open.items()
+            if (side == "source" and held.ticket.target == process.peer)
+            or (side == "target" and held.ticket.source == process.peer and held.ticket.transfer_id in granted)
+        ]
+
+    async def _check_bereft(self, process: Process, bereft: list[tuple[str, "_Side"]]) -> None:
+        before_s = self._faults.lost_s
+        await asyncio.sleep(TOO_LONG * LEASE_S)
+        for what, held in bereft:
+            # With several ranks, one may never have heard of the other's.
+            is_single = len(held.transfers) == 1 and held.ticket.source_ranks == 1
+            if (
+                is_single
+                and not held.transfers[0].ended
+                and not held.process.is_dead
+                and self._faults.lost_s == before_s
+            ):
+                self._problems.append(f"{what} holds on to {process.name}, which has crashed")
 
     async def _start(self, number: int) -> Process:
         process = Process(self._plan, number, self._draw.getrandbits(63), self._fabric, self._links)
@@ -170,10 +213,12 @@ class _World:
         began = self._clock()
         work = process.spawn(run(process, one, ticket, truth), f"{side} of transfer {one.number}")
         await asyncio.wait({work})
+        self._open.pop((one.number, side), None)
+        self._span[one.number, side] = began, self._clock()
         outcome = "dead" if work.cancelled() or process.is_dead else work.result()
         self._trace(f"{side} of transfer {one.number}: {outcome}")
         self._ended[one.number, side] = outcome
-        took_s = self._clock() - began - self._faults.lost_s - one.hold_s - one.layer_s * self._plan.num_layers * 3
+        took_s = self._clock() - began - self._faults.lost_s - one.hold_s - one.compute_s(self._plan.num_layers)
         if took_s > END_S:
             self._problems.append(f"the {side} of transfer {one.number} took {took_s:.2f} s to its end")
 
@@ -183,9 +228,28 @@ class _World:
         self._report.outcomes[f"target {target}"] += 1
         if source == "released" and target in ("failed", "refused") and not self._mangler.targets_lie:
             self._problems.append(f"the source of transfer {one.number} was told that all is verified, and it is not")
+        if self._plan.is_calm:
+            self._judge_end(one)
         wanted = one.source_act == "send" and one.target_act in ("expect", "wait for the offer")
         if wanted and (self._plan.is_calm or self._plan.heals) and (source, target) != ("released", "verified"):
             self._problems.append(f"transfer {one.number} should have arrived, and is {source} and {target}")
+
+    def _judge_end(self, one: TransferPlan) -> None:
+        """A side that gives up ends at once, and the other as soon as it hears of it."""
+        (source_began, source_ended), (target_began, target_ended) = (
+            self._span[one.number, side] for side in ("source", "target")
+        )
+        late_s = 0.0
+        if one.source_act == "abort":
+            late_s = source_ended - source_began - one.compute_s(self._plan.num_layers)
+        if one.source_act in ("abort", "decline") and one.target_act != "never expect":
+            late_s = max(late_s, target_ended - one.hold_s - max(source_ended, target_began))
+        if one.target_act in ("abort", "cancel"):
+            late_s = max(late_s, target_ended - one.hold_s - target_began)
+        if one.target_act in ("abort", "cancel", "refuse") and one.source_act == "send":
+            late_s = max(late_s, source_ended - one.compute_s(self._plan.num_layers) - max(target_ended, source_began))
+        if late_s > LEASE_S:
+            self._problems.append(f"transfer {one.number} was given up, and went on for {late_s:.2f} s")
 
     async def _send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
         """What a worker does that computes a prompt, or has its KV in the cache."""
@@ -207,6 +271,7 @@ class _World:
             rank.sender.open(ticket, one.num_tokens, table, one.num_ready_tokens)
             for rank, table in zip(process.ranks, tables, strict=True)
         ]
+        self._open[one.number, "source"] = _Side(process, ticket, transfers)
         outcome = await self._drive(process, one, ticket, truth, tables, transfers)
         for rank, table in zip(process.ranks, tables, strict=True):
             _free(rank, table)
@@ -335,6 +400,7 @@ class _World:
         ]
         if one.target_act == "expect twice":
             self._expect_twice(process, one, ticket)
+        self._open[one.number, "target"] = _Side(process, ticket, transfers)
         outcome = await self._await(process, one, ticket, transfers)
         if outcome == "verified" and num_tokens == one.num_tokens:
             self._check_bytes(process, one, truth, tables, "when it is verified")
