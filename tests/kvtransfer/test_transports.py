@@ -8,11 +8,10 @@ import contextlib
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from transfer_harness import BytesStore, open_descriptors, settle, warm_up_torch
+from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink, Transport
@@ -40,14 +39,14 @@ async def two(
     """A transport on either side; no descriptor and no thread may be left in the end."""
     if name == "torch_distributed":
         await warm_up_torch()
-    descriptors, threads = open_descriptors(), threading.active_count()
+    descriptors, threads = open_descriptors(), link_threads()
     sending, receiving = make(name, source, **options), make(name, target, **options)
     try:
         yield sending, receiving
     finally:
         await sending.close()
         await receiving.close()
-    await settle(lambda: open_descriptors() <= descriptors and threading.active_count() <= threads)
+    await settle(lambda: open_descriptors() <= descriptors and link_threads() <= threads)
 
 
 async def link(
