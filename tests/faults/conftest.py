@@ -1,0 +1,33 @@
+"""Makes this folder's modules importable from its tests (with importlib mode pytest does not), and starts the rigs."""
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from children import Nursery
+from rig import Rig
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def nursery() -> AsyncIterator[Nursery]:
+    async with Nursery.opened() as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["tcp", "shm", "torch_distributed"])
+async def rig(request: pytest.FixtureRequest, nursery: Nursery) -> AsyncIterator[Rig]:
+    """Two sources and two targets of one transport, used by all of its tests: what leaks in one shows in the next."""
+    async with Rig.started(nursery, request.param) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def watched(rig: Rig) -> AsyncIterator[None]:
+    """Another pair goes on during every test, and the survivors hold afterwards what they held before."""
+    async with rig.watched():
+        yield

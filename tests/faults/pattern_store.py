@@ -1,0 +1,82 @@
+"""A KV cache without a model: its bytes are a function of (transfer, layer, position), its memory can be shared."""
+
+import numpy as np
+from numpy.typing import NDArray
+from terms import LAYOUT, NUM_BLOCKS
+
+from model.shared_memory import SharedMemory
+
+
+class PatternStore:
+    """A SharedStore, and the book of who owns its blocks."""
+
+    layout = LAYOUT
+    rank = 0
+    num_blocks = NUM_BLOCKS
+
+    def __init__(self) -> None:
+        self._layer_bytes = NUM_BLOCKS * LAYOUT.block_bytes
+        self._memory = SharedMemory(LAYOUT.num_layers * self._layer_bytes)
+        self._free = list(range(NUM_BLOCKS))
+
+    # --- what kvtransfer sees ---
+
+    @property
+    def memory_fd(self) -> int:
+        return self._memory.fd
+
+    def layer_offset(self, layer: int) -> int:
+        return layer * self._layer_bytes
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        start = self.layer_offset(layer)
+        return memoryview(self._memory.memory)[start : start + self._layer_bytes]
+
+    # --- blocks ---
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def take(self, num_blocks: int) -> list[int]:
+        """The blocks that were freed last come first: what a zombie might still write into is in use at once."""
+        if num_blocks > len(self._free):
+            raise ValueError(f"{num_blocks} blocks are wanted, {len(self._free)} are free")
+        taken = self._free[-num_blocks:]
+        del self._free[-num_blocks:]
+        return taken
+
+    def release(self, block_ids: list[int]) -> None:
+        if set(block_ids) & set(self._free):
+            raise ValueError("a block is freed twice")
+        self._free += block_ids
+
+    # --- bytes ---
+
+    def fill(self, seed: int, block_ids: list[int]) -> None:
+        for layer in range(LAYOUT.num_layers):
+            self._blocks(layer)[block_ids] = pattern(seed, layer, len(block_ids))
+
+    def count_wrong_bytes(self, seed: int, block_ids: list[int]) -> int:
+        """How many bytes of these blocks are not those of transfer `seed`."""
+        return sum(
+            int(np.count_nonzero(self._blocks(layer)[block_ids] != pattern(seed, layer, len(block_ids))))
+            for layer in range(LAYOUT.num_layers)
+        )
+
+    def flip(self, layer: int, block_id: int) -> None:
+        """Flip a bit in the middle of a block; a second time undoes the first."""
+        self._blocks(layer)[block_id, LAYOUT.block_bytes // 2] ^= 1
+
+    def _blocks(self, layer: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self.layer_bytes(layer), np.uint8).reshape(NUM_BLOCKS, -1)
+
+
+def pattern(seed: int, layer: int, num_blocks: int) -> NDArray[np.uint8]:
+    """uint8 [num_blocks, block_bytes]: what transfer `seed` carries in `layer`."""
+    drawn = np.random.default_rng((seed, layer)).bytes(num_blocks * LAYOUT.block_bytes)
+    return np.frombuffer(drawn, np.uint8).reshape(num_blocks, -1)
+
+
+def num_blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // LAYOUT.block_size)

@@ -1,0 +1,123 @@
+"""Faults within a transport, where neither its callers nor the wire reach.
+
+In gloo's buffers, in a copy under way, in what the kernel is asked for. Each puts itself between a transport and what
+it calls, in this process, and passes a point of `injection`.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from injection import Fault, Faults
+
+from kvtransfer.transports import group_link, shm
+
+_MEBIBYTE = 1024 * 1024
+
+
+def install(faults: Faults) -> None:
+    """Let the faults `pack` (gloo), `during copy`, `pass pool` and `map pool` (shm) happen in this process."""
+    _install_in_gloo(faults)
+    _install_in_copies(faults)
+    shm.send_pool = _under_limits(faults, "pass pool", shm.send_pool)
+    shm.receive_pool = _under_limits(faults, "map pool", shm.receive_pool)
+
+
+def _install_in_gloo(faults: Faults) -> None:
+    real: Any = group_link.ProcessGroupGloo
+
+    class DamagingGroup:
+        """A ProcessGroupGloo that may flip a bit of what was packed and sealed."""
+
+        _Options = real._Options
+        create_device = real.create_device
+
+        def __init__(self, *arguments: Any):
+            self._group = real(*arguments)
+
+        def send(self, tensors: Any, rank: int, tag: int) -> Any:
+            if faults.due("pack") is not None:
+                tensors[0][tensors[0].numel() // 2] ^= 1
+            return self._group.send(tensors, rank, tag)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._group, name)
+
+    group_link.ProcessGroupGloo = DamagingGroup
+
+
+def _install_in_copies(faults: Faults) -> None:
+    for name in ("make_run_digest", "FusedDigest"):  # which of them a link takes depends on its cut
+        setattr(shm, name, _halting(faults, getattr(shm, name)))
+
+
+def _halting(faults: Faults, make: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: HaltingDigest(faults, make())
+
+
+class HaltingDigest:
+    """A RunDigest or FusedDigest that may halt in the middle of a copy, where that is on the link's own thread."""
+
+    def __init__(self, faults: Faults, inner: Any):
+        self._faults = faults
+        self._inner = inner
+
+    def copy(self, target: Any, to: Any, source: Any, start: Any, run_bytes: int) -> None:
+        half = to.size // 2
+        self._inner.copy(target, to[:half], source, start[:half], run_bytes)
+        if threading.current_thread() is not threading.main_thread():
+            fault = self._faults.due("during copy")
+            if fault is not None and fault.action == "wait":
+                self._faults.wait_blocking()
+        self._inner.copy(target, to[half:], source, start[half:], run_bytes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _under_limits(faults: Faults, at: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def limited(*arguments: Any) -> Any:
+        with _refusal(faults.due(at)):
+            return call(*arguments)
+
+    return limited
+
+
+@contextlib.contextmanager
+def _refusal(fault: Fault | None) -> Iterator[None]:
+    """Let the kernel refuse what is asked of it meanwhile, for real where there is a limit for it."""
+    if fault is None:
+        yield
+    elif fault.action == "EMFILE":
+        with _limit(resource.RLIMIT_NOFILE, _lowest_free_descriptor()):
+            yield
+    elif fault.action == "ENOMEM":  # with room for anything smaller than a cache
+        with _limit(resource.RLIMIT_AS, _virtual_bytes() + 8 * _MEBIBYTE):
+            yield
+    else:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextlib.contextmanager
+def _limit(which: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
+
+
+def _lowest_free_descriptor() -> int:
+    free = os.dup(0)
+    os.close(free)
+    return free
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
