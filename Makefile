@@ -1,5 +1,5 @@
 # make serve      a server on this machine, with the bundled model, until Ctrl-C
-# make test       everything that runs without a GPU: style, types, unit tests, simulation, kernels, end to end
+# make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-gpu   the tests that need a CUDA device
 # make bench      figures of this machine
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint types unit simulation kernels e2e test-gpu bench constraints clean
+.PHONY: help setup serve test lint types unit simulation faults kernels e2e test-gpu bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -42,9 +42,10 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory simulation
+	@$(MAKE) --no-print-directory faults
 	@$(MAKE) --no-print-directory kernels
 	@$(MAKE) --no-print-directory e2e
-	@echo "--> All steps passed: lint, types, unit, simulation, kernels, e2e"
+	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e"
 
 lint: $(STAMP)
 	@echo "--> Style: ruff"
@@ -57,11 +58,15 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(PYTEST) tests --ignore=tests/simulation --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+	@$(PYTEST) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
 	@$(PYTEST) tests/simulation
+
+faults: $(STAMP)
+	@echo "--> Faults: processes killed, stopped, cut off and lied to while KV moves"
+	@$(PYTEST) tests/faults
 
 kernels: $(STAMP)
 	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"
