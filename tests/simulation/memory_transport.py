@@ -17,7 +17,7 @@ import xxhash
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import LinkParams
+from kvtransfer.link import LinkParams, Transport
 from kvtransfer.transports import Transports
 from protocol.errors import ConnectionLost
 from protocol.messages import Reach
@@ -31,7 +31,7 @@ Damage = Callable[[bytearray], None]
 
 def memory_transports(fabric: "LinkFabric", host: str, store: FakeStore, kinds: tuple[str, ...] = KINDS) -> Transports:
     """These kinds of links, for one rank of a worker."""
-    by_name = {kind: MemoryTransport(fabric, host, store, kind) for kind in kinds}
+    by_name: dict[str, Transport] = {kind: MemoryTransport(fabric, host, store, kind) for kind in kinds}
     return Transports(by_name, Reach(kinds, "one machine", "cpu"))
 
 
@@ -128,6 +128,7 @@ class _Pipe:
         """Never before what was sent earlier; and whatever the sending process does meanwhile."""
         loop = asyncio.get_running_loop()
         self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.next_delay_s())
+        self._fabric.wake_watchers()
 
         def land() -> None:
             arrive(what)
@@ -150,13 +151,15 @@ class _Pipe:
 class MemoryLink:
     """One end of a pipe, on one store. Calls take their turn; each touches its blocks in two halves, time between."""
 
-    def __init__(self, fabric: "LinkFabric", pipe: _Pipe, store: FakeStore, cut: Cut, *, is_pull: bool):
-        self._fabric = fabric
+    def __init__(self, transport: "MemoryTransport", pipe: _Pipe, store: FakeStore, cut: Cut, *, is_pull: bool):
+        self._transport = transport
+        self._fabric = transport.fabric
         self._pipe = pipe
         self._store = store
         self._cut = cut
         self._is_pull = is_pull
         self._turn = asyncio.Lock()
+        transport.open_links[self] = None
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         pieces = self._pieces(segments)
@@ -204,6 +207,7 @@ class MemoryLink:
                     await self._pipe.pull(num_units * self._cut.unit_bytes + DIGEST_BYTES)
 
     async def close(self) -> None:
+        self._transport.open_links.pop(self, None)
         self._pipe.break_off()
 
     async def _read_into(self, pieces: Sequence[_Piece], seal: int) -> bool:
@@ -264,16 +268,17 @@ class MemoryLink:
 
 
 class _PendingMemoryLink:
-    def __init__(self, fabric: "LinkFabric", host: str, store: FakeStore, cut: Cut, *, is_pull: bool):
-        self._fabric = fabric
+    def __init__(self, transport: "MemoryTransport", store: FakeStore, cut: Cut, *, is_pull: bool):
+        self._transport = transport
+        self._fabric = transport.fabric
         self._store = store
         self._cut = cut
         self._is_pull = is_pull
-        self._token = fabric.next_token()
-        self.host = host
+        self._token = self._fabric.next_token()
         self._is_handed_over = False
+        self.host = transport.host
         self.joined: asyncio.Future[_Pipe] = asyncio.get_running_loop().create_future()
-        fabric.pending[self._token] = self
+        self._fabric.pending[self._token] = self
 
     @property
     def params(self) -> LinkParams:
@@ -286,7 +291,7 @@ class _PendingMemoryLink:
         except TimeoutError as error:
             raise ConnectionLost("the peer did not join the data link in time") from error
         self._is_handed_over = True
-        return MemoryLink(self._fabric, pipe, self._store, self._cut, is_pull=self._is_pull)
+        return MemoryLink(self._transport, pipe, self._store, self._cut, is_pull=self._is_pull)
 
     async def close(self) -> None:
         self._fabric.pending.pop(self._token, None)
@@ -318,7 +323,20 @@ class LinkFabric:
         self.pending: dict[int, _PendingMemoryLink] = {}
         self.pipes: dict[_Pipe, None] = {}  # those that stand
         self._parted: set[frozenset[str]] = set()
+        self._watchers: list[asyncio.Future[None]] = []
         self._tokens = 0
+
+    async def traffic(self) -> None:
+        """Return when something is sent on any link."""
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        await watcher
+
+    def wake_watchers(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     def next_delay_s(self) -> float:
         return self.delay_s + (self.stalls_s.pop() if self.stalls_s else 0.0)
@@ -368,17 +386,19 @@ class MemoryTransport:
 
     def __init__(self, fabric: LinkFabric, host: str, store: FakeStore, name: str):
         self.name = name
-        self._fabric = fabric
-        self._host = host
+        self.fabric = fabric
+        self.host = host
+        self.open_links: dict[MemoryLink, None] = {}  # that nobody has closed yet
         self._store = store
 
     async def prepare(self, host: str, cut: Cut) -> _PendingMemoryLink:
-        return _PendingMemoryLink(self._fabric, self._host, self._store, cut, is_pull=self.name == "memory_pull")
+        return _PendingMemoryLink(self, self._store, cut, is_pull=self.name == "memory_pull")
 
     async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
-        await asyncio.sleep(self._fabric.delay_s)
-        pipe = self._fabric.connect(self._host, int(params["token"]))
-        return MemoryLink(self._fabric, pipe, self._store, cut, is_pull=self.name == "memory_pull")
+        await asyncio.sleep(self.fabric.delay_s)
+        pipe = self.fabric.connect(self.host, int(params["token"]))
+        return MemoryLink(self, pipe, self._store, cut, is_pull=self.name == "memory_pull")
 
     async def close(self) -> None:
-        self._fabric.cut(self._host)
+        for link in tuple(self.open_links):
+            await link.close()

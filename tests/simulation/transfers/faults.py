@@ -1,6 +1,7 @@
 """Makes a plan's faults happen, and counts those that hit something."""
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from typing import Protocol
@@ -9,7 +10,15 @@ from protocol.messages import Damaged, LinkReady, LinkWanted, Message
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import Damage, LinkFabric
 from tests.simulation.transfers.mangler import Mangler
-from tests.simulation.transfers.plan import LEASE_S, LINK_FAULTS, PEER_FAULTS, FaultPlan
+from tests.simulation.transfers.plan import (
+    LEASE_S,
+    LINK_FAULTS,
+    NETWORK_FAULTS,
+    PEER_FAULTS,
+    PROCESS_FAULTS,
+    PROGRESS_S,
+    FaultPlan,
+)
 from tests.simulation.transfers.process import Process
 from tests.simulation.virtual_loop import VirtualLoop
 
@@ -70,6 +79,10 @@ class Faults:
 
     async def _strike_at(self, plan: FaultPlan) -> None:
         await asyncio.sleep(plan.at_s)
+        if plan.which % 5 < 3 and plan.kind in (*NETWORK_FAULTS, *PROCESS_FAULTS, "cut a link"):
+            with contextlib.suppress(TimeoutError):  # most of them in the middle of a chunk
+                async with asyncio.timeout(PROGRESS_S):
+                    await self._links.traffic()
         draw = random.Random(plan.which)
         for _ in range(plan.times if plan.kind in ("cut a link", "cut a connection") else 1):
             for _ in range(20):  # what does not stand yet can't be cut: try again soon

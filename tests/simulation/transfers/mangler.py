@@ -49,6 +49,14 @@ class _Order:
     draw: random.Random
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A message that waits for the next one of its connection."""
+
+    message: Message
+    order: _Order | None  # to forget a transfer's last chunk, where this is it; None: the next one goes first
+
+
 class Mangler:
     """A fabric's `mangle`. Counts what it has done by (kind, message type)."""
 
@@ -59,7 +67,7 @@ class Mangler:
         self.violations: list[str] = []
         self.targets_lie = False  # a message of a receiving side was among the victims
         self._orders: list[_Order] = []
-        self._held: dict[MemoryConnection, tuple[str, Message]] = {}
+        self._held: dict[MemoryConnection, _Held] = {}
         self.known_ids: dict[bytes, None] = {}
         self.granted: set[tuple[MemoryConnection, bytes]] = set()
         self._ends: dict[MemoryConnection, tuple[Peer, Peer]] = {}  # source and target, by the source's end
@@ -73,7 +81,7 @@ class Mangler:
         if kind == "alter retries":
             victim = Chunk
         elif kind == "lie in messages":
-            victim = draw.choice((Chunk, Chunk, Grant))
+            victim = draw.choice((Chunk, Chunk, Grant, Commit))
         self._orders.append(_Order(kind, victim, times, draw))
         return victim
 
@@ -81,19 +89,8 @@ class Mangler:
         self._look_at(connection, message)
         if not self._orders and not self._held:
             return (message,)
-        out = self._mangle(connection, message)
-        held = self._held.pop(connection, None) if out is not None else None
-        if out is None:  # laid aside until the next one
-            return ()
-        if held is None:
-            return out
-        what, earlier = held
-        if what == "swap":
-            return (*out, earlier)
-        if isinstance(message, Commit) and isinstance(earlier, Chunk) and earlier.transfer_id == message.transfer_id:
-            self.fired["alter messages", "Commit"] += 1
-            return (replace(message, num_chunks=message.num_chunks - 1),)  # and never a word of its last chunk
-        return (earlier, *out)
+        held = self._held.pop(connection, None)
+        return self._mangle(connection, message) if held is None else self._release(held, connection, message)
 
     def _look_at(self, connection: MemoryConnection, message: Message) -> None:
         if isinstance(message, Hello):
@@ -115,8 +112,26 @@ class Mangler:
                 self.violations.append(f"{connection.host} grants a lane to {connection.peer_host} twice")
             self.granted.add(lane)
 
-    def _mangle(self, connection: MemoryConnection, message: Message) -> Sequence[Message] | None:
+    def _release(self, held: _Held, connection: MemoryConnection, message: Message) -> Sequence[Message]:
+        if held.order is None:
+            return (message, held.message)
+        if isinstance(held.message, Chunk) and held.order.times > 0:
+            if isinstance(message, Chunk):
+                self._held[connection] = _Held(message, held.order)
+                return (held.message,)
+            if isinstance(message, Commit) and held.message.transfer_id == message.transfer_id:
+                self._finish(held.order)
+                self.fired[held.order.kind, "Commit"] += 1
+                return (replace(message, num_chunks=message.num_chunks - 1),)  # and never a word of its last chunk
+        return (held.message, message)
+
+    def _mangle(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
         for order in self._orders:
+            if order.kind == "lie in messages" and order.victim is Commit:
+                if isinstance(message, Chunk):
+                    self._held[connection] = _Held(message, order)
+                    return ()
+                continue
             if type(message) is not order.victim or order.draw.random() < 0.4:
                 continue
             if order.kind in _LIES:
@@ -127,17 +142,11 @@ class Mangler:
                 self.fired[order.kind, type(message).__name__] += 1
                 return (lie,)
             self._finish(order)
-            if order.kind == "swap messages" or (order.kind == "alter messages" and order.draw.random() < 0.25):
-                if connection in self._held:
-                    return (message,)
-                what = "swap" if order.kind == "swap messages" else "forget"
-                if what == "forget" and not isinstance(message, Chunk):
-                    continue
-                if what == "swap":
-                    self._count(order, message)
-                self._held[connection] = what, message
-                return None
-            self._count(order, message)
+            self.fired[order.kind, type(message).__name__] += 1
+            self.targets_lie |= isinstance(message, FROM_TARGETS)
+            if order.kind == "swap messages":
+                self._held[connection] = _Held(message, None)
+                return ()
             if order.kind == "drop messages":
                 return ()
             if order.kind == "repeat messages":
@@ -180,10 +189,6 @@ class Mangler:
         ends = self._ends[connection]
         self._links.resealed[chunk_seal(chunk, *ends)] = chunk_seal(lie, *ends)
         return lie
-
-    def _count(self, order: _Order, message: Message) -> None:
-        self.fired[order.kind, type(message).__name__] += 1
-        self.targets_lie |= isinstance(message, FROM_TARGETS)
 
     def _alter(self, draw: random.Random, message: Message) -> Message:
         other_id = draw.choice([*self.known_ids, bytes(16)])

@@ -14,7 +14,7 @@ from protocol.kv_layout import KVLayout
 from protocol.tickets import Address, Peer
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, MemoryNetwork
-from tests.simulation.memory_transport import LinkFabric, memory_transports
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport, memory_transports
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan
 from tests.simulation.virtual_loop import PROCESS
 
@@ -44,6 +44,7 @@ class Process:
         self.peer = Peer(self.host, epoch)
         self.name = f"{self.host} of epoch {epoch}"
         self.is_dead = False
+        self.links_left = 0  # after its end: links that nobody has closed
         self.addresses: tuple[Address, ...] = ()
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self._context = Context()
@@ -113,4 +114,7 @@ class Process:
         for rank in self.ranks:
             await self.spawn(rank.sender.close(), "close")
             await self.spawn(rank.receiver.close(), "close")
+            for transport in rank.transports.by_name.values():
+                if isinstance(transport, MemoryTransport):
+                    self.links_left += len(transport.open_links)
             await rank.transports.close()

@@ -500,6 +500,9 @@ class _World:
                         self._problems.append(f"{side.in_flight} transfers of {process.name} are left")
         for process in self._processes:
             await process.close()
+        for process in (*self._processes, *self._departed):
+            if process.links_left:
+                self._problems.append(f"{process.links_left} links of {process.name} are not closed")
         for process in self._processes:
             for rank in process.ranks:
                 self._problems += [f"{process.name}: {violation}" for violation in rank.store.violations]
