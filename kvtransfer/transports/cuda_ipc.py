@@ -37,8 +37,8 @@ from kvtransfer.link import DataLink
 from kvtransfer.store import DeviceStore
 from kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
 from kvtransfer.transports.link_thread import LinkThread
+from kvtransfer.transports.local import LocalTransport, is_same_user
 from kvtransfer.transports.shared_pool import MAX_DESCRIPTION_BYTES, PoolDescription, checked_cut, receive_exactly
-from kvtransfer.transports.shm import LocalTransport, is_same_user
 from model.kernels.kv_digest import copy_and_digest_units, digest_units
 from model.kernels.kv_pack import address_tensor
 from protocol.errors import ConnectionLost, ProtocolError

@@ -22,7 +22,7 @@ import torch
 
 from kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from kvtransfer.link import DataLink
-from kvtransfer.transports import shared_pool, shm
+from kvtransfer.transports import local, shared_pool, shm
 from kvtransfer.transports.shared_pool import PoolDescription, receive_pool, send_pool
 from kvtransfer.transports.shm import HERE_BYTES, ShmTransport
 from model.config import ModelConfig, RopeConfig
@@ -391,7 +391,7 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
 @pytest.mark.parametrize("refuses", ["source", "target"])
 async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
-    real = shm.is_same_user
+    real = local.is_same_user
 
     def is_same_user(connected: socket.socket) -> bool:
         """As if this side ran as somebody else: the listener's end has the name, the connecting one none."""
@@ -402,9 +402,13 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
             return real(connected)
         finally:
             monkeypatch.undo()
-            monkeypatch.setattr(shm, "is_same_user", is_same_user)
+            install()
 
-    monkeypatch.setattr(shm, "is_same_user", is_same_user)
+    def install() -> None:
+        monkeypatch.setattr(shm, "is_same_user", is_same_user)
+        monkeypatch.setattr(local, "is_same_user", is_same_user)
+
+    install()
     async with transports(cache, cache, join_timeout_s=0.3) as (sending, receiving):
         source_cut, target_cut = cuts(cache, cache)
         pending = await receiving.prepare("", target_cut)
@@ -489,7 +493,7 @@ async def test_without_a_descriptor_for_the_socket_neither_end_can_begin() -> No
     cache = make_cache()
     async with transports(cache, cache) as (sending, receiving):
         with no_descriptors_left():
-            with pytest.raises(ConnectionLost, match="can't prepare"):
+            with pytest.raises(ConnectionLost, match="can't listen"):
                 await receiving.prepare("", cuts(cache, cache)[1])
             with pytest.raises(ConnectionLost, match="can't join"):
                 await sending.join({"name": "00", "token": "00"}, cuts(cache, cache)[0])
