@@ -230,8 +230,8 @@ class GroupLink:
         if not isinstance(self._staging, HostStaging):
             group.abort()  # also ends the operations
             return
-        # Gloo closes a connection on which a wait has expired, and `abort` does not. The hanging call itself returns at
-        # its time-out all the same, but the peer hears of it now, and no more bytes come.
+        # Gloo closes a connection on which a wait has expired, and `abort` does not. A call that waits for its first
+        # byte ends then, and the peer hears of it; one in the midst gets no more bytes, but returns at its time-out.
         try:
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, _FAREWELL).wait(timedelta(milliseconds=1))
         except RuntimeError:

@@ -25,13 +25,7 @@ KERNELS = {
     "digest_kernel",
 }
 
-COPYING = {
-    "copy_units_kernel",
-    "encode_units_kernel",
-    "decode_units_kernel",
-    "digest_parts_kernel",
-    "digest_units_kernel",
-}
+COPYING = {"copy_units_kernel", "digest_parts_kernel", "digest_units_kernel"}
 
 
 def compiled(capability: int, head_dims: str, block_sizes: str, cache: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,189 @@
+"""KV transfer's kernels and links on the GPU at hand. Not confirmed on hardware so far: none was at hand."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtransfer.encodings import encode
+from kvtransfer.layout import Cut, Segment
+from protocol.kv_layout import Encoding, KVLayout
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+SEAL = 2**63 + 5
+
+
+class Store:
+    """A DeviceStore of random bf16 values, or of zeros."""
+
+    rank = 0
+    device = "cuda:0"
+
+    def __init__(self, layout: KVLayout, num_blocks: int = 40, seed: int | None = None):
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        self.layers = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(layout.num_layers)]
+        if seed is not None:
+            generator = torch.Generator("cuda").manual_seed(seed)
+            for layer in self.layers:
+                layer.normal_(generator=generator)
+
+    def layer_tensor(self, layer: int) -> torch.Tensor:
+        return self.layers[layer]
+
+    def unit(self, cut: Cut, layer: int, unit_id: int) -> torch.Tensor:
+        block, part = divmod(unit_id, cut.units_per_block)
+        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
+        tokens = slice(part * cut.unit_tokens, (part + 1) * cut.unit_tokens)
+        return self.layers[layer][block, :, heads, tokens]
+
+    def units(self, cut: Cut, segments: list[Segment]) -> torch.Tensor:
+        return torch.stack([self.unit(cut, s.layer, unit_id) for s in segments for unit_id in s.unit_ids])
+
+
+def layout_of(block_size: int = 16) -> KVLayout:
+    return KVLayout("m", "bfloat16", num_layers=3, num_kv_heads=8, head_dim=128, block_size=block_size)
+
+
+def segments_of(seed: int, cut: Cut) -> list[Segment]:
+    draw = random.Random(seed)
+    return [Segment(layer, tuple(draw.sample(range(40 * cut.units_per_block), 20))) for layer in (2, 0, 1)]
+
+
+CUTS = [(0, 8, 16), (2, 4, 16), (0, 8, 4), (7, 1, 1)]
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
+def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
+    first: int, heads: int, tokens: int, encoding: Encoding
+) -> None:
+    from kvtransfer.transports.device_units import DeviceUnits
+    from model.kernels.kv_digest import digest_reference
+
+    source, target = Store(layout_of(), seed=1), Store(layout_of())
+    cut = Cut(source.layout, first, heads, tokens, encoding)
+    here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
+    sent, received = segments_of(1, cut), segments_of(2, cut)
+    packed = torch.full((here.buffer_bytes(60),), 0xAB, dtype=torch.uint8, device="cuda")
+    here.pack(sent, SEAL, packed)
+    raw = source.units(cut, sent).cpu()
+    wire = raw.contiguous().view(torch.uint8).reshape(-1).numpy()
+    if encoding != "raw":
+        encoded = np.zeros(60 * cut.unit_bytes, np.uint8)
+        encode(wire, cut, encoded)
+        wire = encoded
+    on_host = packed.cpu().numpy()
+    assert np.array_equal(on_host[: wire.size], wire)
+    assert on_host[-16:].tobytes() == digest_reference(wire, SEAL)
+    packed[5] ^= 1
+    assert not there.unpack(received, SEAL, packed)
+    assert not any(layer.any() for layer in target.layers)
+    packed[5] ^= 1
+    assert there.unpack(received, SEAL, packed)
+    found = target.units(cut, received).cpu()
+    if encoding == "raw":
+        assert torch.equal(found, raw)
+    else:
+        torch.testing.assert_close(found.float(), raw.float(), rtol=0.07, atol=0.02)
+
+
+SOURCE = """
+import asyncio, json, sys
+sys.path[:0] = [{root!r}]
+from kvtransfer.layout import Cut
+from tests.gpu.test_transfer_on_gpu import SEAL, Store, layout_of, segments_of
+
+async def main():
+    store = Store(layout_of(), seed=1)
+    cut = Cut(store.layout, 2, 4, 16, "raw")
+    transport = {transport}(store, join_timeout_s=60)
+    link = await transport.join(json.loads(sys.stdin.readline()), cut)
+    for seed in (1, 3):
+        await link.send(segments_of(seed, cut), SEAL)
+    print("sent", flush=True)
+    sys.stdin.readline()
+    await transport.close()
+
+asyncio.run(main())
+"""
+
+
+async def receive_from_process(module: str, name: str) -> None:
+    """Two chunks out of another process's cache into blocks of another size."""
+    import importlib
+    import json
+
+    made = getattr(importlib.import_module(module), name)
+    reference, store = Store(layout_of(), seed=1), Store(layout_of(32))
+    cut, own = Cut(reference.layout, 2, 4, 16, "raw"), Cut(store.layout, 2, 4, 16, "raw")
+    transport = made(store, join_timeout_s=60)
+    pending = await transport.prepare("127.0.0.1", own)
+    script = f"from {module} import {name}\n" + SOURCE.format(root=str(ROOT), transport=name)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(pending.params).encode() + b"\n")
+        link = await pending.established()
+        for seed in (1, 3):
+            received = segments_of(seed + 1, own)
+            assert await link.receive(received, SEAL)
+            assert torch.equal(store.units(own, received), reference.units(cut, segments_of(seed, cut)))
+        process.stdin.write(b"end\n")
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await transport.close()
+
+
+async def test_cuda_ipc_reads_another_processs_cache() -> None:
+    from kvtransfer.transports.cuda_ipc import missing
+
+    lacking = missing()
+    if lacking is not None:
+        pytest.skip(f"cuda_ipc needs {lacking}")
+    await receive_from_process("kvtransfer.transports.cuda_ipc", "CudaIpcTransport")
+
+
+async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    if torch.cuda.device_count() == 1:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        if version < (2, 30):
+            pytest.skip(f"NCCL {'.'.join(map(str, version))} can't have two ranks on one GPU: it takes 2.30")
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    await receive_from_process("kvtransfer.transports.torch_distributed", "TorchDistributedTransport")
+
+
+def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> None:
+    from model.layer_announcer import LayerAnnouncer
+
+    values = [torch.zeros(1 << 20, device="cuda") for _ in range(6)]
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    seen: list[float] = []
+
+    def on_layer(layer: int) -> None:
+        with torch.cuda.stream(side):  # a stream that waits for nobody
+            seen.append(float(values[layer].min()))
+
+    stream = torch.cuda.current_stream()
+    with LayerAnnouncer(on_layer) as announcer:
+        for layer, value in enumerate(values):
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            value.fill_(layer + 1)
+            announcer.announce(layer, stream.record_event())
+    assert seen == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
