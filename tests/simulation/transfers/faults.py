@@ -58,7 +58,7 @@ class Faults:
         self._trace = trace
         self._damages: list[tuple[str, Damage]] = []  # to what comes next on any link
         self._stalls_ordered = 0
-        self._stopped: set[Process] = set()
+        self.stopped: set[Process] = set()
         self._continued_s: dict[str, float] = {}  # by host: when it last was
 
     async def run(self) -> None:
@@ -176,7 +176,7 @@ class Faults:
     async def _stop(self, draw: random.Random, leases: float) -> bool:
         """SIGSTOP and SIGCONT. Before it wakes up, everybody who talked to it must have given it up, or not yet."""
         process = draw.choice(self._stage.processes)
-        if process.is_dead or process in self._stopped:
+        if process.is_dead or process in self.stopped:
             return False
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualLoop):
@@ -184,18 +184,18 @@ class Faults:
         self.lost_s += leases * LEASE_S
         self._trace(f"{process.name} is stopped")
         loop.stop_process(process.name)
-        self._stopped.add(process)
+        self.stopped.add(process)
         await asyncio.sleep(leases * LEASE_S)
         if leases > TOO_LONG:
             self._check_given_up(process, loop.time() - TOO_LONG * LEASE_S)
         self._trace(f"{process.name} is continued")
         loop.continue_process(process.name)
-        self._stopped.discard(process)
+        self.stopped.discard(process)
         self._continued_s[process.host] = loop.time()
         return True
 
     def _check_given_up(self, process: Process, before_s: float) -> None:
-        excused = {other.host for other in self._stopped}  # they stood still themselves for some of that time
+        excused = {other.host for other in self.stopped}  # they stood still themselves for some of that time
         excused |= {host for host, continued_s in self._continued_s.items() if continued_s > before_s}
         for connection in self._fabric.connections:
             is_old = connection.opened_s < before_s and not connection.was_cut

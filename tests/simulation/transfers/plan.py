@@ -135,7 +135,7 @@ def make_plan(seed: int) -> Plan:
     num_workers = draw.choice((2, 2, 2, 3))
     chunk_bytes = draw.choice((1, 24, 48, 96, 65536))
     workers = tuple(WorkerPlan(sizes[number % 2], ranks[number % 2], chunk_bytes) for number in range(num_workers))
-    faulty = draw.random() < 0.85
+    faulty = draw.random() < 0.8
     num_transfers = draw.choice((1, 1, 2, 2, 3)) if max(ranks) == 1 else 1
     transfers = tuple(_make_transfer(draw, number, workers, num_layers) for number in range(num_transfers))
     faults = tuple(_make_fault(draw) for _ in range(draw.choice((1, 1, 1, 2, 3)))) if faulty else ()

@@ -151,17 +151,14 @@ class _World:
         ]
 
     async def _check_bereft(self, process: Process, bereft: list[tuple[str, "_Side"]]) -> None:
-        before_s = self._faults.lost_s
+        before_s, was_calm = self._faults.lost_s, not self._faults.stopped
         await asyncio.sleep(TOO_LONG * LEASE_S)
+        if not was_calm or self._faults.lost_s != before_s:
+            return  # some stood still, or could not reach others
         for what, held in bereft:
             # With several ranks, one may never have heard of the other's.
             is_single = len(held.transfers) == 1 and held.ticket.source_ranks == 1
-            if (
-                is_single
-                and not held.transfers[0].ended
-                and not held.process.is_dead
-                and self._faults.lost_s == before_s
-            ):
+            if is_single and not held.transfers[0].ended and not held.process.is_dead:
                 self._problems.append(f"{what} holds on to {process.name}, which has crashed")
 
     async def _start(self, number: int) -> Process:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer import lifecycle, receiver, source_links, target_links
+from kvtransfer import lifecycle, outgoing_lane, receiver, source_links, target_links
 from kvtransfer.deadline import Deadline
 from kvtransfer.endings import all_ended
 from kvtransfer.incoming_lane import IncomingLane
@@ -21,6 +21,7 @@ from kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, Send
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.receiver_connection import ReceiverConnection
 from kvtransfer.sender import KVSender
+from kvtransfer.source_links import SourceLinks
 from kvtransfer.used_tickets import UsedTickets
 from protocol.errors import ConnectionLost
 from protocol.messages import Chunk, Commit, Hello, Offer
@@ -28,7 +29,7 @@ from protocol.tickets import Peer, Ticket, verify_ticket
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
 
-MOST_SEEDS = 600
+MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,25 @@ def _never_restart(deadline: Deadline) -> None:
     return
 
 
+def _restart_once(deadline: Deadline) -> None:
+    if deadline._due is None:
+        _restart(deadline)
+
+
+def _leave_lanes_of_lost_connections(lane: IncomingLane, reason: str) -> None:
+    """Their deadlines end them some day."""
+
+
+def _keep_an_abort_to_oneself(desk: KVReceiver, lane: IncomingLane, reason: str) -> None:
+    """The source finds out some day."""
+
+
+async def _leave_the_link_open(links: SourceLinks, link: Any) -> None:
+    links._link = None
+    for lane in link.under_way:
+        lane.end_chunk()
+
+
 _later: set[asyncio.Task[None]] = set()
 
 
@@ -202,6 +222,7 @@ _commit = IncomingLane.commit
 _verify = IncomingLane._verify
 _lane_ended = KVReceiver.lane_ended
 _begin_chunk = IncomingLane.begin_chunk
+_restart = Deadline.restart
 _watch = LeasedConnection.watch
 
 SABOTAGES = [
@@ -240,6 +261,14 @@ SABOTAGES = [
     ),
     Sabotage("a silent peer keeps its lease", ((LeasedConnection, "watch", _watch_for_ever),)),
     Sabotage("a peer that makes no progress is waited for", ((Deadline, "restart", _never_restart),)),
+    Sabotage("progress does not count", ((Deadline, "restart", _restart_once),)),
+    Sabotage(
+        "the end of a connection is not the end of its lanes",
+        ((IncomingLane, "peer_lost", _leave_lanes_of_lost_connections),),
+    ),
+    Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),)),
+    Sabotage("a link that damages all is kept", ((outgoing_lane, "needs_other_link", lambda attempt: False),)),
+    Sabotage("links are not closed", ((SourceLinks, "_close", _leave_the_link_open),)),
     Sabotage(
         "an abort does not wait for the chunk that is being written",
         ((lifecycle._RECEIVER, (ReceiverState.RECEIVING, ReceiverEvent.ABORT), ReceiverState.ABORTED),),
