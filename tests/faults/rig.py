@@ -132,7 +132,7 @@ class Rig:
     async def started(cls, nursery: Nursery, transport: str) -> AsyncIterator["Rig"]:
         rig = cls(nursery, transport)
         try:
-            await rig._restore()
+            await rig.restore()
             yield rig
         finally:
             for child in rig._children.values():
@@ -172,7 +172,7 @@ class Rig:
     async def watched(self) -> AsyncIterator[None]:
         """A fault may happen inside. Bystanders go on meanwhile; survivors hold afterwards what they held before."""
         if any(child.is_gone for child in self._children.values()):
-            await self._restore()
+            await self.restore()
         self.bystanders = Bystanders(self)
         try:
             await self.bystanders.go_on()
@@ -181,7 +181,7 @@ class Rig:
         finally:
             await self.bystanders.stop()
         survivors = [child for child in self._children.values() if not child.is_gone]
-        await self._restore()
+        await self.restore()
         for child in survivors:
             try:
                 await self._is_as_before(child)
@@ -205,7 +205,7 @@ class Rig:
         await self[name].end()
         self._children[name] = await self._nursery.spawn(name, self.transport)
 
-    async def _restore(self) -> None:
+    async def restore(self) -> None:
         """Spawn who is dead, and warm all four links up. The bystanders must be at rest."""
         for name in self.NAMES:
             if name not in self._children:
