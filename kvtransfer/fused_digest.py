@@ -1,8 +1,9 @@
 """xxh3-128 of runs of bytes while they are copied, in one pass: each word is loaded once, stored, and digested.
 
 Beside a copy, which waits for memory, the arithmetic costs nothing; a digest after it, even out of the core's cache,
-takes a quarter of the copy's time. What is digested is what was stored, whatever another process does to the source
-meanwhile.
+takes a quarter of the copy's time. Where runs lie on stripes they are stored past the cache, which spares reading what
+they overwrite: copy and digest together then take no longer than a plain memcpy. What is digested is what was stored,
+whatever another process does to the source meanwhile.
 
 This is the long form of XXH3 (more than 240 bytes), from its specification in the xxhash project,
 doc/xxhash_spec.md: blocks of 1024 bytes are 16 stripes of eight 64-bit lanes, each stripe with the secret shifted by 8
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_units import Buffer
-from kvtransfer.run_digest import LINE, SOURCE_PREFETCH, TARGET_PREFETCH, not_within, prefetch
+from kvtransfer.run_digest import LINE, SOURCE_PREFETCH, not_within, prefetch
 from kvtransfer.unit_copy import copy_bytes
 
 BLOCK_BYTES = 1024
@@ -61,9 +62,12 @@ def _load(builder: Any, address: Any, offset: int) -> Any:
     return loaded
 
 
-def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
+def _store(builder: Any, value: Any, address: Any, offset: int, *, past_cache: bool = False) -> None:
     pointer = builder.inttoptr(builder.add(address, _WORD(offset)), _EIGHT.as_pointer())
-    builder.store(value, pointer).align = 1
+    store = builder.store(value, pointer)
+    store.align = _STRIPE if past_cache else 1
+    if past_cache:
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
 def _all(value: int) -> Any:
@@ -76,6 +80,19 @@ def _accumulate(builder: Any, lanes: Any, stripe: Any, secret: Any) -> Any:
     return builder.add(lanes, builder.add(product, builder.shuffle_vector(stripe, stripe, _PAIRS)))
 
 
+def _emit_block(context: Any, builder: Any, arguments: Any, *, past_cache: bool) -> Any:
+    to, start, lanes_at, secret_at = arguments
+    state = _load(builder, lanes_at, 0)
+    for i in range(_STRIPES):
+        stripe = _load(builder, start, i * _STRIPE)
+        _store(builder, stripe, to, i * _STRIPE, past_cache=past_cache)
+        state = _accumulate(builder, state, stripe, _load(builder, secret_at, 8 * i))
+    state = builder.xor(state, builder.lshr(state, _all(47)))
+    state = builder.xor(state, _load(builder, secret_at, _SCRAMBLE_AT))
+    _store(builder, builder.mul(state, _all(_PRIME32[0])), lanes_at, 0)
+    return context.get_dummy_value()
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _copy_block(typingctx: Any, target: Any, source: Any, lanes: Any, secret: Any) -> Any:
     """Copy a block and take it into the lanes; all four are addresses, and target may be source."""
@@ -83,18 +100,34 @@ def _copy_block(typingctx: Any, target: Any, source: Any, lanes: Any, secret: An
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         del signature
-        to, start, lanes_at, secret_at = arguments
-        state = _load(builder, lanes_at, 0)
-        for i in range(_STRIPES):
-            stripe = _load(builder, start, i * _STRIPE)
-            _store(builder, stripe, to, i * _STRIPE)
-            state = _accumulate(builder, state, stripe, _load(builder, secret_at, 8 * i))
-        state = builder.xor(state, builder.lshr(state, _all(47)))
-        state = builder.xor(state, _load(builder, secret_at, _SCRAMBLE_AT))
-        _store(builder, builder.mul(state, _all(_PRIME32[0])), lanes_at, 0)
-        return context.get_dummy_value()
+        return _emit_block(context, builder, arguments, past_cache=False)
 
     return types.void(target, source, lanes, secret), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _stream_block(typingctx: Any, target: Any, source: Any, lanes: Any, secret: Any) -> Any:
+    """As _copy_block, past the cache: the target, which lies on a stripe, is not read before it is overwritten."""
+    del typingctx
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del signature
+        return _emit_block(context, builder, arguments, past_cache=True)
+
+    return types.void(target, source, lanes, secret), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fence(typingctx: Any) -> Any:
+    """Streamed stores are seen by other cores before whatever is stored later."""
+    del typingctx
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del signature, arguments
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -137,15 +170,21 @@ def _copy(
     if waiting != 0:
         _copy_block(waiting, waiting, state, key)
     num_runs = target_offsets.size
+    is_streamed = True
+    for i in range(num_runs):
+        is_streamed = is_streamed and (to + target_offsets[i]) % _STRIPE == 0
     for i in range(num_runs):
         if i + 1 < num_runs:  # where blocks are scattered, each one's beginning would be waited for
             for line in range(0, SOURCE_PREFETCH, LINE):
                 prefetch(start + source_offsets[i + 1] + line)
-            for line in range(0, TARGET_PREFETCH, LINE):
-                prefetch(to + target_offsets[i + 1] + line)
         end = run_bytes if i + 1 < num_runs else run_bytes - BLOCK_BYTES
-        for at in range(0, end, BLOCK_BYTES):
-            _copy_block(to + target_offsets[i] + at, start + source_offsets[i] + at, state, key)
+        if is_streamed:
+            for at in range(0, end, BLOCK_BYTES):
+                _stream_block(to + target_offsets[i] + at, start + source_offsets[i] + at, state, key)
+        else:
+            for at in range(0, end, BLOCK_BYTES):
+                _copy_block(to + target_offsets[i] + at, start + source_offsets[i] + at, state, key)
+    _fence()
     waiting = to + target_offsets[num_runs - 1] + run_bytes - BLOCK_BYTES
     copy_bytes(waiting, start + source_offsets[num_runs - 1] + run_bytes - BLOCK_BYTES, BLOCK_BYTES)
     return waiting

@@ -13,6 +13,13 @@ def starts_of(num_runs: int, run_bytes: int, num_bytes: int) -> np.ndarray:
     return (RNG.permutation(num_bytes // run_bytes)[:num_runs] * run_bytes).astype(np.int64)
 
 
+def aligned(num_bytes: int) -> np.ndarray:
+    """Zeros that begin on a page."""
+    memory = np.zeros(num_bytes + 4096, np.uint8)
+    first = -memory.ctypes.data % 4096
+    return memory[first : first + num_bytes]
+
+
 def test_this_machine_comes_to_the_same_as_xxhash() -> None:
     assert can_be_fused()
 
@@ -21,8 +28,8 @@ def test_this_machine_comes_to_the_same_as_xxhash() -> None:
 @pytest.mark.parametrize("calls", [[(1, 1)], [(1, 2)], [(7, 1), (1, 1)], [(3, 5), (20, 2), (1, 16)], [(100, 4)]])
 def test_a_digest_is_that_of_the_runs_one_after_the_other(calls: list[tuple[int, int]], seal: int) -> None:
     digest = FusedDigest()
-    for _ in range(2):
-        source, target = RNG.integers(0, 256, 2**20, dtype=np.uint8), np.zeros(2**20, np.uint8)
+    for shift in (0, 64, 1):  # on a stripe twice, beside one once
+        source, target = RNG.integers(0, 256, 2**20, dtype=np.uint8), aligned(2**20 + shift)[shift:]
         digest.start(seal)
         wire, place = b"", 0
         for num_runs, blocks in calls:
