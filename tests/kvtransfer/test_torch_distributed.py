@@ -142,3 +142,18 @@ async def test_a_source_that_dies_or_stops_while_it_sends_writes_nothing(fault: 
         await source.wait()
         await transport.close()
     await settle(lambda: link_threads() <= threads)
+
+
+async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None:
+    store = BytesStore(1, 8, 4096)
+    store.fill(1)
+    before = store.copy()
+    transport, sender, receiver = await linked(store, whole(store), join_timeout_s=20)
+    receiving = asyncio.create_task(receiver.receive([Segment(0, (1,))], 1))
+    await settle(lambda: receiver._free.qsize() < NUM_BUFFERS)
+    receiver.refuse_peer()  # as `close` begins
+    await sender.send([Segment(0, (2,))], 1)
+    with pytest.raises(ConnectionLost, match="closed"):
+        await receiving
+    assert store.copy() == before
+    await transport.close()
