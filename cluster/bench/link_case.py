@@ -79,6 +79,7 @@ class Message:
         for first in range(0, num_blocks, prompt_blocks):
             self.chunks += self._chunks(tuple(table[first : first + prompt_blocks]))
         self.num_bytes = num_layers * num_blocks * layout.block_bytes
+        self.prompt_bytes = [self.num_bytes // copies] * copies  # of each prompt
 
     def _chunks(self, table: tuple[int, ...]) -> list[tuple[Segment, ...]]:
         """Of one prompt whose KV is all ready."""

@@ -55,7 +55,7 @@ def _pump(views: Sequence[memoryview], call: Callable[[Sequence[memoryview]], in
 
 
 class BareGroup:
-    """A gloo group of two that sends contiguous buffers of the chunks' sizes."""
+    """A gloo group of two that sends one contiguous buffer for each prompt."""
 
     def __init__(self, rank: int, port: int, message: Message):
         store = TCPStore("127.0.0.1", port, None, rank == 0, GROUP_TIMEOUT, False)
@@ -65,7 +65,7 @@ class BareGroup:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._store = store
         self._group = ProcessGroupGloo(store, rank, 2, options)
-        self._buffers = [torch.ones(size, dtype=torch.uint8) for size in message.chunk_bytes]
+        self._buffers = [torch.ones(size, dtype=torch.uint8) for size in message.prompt_bytes]
 
     def send(self) -> None:
         for buffer in self._buffers:
