@@ -19,6 +19,9 @@ Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""
 
 
+_NOT_BLOCKS = "these units are not whole blocks: they have to be packed"
+
+
 class UnitRuns:
     """Where the runs of units begin in a layer of one side's store. Pure geometry of a cut, without its memory.
 
@@ -72,6 +75,7 @@ class HostUnits:
         self.is_whole_blocks = self.runs.run_bytes == self.unit_bytes == cut.layout.block_bytes
         self._num_units = store.num_blocks * cut.units_per_block
         self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
+        self._starts = [np.frombuffer(layer, np.uint8).ctypes.data for layer in self._layers]
 
     def views(self, segments: Sequence[Segment]) -> list[memoryview]:
         """The blocks' own memory, in wire order; adjacent blocks are one view. Only where units are whole blocks.
@@ -79,7 +83,7 @@ class HostUnits:
         Few large views make scatter/gather and digests fast; a table that was allocated at once is often one run.
         """
         if not self.is_whole_blocks:
-            raise ValueError("these units are not whole blocks: they have to be packed")
+            raise ValueError(_NOT_BLOCKS)
         views: list[memoryview] = []
         size = self.unit_bytes
         for segment in segments:
@@ -92,6 +96,16 @@ class HostUnits:
                     views.append(layer[first * size : (first + end - start) * size])
                     start = end
         return views
+
+    def addresses(self, segments: Sequence[Segment]) -> NDArray[np.int64]:
+        """Where whole blocks lie in this process's memory, in wire order: int64 [units]. For kernels."""
+        if not self.is_whole_blocks:
+            raise ValueError(_NOT_BLOCKS)
+        parts = []
+        for segment in segments:
+            self._layer(segment)
+            parts.append(np.array(segment.unit_ids, np.int64) * self.unit_bytes + self._starts[segment.layer])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def pack(self, segments: Sequence[Segment], out: Buffer) -> None:
         """Copy units, as stored, one after the other into the first bytes of `out`. The interpreter's lock is free."""

@@ -114,6 +114,7 @@ class _Functions:
         # On x86 this one picks the widest vector instructions at run time; elsewhere there is but one.
         update = getattr(library, "XXH3_128bits_update_dispatch", None) or library.XXH3_128bits_update
         self.update_address = int(ctypes.cast(update, ctypes.c_void_p).value or 0)
+        self.digest_address = int(ctypes.cast(self.digest, ctypes.c_void_p).value or 0)
 
 
 @functools.cache
@@ -167,6 +168,13 @@ class NativeDigest:
         if not _copy_kernel(to, target_offsets, start, source_offsets, run_bytes, self._state, update):
             raise ValueError(not_within(run_bytes, min(to.size, start.size)))
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of XXH3_128bits_update, of XXH3_128bits_digest and of the state, for other kernels."""
+        if self._state is None:
+            raise ValueError("there is no state")
+        return self._functions.update_address, self._functions.digest_address, self._state
+
     def result(self) -> bytes:
         digest = self._functions.digest(self._state)
         return int(digest.high << 64 | digest.low).to_bytes(DIGEST_BYTES, "big")
@@ -177,7 +185,7 @@ def not_within(run_bytes: int, num_bytes: int) -> str:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _feed(typingctx: Any, update: Any, state: Any, start: Any, size: Any) -> Any:
+def feed(typingctx: Any, update: Any, state: Any, start: Any, size: Any) -> Any:
     """Call XXH3_128bits_update(state, start, size) at the address `update`."""
     del typingctx
 
@@ -220,7 +228,7 @@ def _digest_runs(buffer: Any, offsets: Any, run_bytes: int, state: int, update: 
         if i + 1 < offsets.size:  # where blocks are scattered, each one's beginning would be waited for
             for line in range(0, SOURCE_PREFETCH, LINE):
                 prefetch(start + offsets[i + 1] + line)
-        _feed(update, state, start + offsets[i], run_bytes)
+        feed(update, state, start + offsets[i], run_bytes)
     return True
 
 
@@ -241,7 +249,7 @@ def _copy_and_digest(
                 prefetch(start + source_offsets[i + 1] + line)
             for line in range(0, TARGET_PREFETCH, LINE):
                 prefetch(to + target_offsets[i + 1] + line)
-        _feed(update, state, to + target_offsets[i], run_bytes)  # what was written, while the core's cache has it
+        feed(update, state, to + target_offsets[i], run_bytes)  # what was written, while the core's cache has it
     return True
 
 

@@ -13,7 +13,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from socket import socket
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_units import HostUnits, count_units, split_segments
@@ -24,6 +27,11 @@ from kvtransfer.store import HostStore
 from kvtransfer.transports.tcp_door import StreamLimits, TcpDoor, connect_streams
 from kvtransfer.transports.tcp_stream import TcpStream, is_intact
 from protocol.errors import ConnectionLost
+
+if TYPE_CHECKING:
+    from kvtransfer.socket_pump import SocketPump
+
+    MakePump = Callable[[int], SocketPump | None]
 
 INLINE_BYTES = 64 * 1024
 MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings
@@ -39,15 +47,25 @@ class _Part:
 
     stream: TcpStream
     first_unit: int
-    num_bytes: int  # on the wire, without the digest
+    num_units: int
     seed: int  # of its digest: parts don't pass for each other either
 
 
 class TcpLink:
-    """A DataLink over connected sockets, which it owns."""
+    """A DataLink over connected sockets, which it owns. Each has a pump of its own, or none has."""
 
-    def __init__(self, connected: Sequence[socket], store: HostStore, cut: Cut, on_close: Callable[["TcpLink"], None]):
-        self._streams = [TcpStream(each, make_host_wire(store, cut)) for each in connected]
+    def __init__(
+        self,
+        connected: Sequence[socket],
+        pumps: Sequence["SocketPump | None"],
+        store: HostStore,
+        cut: Cut,
+        on_close: Callable[["TcpLink"], None],
+    ):
+        self._streams = [
+            TcpStream(each, make_host_wire(store, cut), pump) for each, pump in zip(connected, pumps, strict=True)
+        ]
+        self._has_pumps = None not in pumps
         self._units = HostUnits(store, cut)
         self._cut = cut
         self._on_close = on_close
@@ -56,44 +74,41 @@ class TcpLink:
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         with self._unbroken():
             parts = self._parts(count_units(segments), seal)
+            first = parts[0].stream
             if self._is_inline(parts):
-                first = self._streams[0]
                 rest = first.try_send(self._units.views(segments), seal)
                 if rest:
                     await _all([first.thread.start(first.send_rest, rest)])
-                return
-            split = split_segments(segments, [part.first_unit for part in parts])
-            await _all(
-                [
-                    part.stream.thread.start(part.stream.send, own, part.num_bytes, part.seed)
-                    for part, own in zip(parts, split, strict=True)
-                ]
-            )
+            elif self._has_pumps:
+                blocks = self._blocks(segments, parts)
+                await _all([part.stream.thread.start(part.stream.send_blocks, *own) for part, own in blocks])
+            else:
+                units = self._segments(segments, parts)
+                await _all([part.stream.thread.start(part.stream.send, *own) for part, own in units])
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         with self._unbroken():
             parts = self._parts(count_units(segments), seal)
+            first = parts[0].stream
             if self._is_inline(parts):
-                first = self._streams[0]
                 views, trailer = self._units.views(segments), memoryview(bytearray(DIGEST_BYTES))
                 rest = first.try_receive([*views, trailer])
                 if rest:
                     await _all([first.thread.start(first.receive_rest, rest)])
                 return is_intact(views, trailer, seal)
-            split = split_segments(segments, [part.first_unit for part in parts])
-            return all(
-                await _all(
-                    [
-                        part.stream.thread.start(part.stream.receive, own, part.num_bytes, part.seed)
-                        for part, own in zip(parts, split, strict=True)
-                    ]
+            if self._has_pumps:
+                blocks = self._blocks(segments, parts)
+                return all(
+                    await _all([part.stream.thread.start(part.stream.receive_blocks, *own) for part, own in blocks])
                 )
-            )
+            units = self._segments(segments, parts)
+            return all(await _all([part.stream.thread.start(part.stream.receive, *own) for part, own in units]))
 
     async def discard(self, num_units: int) -> None:
         with self._unbroken():
             parts = self._parts(num_units, 0)
-            await _all([part.stream.thread.start(part.stream.discard, part.num_bytes) for part in parts])
+            unit_bytes = self._cut.unit_bytes
+            await _all([part.stream.thread.start(part.stream.discard, part.num_units * unit_bytes) for part in parts])
 
     async def close(self) -> None:
         self._break_off()
@@ -107,14 +122,31 @@ class TcpLink:
         count = min(len(self._streams), max(1, num_units * self._cut.unit_bytes // MIN_PART_BYTES), max(1, num_units))
         bounds = [num_units * i // count for i in range(count + 1)]
         return [
-            _Part(stream, bounds[i], (bounds[i + 1] - bounds[i]) * self._cut.unit_bytes, (seal + i) % 2**64)
+            _Part(stream, bounds[i], bounds[i + 1] - bounds[i], (seal + i) % 2**64)
             for i, stream in enumerate(self._streams[:count])
         ]
 
     def _is_inline(self, parts: Sequence[_Part]) -> bool:
         """Small enough for the event loop, with nothing to be packed, and nothing before it on its stream."""
-        first = parts[0]
-        return first.num_bytes <= INLINE_BYTES and self._cut.is_whole_blocks and first.stream.thread.is_idle
+        is_small = parts[0].num_units * self._cut.unit_bytes <= INLINE_BYTES
+        return is_small and self._cut.is_whole_blocks and parts[0].stream.thread.is_idle
+
+    def _blocks(
+        self, segments: Sequence[Segment], parts: Sequence[_Part]
+    ) -> list[tuple[_Part, tuple[NDArray[np.int64], int]]]:
+        """Where each part's blocks lie. Raises ValueError for blocks that the store has not."""
+        addresses = self._units.addresses(segments)
+        return [(part, (addresses[part.first_unit : part.first_unit + part.num_units], part.seed)) for part in parts]
+
+    def _segments(
+        self, segments: Sequence[Segment], parts: Sequence[_Part]
+    ) -> list[tuple[_Part, tuple[list[Segment], int, int]]]:
+        """Each part's units."""
+        split = split_segments(segments, [part.first_unit for part in parts])
+        return [
+            (part, (own, part.num_units * self._cut.unit_bytes, part.seed))
+            for part, own in zip(parts, split, strict=True)
+        ]
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -195,21 +227,41 @@ class TcpTransport:
 
     async def prepare(self, host: str, cut: Cut) -> TcpPendingLink:
         """Raises ConnectionLost where `host` is not an address of this machine."""
+        make_pump = await _load_pumps()
         door = await TcpDoor.open(host, self._limits, self._join_timeout_s)
         pending = TcpPendingLink(
-            door, host, lambda connected: self._make_link(connected, cut), on_end=self._pending.discard
+            door, host, lambda connected: self._make_link(connected, cut, make_pump), on_end=self._pending.discard
         )
         self._pending.add(pending)
         return pending
 
     async def join(self, params: LinkParams, cut: Cut) -> TcpLink:
-        return self._make_link(await connect_streams(params, self._limits, self._join_timeout_s), cut)
+        make_pump = await _load_pumps()
+        connected = await connect_streams(params, self._limits, self._join_timeout_s)
+        return self._make_link(connected, cut, make_pump)
 
     async def close(self) -> None:
         await asyncio.gather(*(pending.close() for pending in tuple(self._pending)))
         await asyncio.gather(*(link.close() for link in tuple(self._links)))
 
-    def _make_link(self, connected: Sequence[socket], cut: Cut) -> TcpLink:
-        link = TcpLink(connected, self._store, cut, self._links.discard)
+    def _make_link(self, connected: Sequence[socket], cut: Cut, make_pump: "MakePump") -> TcpLink:
+        pumps = [make_pump(cut.unit_bytes) if cut.is_whole_blocks else None for _ in connected]
+        link = TcpLink(connected, pumps, self._store, cut, self._links.discard)
         self._links.add(link)
         return link
+
+
+async def _load_pumps() -> "MakePump":
+    """What makes pumps. It loads numba, the first time: on a thread, since that takes a while."""
+    if not _pumps_loaded:
+        _pumps_loaded.append(await asyncio.to_thread(_import_pumps))
+    return _pumps_loaded[0]
+
+
+def _import_pumps() -> "MakePump":
+    from kvtransfer.socket_pump import make_socket_pump
+
+    return make_socket_pump
+
+
+_pumps_loaded: list["MakePump"] = []

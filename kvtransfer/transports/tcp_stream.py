@@ -6,14 +6,20 @@ the sender's just before they go to the kernel, the receiver's just after they c
 
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.host_wire import BATCH_BYTES, HostWire
 from kvtransfer.layout import Segment
 from kvtransfer.transports.link_thread import LinkThread
 from protocol.errors import ConnectionLost
+
+if TYPE_CHECKING:
+    from kvtransfer.socket_pump import SocketPump
 
 _Call = Callable[[list[memoryview], tuple[()], int], int]
 
@@ -23,13 +29,22 @@ _IOV_MAX = 1024  # views in one system call; the kernel's limit
 class TcpStream:
     """Owns a connected socket and, in `thread`, the thread that blocks on it, which all methods belong to."""
 
-    def __init__(self, connected: socket.socket, wire: HostWire):
+    def __init__(self, connected: socket.socket, wire: HostWire, pump: "SocketPump | None"):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.thread = LinkThread(connected, "kv-tcp")
         self._socket = connected
         self._wire = wire
+        self._pump = pump
 
     # --- parts of chunks; these block, and raise OSError, ConnectionLost or ValueError ---
+
+    def send_blocks(self, addresses: NDArray[np.int64], seed: int) -> None:
+        """Send whole blocks and their digest. Only with a pump."""
+        self._own_pump().send(self._socket, addresses, seed)
+
+    def receive_blocks(self, addresses: NDArray[np.int64], seed: int) -> bool:
+        """Receive whole blocks into their places; whether their digest holds. Only with a pump."""
+        return self._own_pump().receive(self._socket, addresses, seed)
 
     def send(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> None:
         """Send units, `num_bytes` on the wire, and their digest."""
@@ -98,6 +113,11 @@ class TcpStream:
             if moved:
                 left[0] = left[0][moved:]
         return left
+
+    def _own_pump(self) -> "SocketPump":
+        if self._pump is None:
+            raise ValueError("this stream has no pump")
+        return self._pump
 
     def _read(self, views: Sequence[memoryview], _: tuple[()], flags: int) -> int:
         received = self._socket.recvmsg_into(views, 0, flags or socket.MSG_WAITALL)[0]
