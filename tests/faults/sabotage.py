@@ -40,8 +40,10 @@ def _install_in_gloo(faults: Faults) -> None:
             self._group = real(*arguments)
 
         def send(self, tensors: Any, rank: int, tag: int) -> Any:
-            if faults.due("pack") is not None:
+            fault = faults.due("pack")
+            if fault is not None:
                 tensors[0][tensors[0].numel() // 2] ^= 1
+                faults.fired(fault)
             return self._group.send(tensors, rank, tag)
 
         def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 from census import take_census
-from injection import Fault, Faults, FaultyNetwork, FaultyTransport
+from faulty_links import FaultyTransport
+from faulty_network import FaultyNetwork
+from injection import Fault, Faults
 from pattern_store import PatternStore, num_blocks_of
 from sabotage import install
 from terms import CONFIG, LAYOUT, SECRET, token_of
