@@ -109,7 +109,7 @@ class FakeStore:
         ids = np.asarray(unit_ids)
         return self._cut(cut)[layer][ids // cut.units_per_block, ids % cut.units_per_block].tobytes()
 
-    def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes) -> None:
+    def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes | bytearray) -> None:
         """The opposite of `read_units`."""
         ids = np.asarray(unit_ids)
         target = self._cut(cut)[layer]

@@ -49,6 +49,7 @@ class Faults:
     ):
         self.fired: Counter[str] = Counter()
         self.lost_s = 0.0  # how long processes stood still or could not reach each other, summed up
+        self.over_s = float("inf")  # when the last one had ended
         self.violations: list[str] = []
         self._plans = plans
         self._fabric = fabric
@@ -68,6 +69,7 @@ class Faults:
         strikes = [loop.create_task(self._strike_at(plan), name=f"fault: {plan.kind}") for plan in self._plans]
         for strike in strikes:
             await strike
+        self.over_s = loop.time()
 
     def count(self) -> Counter[str]:
         """How often each kind of fault has hit something."""

@@ -4,7 +4,7 @@ Times are virtual seconds, on a scale of their own: a lease is 0.3 s, a message 
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LEASE_S = 0.3
 PROGRESS_S = 0.6
@@ -38,6 +38,10 @@ TARGET_ACTS = (
     "expect stale",
     "other size",
 )
+
+
+PASSING = (*NETWORK_FAULTS, "cut a link", "stop shortly", "stop for leases", "crash and restart")
+"""Faults that leave nothing behind: transfers that begin some time after must arrive."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ class Plan:
         return not self.faults and not self._has_flood
 
     @property
+    def recovers(self) -> bool:
+        """All is well again some time after the last fault."""
+        return not self._has_flood and all(fault.kind in PASSING for fault in self.faults)
+
+    @property
     def _has_flood(self) -> bool:
         """A source opens so many transfers that others' offers may be refused, and rightly so."""
         return any(transfer.source_act == "flood" for transfer in self.transfers)
@@ -139,6 +148,10 @@ def make_plan(seed: int) -> Plan:
     num_transfers = draw.choice((1, 1, 2, 2, 3)) if max(ranks) == 1 else 1
     transfers = tuple(_make_transfer(draw, number, workers, num_layers) for number in range(num_transfers))
     faults = tuple(_make_fault(draw) for _ in range(draw.choice((1, 1, 1, 2, 3)))) if faulty else ()
+    if faults and all(fault.kind in PASSING for fault in faults) and draw.random() < 0.5:
+        late = _make_transfer(draw, num_transfers, workers, num_layers)
+        late = replace(late, at_s=1.6, source=0, target=1, source_act="send", target_act="expect", num_skip_tokens=0)
+        transfers = (*transfers, late)
     return Plan(
         seed=seed,
         num_layers=num_layers,

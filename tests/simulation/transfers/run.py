@@ -7,7 +7,8 @@ What must hold, whatever the seed:
 - a source that hears that its KV is verified is not deceived, as long as targets don't lie;
 - every transfer ends on both sides within a few leases, and a silent peer's connection within one and a half; so does
   a transfer whose peer has crashed, and where nothing goes wrong one that its own side or the other has given up;
-- where nothing goes wrong that a retry can't heal, every transfer that both sides want arrives;
+- where nothing goes wrong that a retry can't heal, every transfer that both sides want arrives; so does one that begins
+  when all faults are past;
 - afterwards no block, task, connection, listener or link is left.
 """
 
@@ -49,6 +50,7 @@ class Report:
     """What runs did: to see that they reach what they are meant to reach."""
 
     transfers: int = 0
+    late: int = 0  # begun when all faults were past
     outcomes: Counter[str] = field(default_factory=Counter)
     fired: Counter[str] = field(default_factory=Counter)  # faults that hit something
     mangled: Counter[tuple[str, str]] = field(default_factory=Counter)  # (peer's fault, message type)
@@ -172,6 +174,7 @@ class _World:
         """Mint the ticket, and let both sides act on it."""
         await asyncio.sleep(one.at_s)
         self._report.transfers += 1
+        is_late = self._plan.recovers and self._faults.over_s < self._clock() - LEASE_S
         source, target = self._processes[one.source], self._processes[one.target]
         ticket = mint_ticket(
             SECRET,
@@ -190,7 +193,7 @@ class _World:
             self._at(one.target, one.target_delay_s, one, "target", ticket, truth),
         )
         await asyncio.gather(*sides)
-        self._judge(one)
+        self._judge(one, is_late=is_late)
 
     def _make_truth(self, one: TransferPlan) -> Array:
         """KV of [layer, token, 2, head, 1]."""
@@ -219,7 +222,7 @@ class _World:
         if took_s > END_S:
             self._problems.append(f"the {side} of transfer {one.number} took {took_s:.2f} s to its end")
 
-    def _judge(self, one: TransferPlan) -> None:
+    def _judge(self, one: TransferPlan, *, is_late: bool) -> None:
         source, target = self._ended[one.number, "source"], self._ended[one.number, "target"]
         self._report.outcomes[f"source {source}"] += 1
         self._report.outcomes[f"target {target}"] += 1
@@ -228,7 +231,12 @@ class _World:
         if self._plan.is_calm:
             self._judge_end(one)
         wanted = one.source_act == "send" and one.target_act in ("expect", "wait for the offer")
-        if wanted and (self._plan.is_calm or self._plan.heals) and (source, target) != ("released", "verified"):
+        self._report.late += wanted and is_late
+        if (
+            wanted
+            and (self._plan.is_calm or self._plan.heals or is_late)
+            and (source, target) != ("released", "verified")
+        ):
             self._problems.append(f"transfer {one.number} should have arrived, and is {source} and {target}")
 
     def _judge_end(self, one: TransferPlan) -> None:
@@ -285,9 +293,7 @@ class _World:
     ) -> str:
         """Compute, commit and wait for the end; all blocks may be freed afterwards."""
         if one.source_act == "abort":
-            asyncio.get_running_loop().call_later(
-                one.source_act_after_s, lambda: [transfer.abort("the source gives up") for transfer in transfers]
-            )
+            asyncio.get_running_loop().call_later(one.source_act_after_s, _abort_all, transfers, "the source gives up")
         ready = one.num_ready_tokens
         for step in one.steps:
             for layer in range(self._plan.num_layers):
@@ -297,9 +303,7 @@ class _World:
                     transfer.layer_ready(layer, step)
             ready = step
         if one.source_act == "fall silent":
-            asyncio.get_running_loop().call_later(
-                3 * PROGRESS_S, lambda: [transfer.abort("the source wakes up") for transfer in transfers]
-            )
+            asyncio.get_running_loop().call_later(3 * PROGRESS_S, _abort_all, transfers, "the source wakes up")
         else:
             for transfer in transfers:
                 transfer.commit(_token(one))
@@ -422,9 +426,7 @@ class _World:
     ) -> str:
         """Wait for the end on all ranks; all blocks may be freed afterwards, unless everything is verified."""
         if one.target_act == "abort":
-            asyncio.get_running_loop().call_later(
-                one.target_act_after_s, lambda: [transfer.abort("the target gives up") for transfer in transfers]
-            )
+            asyncio.get_running_loop().call_later(one.target_act_after_s, _abort_all, transfers, "the target gives up")
         if one.target_act == "cancel":
             await asyncio.sleep(one.target_act_after_s)
             for transfer in transfers:
@@ -537,6 +539,11 @@ class _World:
 def _formerly(peer: Peer) -> Peer:
     """Another incarnation of the same worker."""
     return Peer(peer.worker_id, 1)
+
+
+def _abort_all(transfers: Sequence[OutgoingTransfer | IncomingTransfer], reason: str) -> None:
+    for transfer in transfers:
+        transfer.abort(reason)
 
 
 def _token(one: TransferPlan) -> SampledToken | None:

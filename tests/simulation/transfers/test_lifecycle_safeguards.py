@@ -267,6 +267,7 @@ SABOTAGES = [
         ((IncomingLane, "peer_lost", _leave_lanes_of_lost_connections),),
     ),
     Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),)),
+    Sabotage("a lost connection is used again", ((KVSender, "_forget", lambda sender, connection: None),)),
     Sabotage("a link that damages all is kept", ((outgoing_lane, "needs_other_link", lambda attempt: False),)),
     Sabotage("links are not closed", ((SourceLinks, "_close", _leave_the_link_open),)),
     Sabotage(

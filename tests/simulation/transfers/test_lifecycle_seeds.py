@@ -70,6 +70,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(all_seeds: tuple[Report, l
     assert report.acts["forger"] >= 200
     assert report.outcomes["target verified"] > SEEDS * 0.5
     assert report.outcomes["target failed"] > SEEDS * 0.2
+    assert report.late > 400
     assert report.digest_failures > 1000
     assert report.retries > 1000
     assert report.links_lost > 300
