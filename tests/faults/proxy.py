@@ -67,10 +67,14 @@ class Proxy:
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: writer.close())  # also where it was cancelled before its first step
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream = await self.upstream
-        far_reader, far_writer = await asyncio.open_connection(upstream.host, upstream.port)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(upstream.host, upstream.port)
+        except OSError:  # the target is gone, and so is whoever wants to reach it
+            return
         ways = [
             asyncio.ensure_future(self._forward(reader, far_writer, mangled=True)),
             asyncio.ensure_future(self._forward(far_reader, writer, mangled=False)),
@@ -83,6 +87,8 @@ class Proxy:
             await asyncio.gather(*ways, return_exceptions=True)
             for each in (writer, far_writer):
                 each.transport.abort()
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, mangled: bool) -> None:
         with contextlib.suppress(OSError):

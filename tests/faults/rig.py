@@ -60,9 +60,7 @@ class Transfer:
     async def is_verified(self) -> None:
         """Both sides see a success, and the target every byte as it should be."""
         sent, received = await asyncio.gather(self.sent(), self.received())
-        assert sent["failure"] is None
-        assert received["failure"] is None
-        assert received["wrong_bytes"] == 0
+        assert (sent["failure"], received["failure"], received["wrong_bytes"]) == (None, None, 0)
 
     async def has_failed(self) -> tuple[str, str]:
         """Both sides see a failure; returns their reasons."""

@@ -6,23 +6,27 @@ the descriptor of its control socket; the answer is the pid. Ends with its own p
 
 import asyncio
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
 
-import sabotage  # noqa: F401  loads torch, gloo and shm
 from worker_process import WorkerProcess
 
+import kvtransfer
 from kvtransfer.fused_digest import can_be_fused
 from kvtransfer.run_digest import make_run_digest
-from kvtransfer.transports import tcp  # noqa: F401
 
 
 def main(orders: socket.socket) -> None:
     if len(os.listdir("/proc/self/task")) != 1:
         raise SystemExit("a process with threads can't be forked safely: what did an import start?")
+    for module in pkgutil.walk_packages(kvtransfer.__path__, "kvtransfer."):
+        if "cuda" not in module.name and "device" not in module.name:
+            importlib.import_module(module.name)  # kernels compile where there is no cache: not within a lease
     make_run_digest()  # these find out about their library, once
     can_be_fused()
     gc.collect()
