@@ -13,28 +13,22 @@ What must hold, whatever the seed:
 """
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.errors import TransferFailed
-from protocol.requests import SampledToken
 from protocol.tickets import Peer, Ticket, mint_ticket
-from tests.simulation.fake_store import Array, FakeStore
+from tests.simulation.fake_store import Array
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.transfers.faults import TOO_LONG, Faults
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
-from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
+from tests.simulation.transfers.process import SECRET, Process
+from tests.simulation.transfers.sides import Side, Sides
 from tests.simulation.virtual_loop import describe, run_virtually
 
 END_S = 4 * PROGRESS_S + 2 * LEASE_S
@@ -76,15 +70,6 @@ def run_seed(seed: int, trace: Trace | None = None) -> Report:
     return run_plan(make_plan(seed), trace)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One side of a transfer that has begun."""
-
-    process: Process
-    ticket: Ticket
-    transfers: Sequence[OutgoingTransfer | IncomingTransfer]  # one for each of its ranks
-
-
 class _World:
     def __init__(self, plan: Plan, trace: Trace | None):
         self._plan = plan
@@ -93,7 +78,6 @@ class _World:
         self._problems: list[str] = []
         self._ended: dict[tuple[int, str], str] = {}  # by transfer and side: how it ended
         self._span: dict[tuple[int, str], tuple[float, float]] = {}  # from when to when
-        self._open: dict[tuple[int, str], _Side] = {}
 
     async def run(self) -> Report:
         plan, loop = self._plan, asyncio.get_running_loop()
@@ -105,6 +89,7 @@ class _World:
         self._mangler = self._fabric.mangle = Mangler(self._links, plan.links_from)
         self._processes = [await self._start(number) for number in range(len(plan.workers))]
         self._departed: list[Process] = []
+        self._sides = Sides(plan, self._processes, self._mangler.known_ids, self._problems, self._trace)
         self._watches: list[asyncio.Task[None]] = []
         self._faults = Faults(plan.faults, self._fabric, self._links, self._mangler, self, self._trace)
         faults = asyncio.create_task(self._faults.run(), name="faults")
@@ -142,17 +127,17 @@ class _World:
             await asyncio.sleep(restart_after_s)
             self._processes[process.number] = await self._start(process.number)
 
-    def _bereft_of(self, process: Process) -> list[tuple[str, "_Side"]]:
+    def _bereft_of(self, process: Process) -> list[tuple[str, Side]]:
         """The sides of transfers whose peer this process is: they know each other, and have to end soon."""
         granted = {transfer_id for _, transfer_id in self._mangler.granted}
         return [
             (f"the {side} of transfer {number}", held)
-            for (number, side), held in self._open.items()
+            for (number, side), held in self._sides.open.items()
             if (side == "source" and held.ticket.target == process.peer)
             or (side == "target" and held.ticket.source == process.peer and held.ticket.transfer_id in granted)
         ]
 
-    async def _check_bereft(self, process: Process, bereft: list[tuple[str, "_Side"]]) -> None:
+    async def _check_bereft(self, process: Process, bereft: list[tuple[str, Side]]) -> None:
         before_s, was_calm = self._faults.lost_s, not self._faults.stopped
         await asyncio.sleep(TOO_LONG * LEASE_S)
         if not was_calm or self._faults.lost_s != before_s:
@@ -209,11 +194,11 @@ class _World:
         if process.is_dead:
             self._ended[one.number, side] = "dead"
             return
-        run = self._send if side == "source" else self._receive
+        run = self._sides.send if side == "source" else self._sides.receive
         began = self._clock()
         work = process.spawn(run(process, one, ticket, truth), f"{side} of transfer {one.number}")
         await asyncio.wait({work})
-        self._open.pop((one.number, side), None)
+        self._sides.open.pop((one.number, side), None)
         self._span[one.number, side] = began, self._clock()
         outcome = "dead" if work.cancelled() or process.is_dead else work.result()
         self._trace(f"{side} of transfer {one.number}: {outcome}")
@@ -256,235 +241,11 @@ class _World:
         if late_s > LEASE_S:
             self._problems.append(f"transfer {one.number} was given up, and went on for {late_s:.2f} s")
 
-    async def _send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that computes a prompt, or has its KV in the cache."""
-        if one.source_act == "never open":
-            return "never opened"
-        if one.source_act == "decline":
-            if ticket.source == process.peer:
-                for rank in process.ranks:
-                    rank.sender.decline(ticket, "nothing is here")
-            return "declined"
-        tables = [_allocate(rank, one.num_tokens) for rank in process.ranks]
-        for rank, table in zip(process.ranks, tables, strict=True):
-            _write(rank, table, truth, 0, one.num_ready_tokens)
-        if one.is_forged:
-            await self._forge(one, ticket)
-        if one.source_act == "flood":
-            await self._flood(process, one)
-        transfers = [
-            rank.sender.open(ticket, one.num_tokens, table, one.num_ready_tokens)
-            for rank, table in zip(process.ranks, tables, strict=True)
-        ]
-        self._open[one.number, "source"] = _Side(process, ticket, transfers)
-        outcome = await self._drive(process, one, ticket, truth, tables, transfers)
-        for rank, table in zip(process.ranks, tables, strict=True):
-            _free(rank, table)
-        return outcome
-
-    async def _drive(
-        self,
-        process: Process,
-        one: TransferPlan,
-        ticket: Ticket,
-        truth: Array,
-        tables: list[list[int]],
-        transfers: list[OutgoingTransfer],
-    ) -> str:
-        """Compute, commit and wait for the end; all blocks may be freed afterwards."""
-        if one.source_act == "abort":
-            asyncio.get_running_loop().call_later(one.source_act_after_s, _abort_all, transfers, "the source gives up")
-        ready = one.num_ready_tokens
-        for step in one.steps:
-            for layer in range(self._plan.num_layers):
-                await asyncio.sleep(one.layer_s)
-                for rank, table, transfer in zip(process.ranks, tables, transfers, strict=True):
-                    _write(rank, table, truth, ready, step, layer)
-                    transfer.layer_ready(layer, step)
-            ready = step
-        if one.source_act == "fall silent":
-            asyncio.get_running_loop().call_later(3 * PROGRESS_S, _abort_all, transfers, "the source wakes up")
-        else:
-            for transfer in transfers:
-                transfer.commit(_token(one))
-        if one.source_act == "open twice":
-            await self._open_twice(process, one, ticket)
-        outcome = "released"
-        for transfer in transfers:
-            try:
-                await transfer.done()
-            except TransferFailed as error:
-                self._trace(f"source of transfer {one.number} fails: {error}")
-                outcome = "failed"
-                for other in transfers:
-                    other.abort("another rank's transfer has failed")
-        return outcome
-
-    async def _open_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
-        """Use a ticket for a second transfer: it must not arrive, whatever becomes of the first."""
-        await asyncio.sleep(one.source_act_after_s)
-        rank = process.ranks[0]
-        table = _allocate(rank, one.num_tokens)
-        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
-        transfer.commit(_token(one))
-        try:
-            await transfer.done()
-            self._problems.append(f"the ticket of transfer {one.number} was good for two")
-        except TransferFailed:
-            _free(rank, table)
-
-    async def _flood(self, process: Process, one: TransferPlan) -> None:
-        """Offer more than a receiver may keep, none of which anybody expects."""
-        rank, target = process.ranks[0], self._processes[one.target]
-        table = _allocate(rank, 1)
-        floods: list[OutgoingTransfer] = []
-        for number in range(MAX_PENDING_OFFERS + 3):
-            ticket = mint_ticket(
-                SECRET,
-                f"flood {number}",
-                process.peer,
-                target.peer,
-                target.addresses,
-                source_ranks=len(process.ranks),
-            )
-            floods.append(rank.sender.open(ticket, 1, table, 1))
-        await asyncio.sleep(one.source_act_after_s)
-        self.check_offers()
-        for flood in floods:
-            flood.abort("enough")
-        for flood in floods:
-            with contextlib.suppress(TransferFailed):
-                await flood.done()
-        _free(rank, table)
-
-    async def _forge(self, one: TransferPlan, ticket: Ticket) -> None:
-        """Let another worker send on a ticket that nobody has signed for it."""
-        forger = next(other for other in self._processes if other.number not in (one.source, one.target))
-        if not forger.is_dead:
-            forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
-            forger.spawn(self._send_forged(forger, one, forged), f"forger of transfer {one.number}")
-            await asyncio.sleep(one.source_act_after_s)
-
-    async def _send_forged(self, forger: Process, one: TransferPlan, ticket: Ticket) -> None:
-        rank = forger.ranks[0]
-        table = _allocate(rank, one.num_tokens)
-        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
-        transfer.commit(_token(one))
-        try:
-            await transfer.done()
-            self._problems.append(f"a forged ticket was good for transfer {one.number}")
-        except TransferFailed as error:
-            self._trace(f"the forger of transfer {one.number} fails: {error}")
-            _free(rank, table)
-
-    async def _receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that expects KV."""
-        if one.target_act == "never expect":
-            return "never expected"
-        if one.target_act == "refuse":
-            for rank in process.ranks:
-                rank.receiver.refuse(ticket)
-            return "refused"
-        if one.target_act == "wait for the offer" and not await self._offered(process, one, ticket):
-            for rank in process.ranks:
-                rank.receiver.refuse(ticket)
-            return "no offer"
-        num_tokens = one.num_tokens + (one.target_act == "other size")
-        skip = min(one.num_skip_tokens, one.num_tokens) if one.target_act != "other size" else 0
-        tables = [_allocate(rank, num_tokens) for rank in process.ranks]
-        for rank, table in zip(process.ranks, tables, strict=True):
-            _write(rank, table, truth, 0, skip)
-            rank.store.protected.update(_whole_blocks(rank.store, table, skip, num_tokens))
-        transfers = [
-            rank.receiver.expect(ticket, table, num_tokens, skip)
-            for rank, table in zip(process.ranks, tables, strict=True)
-        ]
-        if one.target_act == "expect twice":
-            self._expect_twice(process, one, ticket)
-        self._open[one.number, "target"] = _Side(process, ticket, transfers)
-        outcome = await self._await(process, one, ticket, transfers)
-        if outcome == "verified" and num_tokens == one.num_tokens:
-            self._check_bytes(process, one, truth, tables, "when it is verified")
-            await asyncio.sleep(one.hold_s)
-            self._check_bytes(process, one, truth, tables, "some time after")
-        for rank, table in zip(process.ranks, tables, strict=True):
-            rank.store.protected.difference_update(table)
-            _free(rank, table)
-        return outcome
-
-    async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
-        """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
-        until = self._clock() + PROGRESS_S
-        while not all(rank.receiver.has_offer(ticket.transfer_id) for rank in process.ranks):
-            if self._clock() > until:
-                return False
-            await asyncio.sleep(0.005)
-        return True
-
-    async def _await(
-        self, process: Process, one: TransferPlan, ticket: Ticket, transfers: list[IncomingTransfer]
-    ) -> str:
-        """Wait for the end on all ranks; all blocks may be freed afterwards, unless everything is verified."""
-        if one.target_act == "abort":
-            asyncio.get_running_loop().call_later(one.target_act_after_s, _abort_all, transfers, "the target gives up")
-        if one.target_act == "cancel":
-            await asyncio.sleep(one.target_act_after_s)
-            for transfer in transfers:
-                await transfer.cancel()
-        outcome = "verified"
-        for transfer in transfers:
-            try:
-                token = await transfer.verified()
-            except TransferFailed as error:
-                self._trace(f"target of transfer {one.number} fails: {error}")
-                outcome = "failed"
-                for other in transfers:
-                    other.abort("another rank's transfer has failed")
-                continue
-            if token != _token(one):
-                self._problems.append(f"transfer {one.number} brings {token} in place of {_token(one)}")
-            if ticket.target != process.peer:
-                self._problems.append(f"{process.name} verified transfer {one.number}, which is {ticket.target}'s")
-            if one.source_act == "open stale" or one.target_act in ("expect stale", "other size"):
-                self._problems.append(
-                    f"transfer {one.number} was verified, of which the source is to {one.source_act} and the target "
-                    f"to {one.target_act}"
-                )
-        return outcome
-
-    def _expect_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
-        """Use a ticket for a second transfer, which must fail at once."""
-        rank = process.ranks[0]
-        table = _allocate(rank, one.num_tokens)
-        if not rank.receiver.expect(ticket, table, one.num_tokens, 0).ended:
-            self._problems.append(f"the ticket of transfer {one.number} was good for two")
-        _free(rank, table)
-
-    def _check_bytes(
-        self, process: Process, one: TransferPlan, truth: Array, tables: list[list[int]], when: str
-    ) -> None:
-        for rank, table in zip(process.ranks, tables, strict=True):
-            heads = _heads(rank.store)
-            for layer in range(self._plan.num_layers):
-                found = rank.store.values(layer, table, one.num_tokens)
-                if not np.array_equal(found, truth[layer, :, :, heads]):
-                    self._problems.append(f"layer {layer} of transfer {one.number} is wrong {when}")
-
     # --- the end ---
-
-    def check_offers(self) -> None:
-        """No receiver keeps more offers than it may."""
-        for process in self._processes:
-            for rank in process.ranks:
-                waiting = sum(
-                    rank.receiver.offered_tokens(transfer_id) is not None for transfer_id in self._mangler.known_ids
-                )
-                if waiting > MAX_PENDING_OFFERS:
-                    self._problems.append(f"{process.name} keeps {waiting} offers")
 
     async def _settle(self) -> None:
         """Everything has ended: nobody must hold anything any more."""
-        self.check_offers()
+        self._sides.check_offers()
         for process in self._processes:
             while process.tasks:
                 await asyncio.wait(tuple(process.tasks))
@@ -539,39 +300,3 @@ class _World:
 def _formerly(peer: Peer) -> Peer:
     """Another incarnation of the same worker."""
     return Peer(peer.worker_id, 1)
-
-
-def _abort_all(transfers: Sequence[OutgoingTransfer | IncomingTransfer], reason: str) -> None:
-    for transfer in transfers:
-        transfer.abort(reason)
-
-
-def _token(one: TransferPlan) -> SampledToken | None:
-    return SampledToken(1000 + one.number) if one.has_token else None
-
-
-def _heads(store: FakeStore) -> slice:
-    first = store.layout.first_head(store.rank)
-    return slice(first, first + store.layout.heads_per_rank)
-
-
-def _allocate(rank: Rank, num_tokens: int) -> list[int]:
-    return rank.pool.allocate(-(-num_tokens // rank.store.layout.block_size))
-
-
-def _free(rank: Rank, table: list[int]) -> None:
-    """Give blocks back. What a pull link reads there from now on is garbage."""
-    rank.store.spoil(table)
-    rank.pool.release(table)
-
-
-def _write(rank: Rank, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
-    """Put the true KV of some tokens into blocks, in one layer or all."""
-    if start < end:
-        for at in range(len(truth)) if layer is None else (layer,):
-            rank.store.write_values(at, table, start, truth[at, start:end, :, _heads(rank.store)])
-
-
-def _whole_blocks(store: FakeStore, table: list[int], skip: int, num_tokens: int) -> list[int]:
-    """The blocks that only hold skipped tokens: perhaps others', too."""
-    return table if skip == num_tokens else table[: skip // store.layout.block_size]
