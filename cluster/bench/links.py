@@ -30,7 +30,7 @@ class Ratios:
     tcp_over_bare: float
     shm_over_memcpy: float
     gloo_over_bare: float
-    digest_share: float  # of the tcp link's time: one side's digests, which run beside the other side's
+    digest_share: float  # what one side's digests add, of the tcp link's time
     tcp_bytes_per_s: float
     shm_bytes_per_s: float
     gloo_bytes_per_s: float
