@@ -73,7 +73,7 @@ class RouterSection:
 @dataclass(frozen=True)
 class TransferSection:
     transport: TransportChoice = "auto"  # auto: for each pair of workers the best that both have
-    tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections that one link spreads its bytes over
+    tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections of one link between machines
     transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
 
 
@@ -113,15 +113,15 @@ class ClusterConfig:
     def transport(self) -> TransportChoice:
         """How KV is to travel. Raises ConfigError where it can't between these workers, or encoded as they would."""
         chosen = self.kv_transfer.transport
-        elsewhere = {"cpu": "cuda_ipc", "cuda": "shm"}[self.device]
-        if chosen == elsewhere:
-            others = ", ".join(name for name in get_args(TransportChoice) if name != elsewhere)
+        elsewhere = {"cpu": ("cuda_ipc",), "cuda": ("tcp", "shm")}[self.device]
+        if chosen in elsewhere:
+            others = ", ".join(name for name in get_args(TransportChoice) if name not in elsewhere)
             raise ConfigError(f"kv_transfer.transport: {chosen} can't reach a cache on {self.device}: use {others}")
         encoding = self.kv_transfer.transfer.encoding
         if chosen in ("shm", "cuda_ipc") and encoding != "raw":
             raise ConfigError(
                 f"kv_transfer.encoding: {chosen} moves KV as it is stored, not as {encoding}: set encoding to raw, or "
-                "transport to auto, tcp or torch_distributed"
+                "transport to auto"
             )
         return chosen
 

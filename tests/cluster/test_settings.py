@@ -148,7 +148,12 @@ def test_workers_are_told_how_kv_travels(transport: str) -> None:
             0,
             "kv_transfer.transport: cuda_ipc can't reach a cache on cpu: use auto, tcp, shm",
         ),
-        ({"transport": "shm"}, 1, "kv_transfer.transport: shm can't reach a cache on cuda: use auto, tcp, torch_dis"),
+        ({"transport": "shm"}, 1, "kv_transfer.transport: shm can't reach a cache on cuda: use auto, torch_dis"),
+        (
+            {"transport": "tcp"},
+            1,
+            "kv_transfer.transport: tcp can't reach a cache on cuda: use auto, torch_distributed",
+        ),
         (
             {"transport": "shm", "encoding": "int8"},
             0,
