@@ -8,9 +8,10 @@ import pytest
 import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("rig")
 
-from children import Nursery
-from rig import Rig
+from children import Nursery  # noqa: E402
+from rig import Rig  # noqa: E402
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

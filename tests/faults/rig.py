@@ -166,6 +166,14 @@ class Rig:
         """Replace what is armed in a child by this one fault."""
         await self[name].call("arm", faults=[{"at": at, "action": action, **details}])
 
+    async def transfer_again(self, source: str, target: str) -> None:
+        """A transfer that must go well, where a worker that slept may find a dead connection first."""
+        first = self.prepare(source, target)
+        first.begin()
+        sent, received = await asyncio.gather(first.sent(), first.received())
+        if sent["failure"] or received["failure"]:
+            await self.transfer(source, target)
+
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """A fault may happen inside. Bystanders go on meanwhile; survivors hold afterwards what they held before."""
@@ -226,8 +234,8 @@ class Rig:
             if any(transport != self.transport for transport in links.values()):
                 await self[source].call("reconnect")
             for target in ("target-0", "target-1"):
-                for _ in range(2):
-                    await self.transfer(source, target)
+                await self.transfer_again(source, target)  # the first use of a link may outlast a lease
+                await self.transfer(source, target)
             links = (await self[source].call("links"))["links"]
             assert links == dict.fromkeys(("target-0", "target-1"), self.transport)
 

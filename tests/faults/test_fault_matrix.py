@@ -83,7 +83,7 @@ async def test_a_source_that_wakes_after_its_lease_writes_nothing_into_reassigne
     await sleep_ends
     zombie.wake()
     assert (await transfer.sent())["failure"], "it has tried, and was refused"
-    await rig.transfer("source-0", "target-0")  # and is welcome again, as itself
+    await rig.transfer_again("source-0", "target-0")  # and is welcome again, as itself
     assert (await rig["target-0"].call("recheck", ticket=reassigned.encoded_ticket)) == {"wrong_bytes": 0}
 
 
@@ -102,7 +102,7 @@ async def test_a_target_that_wakes_after_its_lease_takes_nothing_for_kv(rig: Rig
     assert received["failure"]
     own = await rig.transfer("source-1", "target-0", hold=True)
     assert (await own.received())["blocks"] == received["blocks"]
-    await rig.transfer("source-0", "target-0")
+    await rig.transfer_again("source-0", "target-0")
     assert (await rig["target-0"].call("recheck", ticket=own.encoded_ticket)) == {"wrong_bytes": 0}
 
 
