@@ -63,11 +63,10 @@ def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> st
     if name == "torch_distributed" and (source.device == "cpu") != (target.device == "cpu"):
         return f"{name}: one worker is on a CPU and the other on a GPU"
     lacking = [side for side, reach in (("source", source), ("target", target)) if name not in reach.transports]
-    if len(lacking) == 2:
-        return f"{name}: neither worker offers it"
     if lacking:
         reason = _NOT_OFFERED.get(name, "its configuration names another transport")
-        return f"{name}: the {lacking[0]} does not offer it ({reason})"
+        who = "neither worker offers it" if len(lacking) == 2 else f"the {lacking[0]} does not offer it"
+        return f"{name}: {who} ({reason})"
     return None
 
 

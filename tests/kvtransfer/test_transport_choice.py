@@ -98,7 +98,8 @@ def test_the_reason_and_what_is_missing_are_sentences_for_an_operator() -> None:
         "tcp: the target does not offer it (its configuration names another transport)",
     )
     assert choose_transport(gpu(*GPU), gpu(*GPU), "raw", ("cuda_ipc",)).why.startswith("torch_distributed: NCCL")
-    assert choose_transport(cpu("tcp"), cpu("tcp"), "raw").missing == ("shm: neither worker offers it",)
+    (missing,) = choose_transport(cpu("tcp"), cpu("tcp"), "raw").missing
+    assert missing.startswith("shm: neither worker offers it (its cache is not in shared memory, or its configuration")
 
 
 def test_a_pair_with_nothing_in_common_is_told_both_lists_and_why() -> None:
