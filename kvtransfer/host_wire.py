@@ -15,7 +15,11 @@ from kvtransfer.host_units import HostUnits, count_units, split_segments
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.store import HostStore
 
-BATCH_BYTES = 256 * 1024
+BATCH_BYTES = 128 * 1024
+"""Measured over loopback with blocks of 64 KiB, in CPU time for 64 MiB (4 ms without digests): in batches of 128 KiB a
+digest adds 0.8 ms to receiving and 1.2 ms to sending; in batches of 256 KiB 1.2 and 2.1 ms, since the beginning of what
+`recvmsg` has just written is then out of the core's cache again; below 128 KiB the system calls take more than that.
+"""
 MAX_VIEWS = 1000  # in a batch: the kernel takes 1024 in one call, and a digest may follow
 
 

@@ -22,9 +22,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.host_wire import BATCH_BYTES
 from kvtransfer.run_digest import NativeDigest, feed, make_run_digest
 
-BATCH_BYTES = 256 * 1024
 _IOV_MAX = 1024  # pieces in one system call; the kernel's limit
 _EINTR = 4
 _CLOSED = -(2**31)

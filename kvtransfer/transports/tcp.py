@@ -31,8 +31,6 @@ from protocol.errors import ConnectionLost
 if TYPE_CHECKING:
     from kvtransfer.socket_pump import SocketPump
 
-    MakePump = Callable[[int], SocketPump | None]
-
 INLINE_BYTES = 64 * 1024
 MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings
 STREAMS = 4
@@ -206,7 +204,7 @@ class TcpTransport:
     """Makes TcpLinks for one rank.
 
     A link has at most `streams` connections, and `local_streams` where both ends are on one machine: there a single one
-    keeps both ends' cores busy. The smaller of both sides' numbers counts.
+    keeps both ends' cores busy. The smaller of both sides' numbers counts. Loads numba, which takes a second.
     """
 
     name = "tcp"
@@ -219,6 +217,10 @@ class TcpTransport:
         streams: int = STREAMS,
         local_streams: int = LOCAL_STREAMS,
     ):
+        # Now, not with the first link: it may have to be compiled, which takes longer than a peer waits.
+        from kvtransfer.socket_pump import make_socket_pump
+
+        self._make_pump = make_socket_pump
         self._store = store
         self._join_timeout_s = join_timeout_s
         self._limits = StreamLimits(streams, local_streams)
@@ -227,41 +229,22 @@ class TcpTransport:
 
     async def prepare(self, host: str, cut: Cut) -> TcpPendingLink:
         """Raises ConnectionLost where `host` is not an address of this machine."""
-        make_pump = await _load_pumps()
         door = await TcpDoor.open(host, self._limits, self._join_timeout_s)
         pending = TcpPendingLink(
-            door, host, lambda connected: self._make_link(connected, cut, make_pump), on_end=self._pending.discard
+            door, host, lambda connected: self._make_link(connected, cut), on_end=self._pending.discard
         )
         self._pending.add(pending)
         return pending
 
     async def join(self, params: LinkParams, cut: Cut) -> TcpLink:
-        make_pump = await _load_pumps()
-        connected = await connect_streams(params, self._limits, self._join_timeout_s)
-        return self._make_link(connected, cut, make_pump)
+        return self._make_link(await connect_streams(params, self._limits, self._join_timeout_s), cut)
 
     async def close(self) -> None:
         await asyncio.gather(*(pending.close() for pending in tuple(self._pending)))
         await asyncio.gather(*(link.close() for link in tuple(self._links)))
 
-    def _make_link(self, connected: Sequence[socket], cut: Cut, make_pump: "MakePump") -> TcpLink:
-        pumps = [make_pump(cut.unit_bytes) if cut.is_whole_blocks else None for _ in connected]
+    def _make_link(self, connected: Sequence[socket], cut: Cut) -> TcpLink:
+        pumps = [self._make_pump(cut.unit_bytes) if cut.is_whole_blocks else None for _ in connected]
         link = TcpLink(connected, pumps, self._store, cut, self._links.discard)
         self._links.add(link)
         return link
-
-
-async def _load_pumps() -> "MakePump":
-    """What makes pumps. It loads numba, the first time: on a thread, since that takes a while."""
-    if not _pumps_loaded:
-        _pumps_loaded.append(await asyncio.to_thread(_import_pumps))
-    return _pumps_loaded[0]
-
-
-def _import_pumps() -> "MakePump":
-    from kvtransfer.socket_pump import make_socket_pump
-
-    return make_socket_pump
-
-
-_pumps_loaded: list["MakePump"] = []
