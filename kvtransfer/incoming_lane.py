@@ -187,7 +187,7 @@ class IncomingLane:
             if run.first_unit < self._num_skipped:
                 return f"unit {run.first_unit} was skipped in the grant"
             taken = self._taken[run.layer]
-            if any(taken[run.first_unit : end]):
+            if taken.find(1, run.first_unit, end) >= 0:
                 return f"units {run.first_unit} to {end} of layer {run.layer} came twice"
             taken[run.first_unit : end] = b"\x01" * run.num_units
         self._num_announced += 1

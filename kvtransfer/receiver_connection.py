@@ -192,6 +192,7 @@ class ReceiverConnection:
                         self._desk.declined(self, transfer_id, f"the source gave up: {reason}")
                 case _:
                     raise ProtocolError(f"a source does not send {type(message).__name__}")
+            await self._control.drain()  # one that reads no answers is not asked for more reasons to answer
 
 
 def _name(peer: Peer) -> str:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from kvtransfer.config import TransferConfig
-from kvtransfer.endings import all_ended
+from kvtransfer.endings import all_ended, finish
 from kvtransfer.layout import Lane, plan_lanes
 from kvtransfer.outgoing import OutgoingTransfer
 from kvtransfer.sender_connection import LinkReport, SenderConnection
@@ -102,6 +102,9 @@ class KVSender:
 
     async def close(self) -> None:
         """End every transfer and connection, and wait until no block is read any more."""
+        await finish(self._close())
+
+    async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await all_ended(tuple(self._tasks))

@@ -147,7 +147,8 @@ class SenderConnection:
         layout = self._store.layout
         kv = KVHello(layout, self._store.rank, self._config.encoding, self._transports.reach)
         connection.send(Hello(self._peer, self.target, kv))
-        answer = await connection.receive()
+        while isinstance(answer := await connection.receive(), Ping):
+            pass  # it is still preparing the link
         if isinstance(answer, Refuse):
             raise ConnectionLost(f"the target refuses the connection: {answer.reason}")
         if not isinstance(answer, Welcome) or answer.receiver != self.target or answer.kv is None:

@@ -122,6 +122,8 @@ class TargetLinks:
     def _check(self, chunk: Chunk) -> None:
         """Raises ProtocolError for a chunk whose bytes can't be told from those behind it."""
         num_units = sum(run.num_units for run in chunk.runs)
+        if len(chunk.runs) > self._cut.layout.num_layers:  # a layer's next units are one run
+            raise ProtocolError(f"a chunk of {len(chunk.runs)} runs can't be")
         if chunk.link != self._number:
             raise ProtocolError(f"a chunk can't be on link {chunk.link}: {self._number} is at hand")
         if not all(run.num_units > 0 for run in chunk.runs) or not 0 < num_units <= self._max_chunk_units:
@@ -165,17 +167,16 @@ class TargetLinks:
         joining = asyncio.get_running_loop().create_task(pending.established())
         leaving = asyncio.get_running_loop().create_task(_event(self._is_left))
         try:
-            await asyncio.wait([joining, leaving], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait([joining, leaving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                joining.cancel()
+                await all_ended([joining, leaving])
         except asyncio.CancelledError:
-            joining.cancel()
-            await all_ended([joining])
             if not joining.cancelled() and joining.exception() is None:
                 await finish(joining.result().close())
             raise
-        finally:
-            leaving.cancel()
-            joining.cancel()
-            await all_ended([joining, leaving])
         return None if joining.cancelled() else joining.result()
 
     async def _receive(self, link: _Link, number: int) -> None:

@@ -234,6 +234,33 @@ async def test_closing_the_sender_ends_transfers_whose_connection_was_not_even_b
             await out.done()
 
 
+async def test_closing_the_sender_ends_its_transfers_though_who_closes_it_is_cancelled() -> None:
+    async with make_pair() as pair:
+        outs: list[OutgoingTransfer] = []
+
+        async def open_and_close() -> None:
+            outs.append(pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0))
+            await pair.sender.close()  # before the connection's task has begun
+
+        closing = asyncio.create_task(open_and_close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert outs[0].ended
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_a_link_that_is_joined_while_its_target_closes_is_closed_too(num_turns: int) -> None:
+    async with faulty_pair() as (pair, _, target):
+        begin(pair)
+        await settle(lambda: target.num_links == 1)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await pair.receiver.close()
+        assert target.num_closed == 1
+
+
 # --- damage, and links that break ---
 
 
