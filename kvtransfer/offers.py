@@ -13,7 +13,7 @@ class AwaitedOffers:
     def __init__(self, receiver: KVReceiver, wait_s: float):
         self._receiver = receiver
         self._wait_s = wait_s
-        self._awaited: dict[bytes, tuple[Callable[[], None], asyncio.TimerHandle]] = {}  # by transfer id
+        self._awaited: dict[bytes, tuple[Ticket, Callable[[], None], asyncio.TimerHandle]] = {}  # by transfer id
         receiver.on_offer = self._on_offer
 
     def wait(self, ticket: Ticket, *, came: Callable[[], None], missing: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ class AwaitedOffers:
         Neither is called after `refuse`. An offer that was withdrawn again has come: see KVReceiver.offered_tokens.
         """
         transfer_id = ticket.transfer_id
-        if self._receiver.has_offer(transfer_id):
+        if self._receiver.has_offer(ticket):
             came()
             return
 
@@ -30,17 +30,20 @@ class AwaitedOffers:
             del self._awaited[transfer_id]
             missing()
 
-        self._awaited[transfer_id] = came, asyncio.get_running_loop().call_later(self._wait_s, give_up)
+        self._awaited[transfer_id] = ticket, came, asyncio.get_running_loop().call_later(self._wait_s, give_up)
 
     def refuse(self, ticket: Ticket) -> None:
         """Wait no more, and take no offer that is here or still comes: its worker would keep its blocks for us."""
-        _, timer = self._awaited.pop(ticket.transfer_id, (None, None))
-        if timer is not None:
-            timer.cancel()
+        awaited = self._awaited.pop(ticket.transfer_id, None)
+        if awaited is not None:
+            awaited[2].cancel()
         self._receiver.refuse(ticket)
 
     def _on_offer(self, transfer_id: bytes) -> None:
-        came, timer = self._awaited.pop(transfer_id, (None, None))
-        if came is not None and timer is not None:
-            timer.cancel()
-            came()
+        awaited = self._awaited.get(transfer_id)
+        if awaited is None or not self._receiver.has_offer(awaited[0]):  # somebody else has declined it
+            return
+        del self._awaited[transfer_id]
+        _, came, timer = awaited
+        timer.cancel()
+        came()

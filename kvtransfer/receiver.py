@@ -65,14 +65,17 @@ class KVReceiver:
         self._num_offers = 0
         self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
+        self._declined = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)  # by `_declined_by`
         self.stats = TransferStats()
         self.on_offer: Callable[[bytes], None] = _ignore
-        """Called with the transfer id of every offer that comes before its request is expected, and where a source
-        declines such a request."""
+        """Called with the transfer id of every offer that comes before its request is expected, and where anybody
+        declines such a request: see `has_offer`."""
 
-    def has_offer(self, transfer_id: bytes) -> bool:
-        """Whether an offer waits for its request to be expected, or came and was withdrawn: then waiting is no use."""
-        return transfer_id in self._offers or transfer_id in self._offered_tickets
+    def has_offer(self, ticket: Ticket) -> bool:
+        """Whether its offer waits to be expected, or was withdrawn, or its source declined: then waiting is no use."""
+        transfer_id = ticket.transfer_id
+        is_declined = _declined_by(ticket.source, transfer_id) in self._declined
+        return is_declined or transfer_id in self._offers or transfer_id in self._offered_tickets
 
     def offered_tokens(self, transfer_id: bytes) -> int | None:
         """Of how many tokens the KV is offered; None where no offer waits: none came, or it was withdrawn."""
@@ -127,10 +130,11 @@ class KVReceiver:
             return transfer
         self._transfers[ticket.transfer_id] = transfer
         offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
+        declined = _declined_by(ticket.source, ticket.transfer_id)
         for rank, pending in offers.items():
             if pending is not None:
                 self._match(transfer.lanes[rank], pending.offer, pending.connection)
-            elif self._offered_tickets.was_used(ticket.transfer_id, rank):
+            elif self._offered_tickets.was_used(ticket.transfer_id, rank) or self._declined.was_used(declined, rank):
                 transfer.abort("the source has given the transfer up already")
         return transfer
 
@@ -195,7 +199,8 @@ class KVReceiver:
             if is_its_own and lane is not None and lane.state is ReceiverState.AWAITING_OFFER:
                 self._offered_tickets.use(transfer_id, rank)
                 lane.peer_aborted(reason)
-        elif transfer_id not in self._expected_tickets and self._offered_tickets.use(transfer_id, rank):
+        elif transfer_id not in self._expected_tickets:  # whose ticket names another source has declined nothing
+            self._declined.use(_declined_by(connection.source, transfer_id), rank)
             self.on_offer(transfer_id)
 
     def connection_lost(self, connection: ReceiverConnection) -> None:
@@ -280,6 +285,11 @@ class KVReceiver:
         pending = self._take_offer(transfer_id, rank)
         if pending is not None:
             pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
+
+
+def _declined_by(source: Peer, transfer_id: bytes) -> bytes:
+    """An Abort before any offer shows no ticket: it counts only for who sent it."""
+    return transfer_id + f"{source.epoch} {source.worker_id}".encode()
 
 
 def _ignore(_: bytes) -> None:

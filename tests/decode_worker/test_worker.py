@@ -287,7 +287,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
     assert rig.router is not None
     rig.router.send(SendPrefix(ticket, request.token_ids, request.cache_salt))
     await a_moment()
-    assert parts.receiver.has_offer(ticket.transfer_id), "it is offered, or declined"
+    assert parts.receiver.has_offer(ticket), "it is offered, or declined"
     num_tokens, is_whole = parts.receiver.offered_tokens(ticket.transfer_id), False
     if num_tokens and taken:
         block_ids = parts.pool.allocate(num_tokens // BLOCK)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, BytesStore, D, P, Pair,
 from kvtransfer.config import TransferConfig
 from kvtransfer.digest import chunk_seal
 from kvtransfer.layout import Segment
+from kvtransfer.lifecycle import SenderState
 from kvtransfer.link import DataLink
+from kvtransfer.receiver import KVReceiver
 from protocol.errors import ConnectionLost, TransferFailed
 from protocol.messages import (
     Abort,
@@ -35,10 +38,10 @@ from protocol.messages import (
     Verified,
     Welcome,
 )
-from protocol.network import Connection
+from protocol.network import Connection, Handler, Listener
 from protocol.stats import WorkerStats
 from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer, Ticket, mint_ticket
+from protocol.tickets import Address, Peer, Ticket, mint_ticket
 
 NEIGHBOUR = Peer("prefill-1", 33)
 ANYBODY = b"x" * 16
@@ -51,6 +54,7 @@ class RawPeer:
     connection: Connection
     link: DataLink
     store: BytesStore
+    name: Peer = P
 
     async def send_chunk(self, ticket: Ticket, sequence: int, *runs: Run, attempt: int = 0) -> None:
         """Chunk and bytes: those of block 0, as often as it takes."""
@@ -60,7 +64,7 @@ class RawPeer:
 
     async def send_bytes(self, chunk: Chunk, seal: int | None = None) -> None:
         num_units = sum(run.num_units for run in chunk.runs)
-        await self.link.send([Segment(0, (0,) * num_units)], chunk_seal(chunk, P, D) if seal is None else seal)
+        await self.link.send([Segment(0, (0,) * num_units)], chunk_seal(chunk, self.name, D) if seal is None else seal)
 
     async def answer(self) -> Message:
         """The next message that is no Ping."""
@@ -79,18 +83,18 @@ def greeting(pair: Pair, peer: Peer = P) -> Hello:
 
 
 @contextlib.asynccontextmanager
-async def raw_peer(pair: Pair) -> AsyncIterator[RawPeer]:
+async def raw_peer(pair: Pair, peer: Peer = P) -> AsyncIterator[RawPeer]:
     store = BytesStore()
     store.fill(5)
     transport = MemoryTransport(store)
     connection = await pair.network.connect(pair.address)
-    connection.send(greeting(pair))
+    connection.send(greeting(pair, peer))
     welcome = await connection.receive()
     assert isinstance(welcome, Welcome)
     assert welcome.kv is not None
     link = await transport.join(welcome.kv.link, pair.target_cut)
     try:
-        yield RawPeer(connection, link, store)
+        yield RawPeer(connection, link, store, peer)
     finally:
         await link.close()
         await connection.close()
@@ -306,9 +310,30 @@ async def test_nobody_aborts_or_commits_the_transfer_of_another_connection() -> 
         assert await waiting == TOKEN
 
 
-async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str) -> None:
+async def test_nobody_declines_or_withdraws_the_transfer_of_another_source_before_it_is_expected() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer, raw_peer(pair, NEIGHBOUR) as other:
+        heard: list[bytes] = []
+        pair.receiver.on_offer = heard.append
+        ticket = pair.ticket()
+        other.connection.send(Abort(ticket.transfer_id, "not yours"))
+        other.connection.send(Offer(ticket, 12))
+        answer = await other.answer()
+        assert isinstance(answer, Abort)
+        assert "the ticket's source is prefill-0, not prefill-1" in answer.reason
+        assert not pair.receiver.has_offer(ticket)
+        peer.connection.send(Offer(ticket, 12))
+        await settle(lambda: pair.receiver.has_offer(ticket))
+        assert heard[-1:] == [ticket.transfer_id]
+        other.connection.send(Abort(ticket.transfer_id, "not yours"))
+        await granted_and_done(pair, other, "theirs", NEIGHBOUR)
+        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        assert await peer.answer() == Grant(ticket.transfer_id, 0)
+        incoming.abort("enough")
+
+
+async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str, source: Peer = P) -> None:
     """A whole transfer: everything sent before it has been handled then."""
-    ticket = pair.ticket(request_id)
+    ticket = pair.ticket(request_id, source)
     incoming = pair.receiver.expect(ticket, [10], 4, 0)
     peer.connection.send(Offer(ticket, 4))
     assert await peer.answer() == Grant(ticket.transfer_id, 0)
@@ -334,6 +359,7 @@ async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str) -> None:
         Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1 << 40),), BLOCK_BYTES << 40),
         Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1),), 2 * BLOCK_BYTES),
         Chunk(ANYBODY, 0, 0, 1, (Run(0, 0, 1),), BLOCK_BYTES),
+        Chunk(ANYBODY, 0, 0, 0, tuple(Run(0, unit, 1) for unit in range(4)), 4 * BLOCK_BYTES),
     ],
 )
 async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes_on(message: Message) -> None:
@@ -412,13 +438,18 @@ async def test_an_abort_is_heard_while_a_chunk_before_it_is_still_under_way() ->
 
 
 @contextlib.asynccontextmanager
-async def raw_target(pair: Pair, *answers: Any) -> AsyncIterator[Ticket]:
-    """A target that grants, and after the commit sends `answers` (made of the transfer's id); a ticket for it."""
+async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator[Ticket]:
+    """A target that grants, and after the commit sends `answers` (made of the transfer's id); a ticket for it.
+
+    It says Ping so often before its Welcome.
+    """
 
     async def serve(connection: Connection) -> None:
         await connection.receive()
         pending = await pair.transports[1].by_name["memory"].prepare("127.0.0.1", pair.target_cut)
         kv = KVWelcome(pair.target.layout, 0, "memory", "why", (), pending.params)
+        for _ in range(pings):
+            connection.send(Ping())
         connection.send(Welcome(D, kv))
         try:
             while True:
@@ -467,3 +498,110 @@ async def test_a_target_that_calls_a_chunk_damaged_twice_at_once_ends_the_transf
             out.commit(TOKEN)
             with pytest.raises(TransferFailed, match="attempt 0 of chunk 0 is not out"):
                 await out.done()
+
+
+async def test_a_target_that_is_slow_to_prepare_its_link_may_ping_before_its_welcome() -> None:
+    verified = [lambda transfer_id: Verified(transfer_id)]
+    async with make_pair() as pair, raw_target(pair, *verified, pings=2) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        await out.done()
+
+
+# --- peers that listen to nothing ---
+
+
+class DeafConnection:
+    """The connection to a peer that reads nothing any more once `is_deaf`: what is sent to it piles up here."""
+
+    def __init__(self, inner: Connection):
+        self._inner = inner
+        self._never = asyncio.Event()
+        self.is_deaf = False
+        self.num_sent = 0
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._inner.unsent_bytes
+
+    def send(self, message: Message) -> None:
+        self.num_sent += not isinstance(message, Ping)
+        self._inner.send(message)
+
+    async def drain(self) -> None:
+        if self.is_deaf:
+            await self._never.wait()
+        await self._inner.drain()
+
+    async def receive(self) -> Message:
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+async def read_to_the_end(peer: RawPeer) -> None:
+    while True:
+        await peer.connection.receive()
+
+
+class DeafNetwork:
+    """A network of such connections, on this side of them."""
+
+    def __init__(self) -> None:
+        self._inner = TcpNetwork(SECRET)
+        self.connections: list[DeafConnection] = []
+
+    async def connect(self, address: Address) -> Connection:
+        self.connections.append(DeafConnection(await self._inner.connect(address)))
+        return self.connections[-1]
+
+    async def listen(self, host: str, handler: Handler) -> Listener:
+        async def handle(connection: Connection) -> None:
+            self.connections.append(DeafConnection(connection))
+            await handler(self.connections[-1])
+
+        return await self._inner.listen(host, handle)
+
+
+async def test_a_target_that_reads_no_messages_holds_a_sources_blocks_no_longer_than_a_lease() -> None:
+    async with make_pair(config=TransferConfig(lease_s=0.3)) as pair:
+        network = DeafNetwork()
+        pair.network = network
+        sender = pair.make_sender(config=TransferConfig(lease_s=0.3))
+        ticket = pair.ticket()
+        incoming = pair.receiver.expect(ticket, [4], 4, 0)
+        out = sender.open(ticket, 4, [1], 0)
+        await settle(lambda: out.lanes[0].state is SenderState.GRANTED)
+        network.connections[0].is_deaf = True
+        for layer in range(3):
+            out.layer_ready(layer, 4)
+        with pytest.raises(TransferFailed, match="has taken no message"):
+            await out.done()
+        with pytest.raises(TransferFailed):
+            await incoming.verified()
+        await sender.close()
+
+
+async def test_a_source_that_reads_no_answers_is_not_listened_to_until_it_does() -> None:
+    network = DeafNetwork()
+    async with make_pair() as pair:
+        receiver = KVReceiver(
+            peer=D,
+            store=pair.target,
+            network=network,
+            transports=pair.transports[1],
+            config=TransferConfig(lease_s=0.3),
+            clock=time.monotonic,
+            secret=SECRET,
+        )
+        pair.address = await receiver.start("127.0.0.1")
+        async with raw_peer(pair) as peer:
+            connection = network.connections[0]
+            connection.is_deaf, before = True, connection.num_sent
+            for index in range(50):
+                peer.connection.send(Offer(pair.ticket(str(index), secret=b"forged"), 12))
+            with pytest.raises(ConnectionLost):
+                await read_to_the_end(peer)
+            assert connection.num_sent == before + 1
+        await receiver.close()

@@ -19,8 +19,12 @@ class FakeReceiver:
         self.refused: list[Ticket] = []
         self.on_offer: Callable[[bytes], None] = lambda _: None
 
-    def has_offer(self, transfer_id: bytes) -> bool:
-        return transfer_id in self.offers
+    def has_offer(self, ticket: Ticket) -> bool:
+        return ticket.transfer_id in self.offers
+
+    def offer(self, transfer_id: bytes) -> None:
+        self.offers.add(transfer_id)
+        self.on_offer(transfer_id)
 
     def refuse(self, ticket: Ticket) -> None:
         self.refused.append(ticket)
@@ -59,10 +63,20 @@ def test_an_offer_that_is_here_is_told_at_once():
 def test_an_offer_that_comes_is_told_once_and_no_other_is():
     async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
         wait()
-        receiver.on_offer(b"another")
+        receiver.offer(b"another")
         await asyncio.sleep(1.0)
+        receiver.offer(TICKET.transfer_id)
+        receiver.offer(TICKET.transfer_id)
+
+    assert told_of(script) == [("came", 1.0)]
+
+
+def test_what_somebody_else_declines_is_still_waited_for():
+    async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
+        wait()
         receiver.on_offer(TICKET.transfer_id)
-        receiver.on_offer(TICKET.transfer_id)
+        await asyncio.sleep(1.0)
+        receiver.offer(TICKET.transfer_id)
 
     assert told_of(script) == [("came", 1.0)]
 
@@ -71,7 +85,7 @@ def test_an_offer_that_does_not_come_is_missing_and_comes_too_late():
     async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
         wait()
         await asyncio.sleep(3.0)
-        receiver.on_offer(TICKET.transfer_id)
+        receiver.offer(TICKET.transfer_id)
 
     assert told_of(script) == [("missing", 2.0)]
 
@@ -80,7 +94,7 @@ def test_after_a_refusal_nothing_is_told_and_the_receiver_refuses_too():
     async def script(receiver: FakeReceiver, offers: AwaitedOffers, wait: Callable[[], None]) -> None:
         wait()
         offers.refuse(TICKET)
-        receiver.on_offer(TICKET.transfer_id)
+        receiver.offer(TICKET.transfer_id)
         offers.refuse(TICKET)
         assert receiver.refused == [TICKET, TICKET]
 

@@ -474,10 +474,10 @@ async def test_a_source_that_has_nothing_tells_a_target_that_has_not_asked_its_r
         heard: list[bytes] = []
         pair.receiver.on_offer = heard.append
         ticket = pair.ticket()
-        assert not pair.receiver.has_offer(ticket.transfer_id)
+        assert not pair.receiver.has_offer(ticket)
         pair.sender.decline(ticket, "nothing is cached")
         await settle(lambda: heard == [ticket.transfer_id])
-        assert pair.receiver.has_offer(ticket.transfer_id)
+        assert pair.receiver.has_offer(ticket)
         assert pair.receiver.offered_tokens(ticket.transfer_id) is None
         with pytest.raises(TransferFailed, match="given the transfer up already"):
             await pair.receiver.expect(ticket, [4, 5], NUM_TOKENS, 0).verified()
@@ -495,7 +495,7 @@ async def test_an_offer_that_waits_tells_its_tokens_until_it_is_withdrawn() -> N
         assert pair.receiver.offered_tokens(transfer_id) == NUM_TOKENS
         out.abort("the client left")
         await settle(lambda: pair.receiver.offered_tokens(transfer_id) is None)
-        assert pair.receiver.has_offer(transfer_id)
+        assert pair.receiver.has_offer(out.ticket)
 
 
 # --- tickets, epochs, fingerprints ---

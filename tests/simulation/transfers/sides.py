@@ -206,7 +206,7 @@ class Sides:
     async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
         """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
         until = self._clock() + PROGRESS_S
-        while not all(rank.receiver.has_offer(ticket.transfer_id) for rank in process.ranks):
+        while not all(rank.receiver.has_offer(ticket) for rank in process.ranks):
             if self._clock() > until:
                 return False
             await asyncio.sleep(0.005)
