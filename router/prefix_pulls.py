@@ -50,8 +50,11 @@ class PrefixPulls:
         return Path(path.prefill, path.decode, source)
 
     def ask(self, path: Path, request: GenerateRequest) -> Ticket | None:
-        """Have the path's source send what it holds of the attempt's tokens; the ticket for its prefill worker."""
-        if path.source is None or path.prefill is None:
+        """Have the path's source send what it holds of the attempt's tokens; the ticket for its prefill worker.
+
+        None where there is no source, or no channel to it now: the prefill worker would wait for it in vain.
+        """
+        if path.source is None or path.prefill is None or not self._channels.is_connected(path.source.peer):
             return None
         ticket = mint_ticket(
             self._secret,

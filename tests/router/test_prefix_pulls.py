@@ -8,7 +8,9 @@ import pytest
 
 from protocol.errors import ConfigError
 from router.config import PipelineConfig
+from router.policy import Path
 from router.prefix_index import PIECE_TOKENS, pieces_of
+from router.prefix_pulls import PrefixPulls
 from router.stages import Stages
 
 PROMPT = tuple(range(130))
@@ -92,6 +94,25 @@ async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_o
         assert len(index) == len(PROMPT) // PIECE_TOKENS, "p0 still holds the prompt"
         await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
         assert rig["p0"].pulls == []
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_prefill_worker_waits_for_no_source_that_can_not_be_asked(is_connected, fleet_of, prompt_of):
+    asked = []
+
+    class Channels:
+        def is_connected(self, worker):
+            return is_connected and worker == source.peer
+
+        def send_prefix(self, worker, message):
+            asked.append((worker, message.ticket))
+
+    async with fleet_of(1, 1) as rig:
+        source = rig["d0"].info
+        pulls = PrefixPulls(channels=Channels(), secret=b"secret", config=PipelineConfig())
+        ticket = pulls.ask(Path(rig["p0"].info, source, source), prompt_of(*PROMPT))
+        assert asked == ([(source.peer, ticket)] if is_connected else [])
+        assert (ticket is not None) == is_connected
 
 
 async def test_the_last_token_of_an_answer_is_never_counted_on(fleet_of, prompt_of):
