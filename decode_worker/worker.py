@@ -103,6 +103,7 @@ class DecodeWorker:
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
         self._receiving: set[asyncio.Task[None]] = set()
+        self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
@@ -209,11 +210,14 @@ class DecodeWorker:
 
     async def _run(self, step: DecodeStep) -> list[SampledToken | None]:
         started_at = self._clock()
+        self._is_computing = True
         try:
             sampled = await self._engine.step([entry.step for entry in step.entries])
         except Exception:
             self._scheduler.abandon(step)
             raise
+        finally:
+            self._is_computing = False
         # A step that draws a token past the prompt computes a decode's single token; everything else is prompt.
         self._counters.count_step(
             self._clock() - started_at,
@@ -320,4 +324,5 @@ class DecodeWorker:
 
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy
-        return bool(len(self._calls) or self._receiving) or is_exporting or self.probe.is_busy
+        has_calls = bool(len(self._calls) or self._receiving)
+        return self._is_computing or has_calls or is_exporting or self.probe.is_busy

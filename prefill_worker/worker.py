@@ -110,6 +110,7 @@ class PrefillWorker:
         )
         self._calls: dict[str, Call] = {}  # by request id, until call and transfers have ended
         self._calls_by_job: dict[PrefillJob, Call] = {}  # until the call returns
+        self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
@@ -224,11 +225,14 @@ class PrefillWorker:
                     call.outgoing.layer_ready(layer, chunk.num_tokens_after)
 
         started_at = self._clock()
+        self._is_computing = True
         try:
             sampled = await self._engine.step([chunk.step for chunk in step.chunks], on_layer)
         except Exception:
             self._scheduler.abandon(step)
             raise
+        finally:
+            self._is_computing = False
         self._counters.count_step(self._clock() - started_at, sum(len(chunk.step.token_ids) for chunk in step.chunks))
         return sampled
 
@@ -326,7 +330,7 @@ class PrefillWorker:
 
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy
-        return bool(self._calls) or is_exporting or self.probe.is_busy
+        return self._is_computing or bool(self._calls) or is_exporting or self.probe.is_busy
 
 
 def _ignore(_: str) -> None:

@@ -441,6 +441,19 @@ def test_a_draining_worker_waits_for_transfers_too():
     play(script, role="decode")
 
 
+def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), None))
+        await asyncio.sleep(0.0005)  # the step is under way
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert rig.pool.owned_blocks > 0
+        await rig.worker.drain()
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
 def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
     async def script(rig: Rig) -> None:
         calls = [

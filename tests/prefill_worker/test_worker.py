@@ -213,6 +213,19 @@ def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new():
     play(script, role="prefill", max_step_s=5.0)
 
 
+def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.prefill(a_request(), None))
+        await asyncio.sleep(0.0005)  # the step is under way
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert rig.pool.owned_blocks > 0
+        await rig.worker.drain()
+        assert rig.pool.owned_blocks == 0
+
+    play(script, role="prefill")
+
+
 def test_a_draining_worker_takes_nothing_new():
     async def script(rig: Rig) -> None:
         await rig.worker.drain()
