@@ -164,6 +164,23 @@ async def test_one_stream_that_breaks_ends_the_link() -> None:
                 await call
 
 
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_a_cancelled_call_breaks_the_link_for_the_peer_too(streams: int) -> None:
+    source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
+    chunk = [Segment(0, tuple(range(64)))]
+    async with links(source, target, blocks(source), streams=streams) as (sender, receiver):
+        receive = asyncio.create_task(receiver.receive(chunk, 1))
+        await asyncio.sleep(0)
+        receive.cancel()
+
+        async def send_on() -> None:
+            while True:  # what the sockets hold may still go out
+                await sender.send(chunk, 1)
+
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(send_on(), 10)
+
+
 async def test_close_in_the_middle_of_a_chunk_waits_until_nothing_writes() -> None:
     source, target = BytesStore(1, 64, 65536), BytesStore(1, 64, 65536)
     source.fill(1)
