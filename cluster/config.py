@@ -74,6 +74,7 @@ class RouterSection:
 class TransferSection:
     transport: TransportChoice = "auto"  # auto: for each pair of workers the best that both have
     tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections of one link between machines
+    tcp_max_bytes_per_s: int | None = field(default=None, metadata=bounds(1000))  # of one link; None: no limit
     transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
 
 

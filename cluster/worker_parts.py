@@ -44,6 +44,7 @@ class WorkerSettings:
     threads: int
     transport: TransportChoice
     tcp_streams: int
+    tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
 
     @classmethod
@@ -56,6 +57,7 @@ class WorkerSettings:
             threads=config.threads(section.resources),
             transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
+            tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
         )
 
@@ -110,7 +112,13 @@ async def load_parts(settings: WorkerSettings, peer: Peer, network: Network, sec
     loaded = await asyncio.to_thread(load_engine, config)
     store: KVStore = loaded.kv_cache
     try:
-        transports = make_transports(settings.transport, store, tcp_streams=settings.tcp_streams)
+        transports = await asyncio.to_thread(
+            make_transports,
+            settings.transport,
+            store,
+            tcp_streams=settings.tcp_streams,
+            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+        )
     except ConfigError:
         await asyncio.to_thread(loaded.engine.close)
         loaded.kv_cache.close()

@@ -119,6 +119,7 @@ async def serve(settings: Settings) -> None:
             threads=settings.threads,
             transport=settings.transport,
             tcp_streams=4,
+            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
             transfer=TransferConfig(),
         ),
         peer,

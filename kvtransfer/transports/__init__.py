@@ -28,15 +28,22 @@ class Transports:
 
 
 def make_transports(
-    choice: str, store: KVStore, *, join_timeout_s: float = 5.0, tcp_streams: int | None = None
+    choice: str,
+    store: KVStore,
+    *,
+    join_timeout_s: float = 5.0,
+    tcp_streams: int | None = None,
+    tcp_max_bytes_per_s: int | None = None,
 ) -> Transports:
     """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
 
     `tcp_streams` is how many TCP connections a link between machines may have; None for the transport's own number.
+    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. Blocks for seconds where kernels have
+    to be compiled first.
     Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
     """
     names = _automatic(store) if choice == "auto" else (choice,)
-    made = {name: _make(name, store, join_timeout_s, tcp_streams) for name in names}
+    made = {name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s) for name in names}
     return Transports(made, Reach(names, _machine(), _device(store)))
 
 
@@ -50,7 +57,9 @@ def _automatic(store: KVStore) -> tuple[str, ...]:
     return ("tcp",)  # torch_distributed on a CPU is gloo, which is slower than tcp everywhere: one has to ask for it
 
 
-def _make(name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | None) -> Transport:
+def _make(
+    name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | None, tcp_max_bytes_per_s: int | None
+) -> Transport:
     """Imports what only this transport needs. Raises ConfigError."""
     if name == "shm":
         if not isinstance(store, SharedStore):
@@ -64,7 +73,7 @@ def _make(name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | N
         from kvtransfer.transports.tcp import STREAMS, TcpTransport
 
         streams = STREAMS if tcp_streams is None else tcp_streams
-        return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams)
+        return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams, max_bytes_per_s=tcp_max_bytes_per_s)
     if name == "cuda_ipc":
         if not isinstance(store, DeviceStore):
             raise ConfigError("the KV cache is not in a GPU's memory, which cuda_ipc needs; set the transport to auto")

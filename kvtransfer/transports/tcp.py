@@ -10,9 +10,10 @@ once its link is closed nobody reads them.
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from socket import socket
+from socket import SOL_SOCKET, socket
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -35,6 +36,8 @@ INLINE_BYTES = 64 * 1024
 MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings
 STREAMS = 4
 LOCAL_STREAMS = 1  # within one machine, where a single one keeps the cores of both ends busy
+
+_SO_MAX_PACING_RATE = 47  # of Linux, not among the socket module's names
 
 R = TypeVar("R")
 
@@ -168,7 +171,20 @@ class TcpLink:
 
 async def _all(calls: Sequence[asyncio.Future[R]]) -> list[R]:
     """All results, or the first error. A cancellation leaves the calls to the streams' `close`."""
-    return await asyncio.shield(asyncio.gather(*calls))
+    gathered = asyncio.gather(*calls)
+    gathered.add_done_callback(_retrieve)
+    return await asyncio.shield(gathered)
+
+
+def _retrieve(gathered: asyncio.Future[list[R]]) -> None:
+    """An error of calls that nobody awaits any more has nobody left to be told to."""
+    if not gathered.cancelled():
+        gathered.exception()
+
+
+def _pace(connected: socket, bytes_per_s: int) -> None:
+    """Have the kernel send no faster; on any interface, loopback included."""
+    connected.setsockopt(SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_per_s))
 
 
 class TcpPendingLink:
@@ -216,7 +232,9 @@ class TcpTransport:
         join_timeout_s: float = 10.0,
         streams: int = STREAMS,
         local_streams: int = LOCAL_STREAMS,
+        max_bytes_per_s: int | None = None,
     ):
+        """`max_bytes_per_s` is what one link sends at most; None: as much as goes."""
         # Now, not with the first link: it may have to be compiled, which takes longer than a peer waits.
         from kvtransfer.socket_pump import make_socket_pump
 
@@ -224,6 +242,7 @@ class TcpTransport:
         self._store = store
         self._join_timeout_s = join_timeout_s
         self._limits = StreamLimits(streams, local_streams)
+        self._max_bytes_per_s = max_bytes_per_s
         self._pending: set[TcpPendingLink] = set()
         self._links: set[TcpLink] = set()
 
@@ -237,7 +256,11 @@ class TcpTransport:
         return pending
 
     async def join(self, params: LinkParams, cut: Cut) -> TcpLink:
-        return self._make_link(await connect_streams(params, self._limits, self._join_timeout_s), cut)
+        connected = await connect_streams(params, self._limits, self._join_timeout_s)
+        if self._max_bytes_per_s is not None:
+            for each in connected:
+                _pace(each, max(1, self._max_bytes_per_s // len(connected)))
+        return self._make_link(connected, cut)
 
     async def close(self) -> None:
         await asyncio.gather(*(pending.close() for pending in tuple(self._pending)))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -216,6 +217,21 @@ async def test_between_machines_a_link_has_more_streams(monkeypatch: pytest.Monk
     pending = await receiving.prepare("127.0.0.1", blocks(store))
     ends = await asyncio.gather(sending.join(pending.params, blocks(store)), pending.established())
     assert [len(end._streams) for end in ends] == [3, 3]
+    await sending.close()
+    await receiving.close()
+
+
+async def test_a_links_limit_is_shared_by_its_streams_on_the_sending_side() -> None:
+    store = BytesStore()
+    sending = TcpTransport(store, local_streams=2, max_bytes_per_s=10_000_001)
+    receiving = TcpTransport(store, local_streams=2)
+    pending = await receiving.prepare("127.0.0.1", blocks(store))
+    ends = await asyncio.gather(sending.join(pending.params, blocks(store)), pending.established())
+    paces = [
+        [struct.unpack("Q", stream.thread.socket.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for stream in end._streams]
+        for end in ends
+    ]
+    assert paces == [[5_000_000] * 2, [2**64 - 1] * 2]
     await sending.close()
     await receiving.close()
 
