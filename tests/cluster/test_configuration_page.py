@@ -13,7 +13,7 @@ from cluster.config import ClusterConfig, read_config
 from protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-UNITS = {"_"_bytes_per_s": "bytes a second", s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
+UNITS = {"_bytes_per_s": "bytes a second", "_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
 
 
 class Setting(NamedTuple):
