@@ -122,7 +122,7 @@ class LocalPendingLink:
                 self._joined.set_result(self._make_link(guest))
                 admitted = True
         except (OSError, TimeoutError):  # a stranger that left again
-            pass
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         finally:
             if not admitted:
                 guest.close()
@@ -166,6 +166,9 @@ class LocalTransport(ABC):
         name, token = (self._unhex(params.get(key)) for key in ("name", "token"))
         try:
             connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks
+            # would all be announced before the target copies the first, and a short prompt's wait behind them.
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         except OSError as error:
             raise ConnectionLost(f"can't join the link: {error}") from error
         link = self._make_source(connecting, cut, self._links.discard)

@@ -288,6 +288,25 @@ async def test_a_peer_that_is_gone_breaks_the_link_also_for_calls_that_wait() ->
         await receiver.close()
 
 
+async def test_a_source_runs_only_a_few_chunks_ahead_of_its_target() -> None:
+    source, target = filled(make_cache(64)), make_cache(64)
+    chunk, num_chunks, most_ahead = [Segment(0, tuple(range(64)))], 200, 16
+    async with link(source, target) as (sender, receiver):
+        num_sent = 0
+
+        async def send_all() -> None:
+            nonlocal num_sent
+            for seal in range(num_chunks):
+                await sender.send(chunk, seal)
+                num_sent += 1
+
+        sending = asyncio.create_task(send_all())
+        for seal in range(num_chunks):
+            assert await receiver.receive(chunk, seal)
+            assert num_sent - (seal + 1) <= most_ahead, "a short prompt's chunk would wait behind all of them"
+        await sending
+
+
 async def test_a_source_whose_target_reads_nothing_is_woken_by_close() -> None:
     source, target = make_cache(4096, head_dim=1), make_cache(4096, head_dim=1)
     async with link(source, target) as (sender, _):
