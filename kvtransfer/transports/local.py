@@ -122,7 +122,7 @@ class LocalPendingLink:
                 self._joined.set_result(self._make_link(guest))
                 admitted = True
         except (OSError, TimeoutError):  # a stranger that left again
-            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            pass
         finally:
             if not admitted:
                 guest.close()
