@@ -204,7 +204,11 @@ class MemoryLink:
                 if self._is_pull:
                     await self._pipe.next_pointers()
                 else:
-                    await self._pipe.pull(num_units * self._cut.unit_bytes + DIGEST_BYTES)
+                    left = num_units * self._cut.unit_bytes + DIGEST_BYTES
+                    while left:  # in parts: the sender may wait for room
+                        part = min(left, self._fabric.window_bytes)
+                        await self._pipe.pull(part)
+                        left -= part
 
     async def close(self) -> None:
         self._transport.open_links.pop(self, None)

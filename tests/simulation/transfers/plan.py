@@ -5,6 +5,7 @@ Times are virtual seconds, on a scale of their own: a lease is 0.3 s, a message 
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 LEASE_S = 0.3
 PROGRESS_S = 0.6
@@ -176,10 +177,11 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
     steps = sorted({num_tokens, *(draw.randint(ready, num_tokens) for _ in range(draw.choice((0, 1, 2))))})
     steps = [step for step in steps if step > ready]
     layer_s = draw.choice((0.0, 0.001, 0.001, 0.005, 0.005))
-    if skip == 0 and len(steps) > 1 and draw.random() < 0.3:
-        layer_s = (
-            0.4 * PROGRESS_S / num_layers
-        )  # a long prompt: its chunks come steadily, for longer than a silence may be
+    unit = max(workers[source].block_size, workers[target].block_size)
+    has_news = all(after - before >= unit for before, after in pairwise((ready, *steps)))  # full units in every step
+    if skip == 0 and len(steps) > 1 and draw.random() < 0.3 and has_news:
+        # A long prompt: its chunks come steadily, for longer than a silence may be.
+        layer_s = 0.4 * PROGRESS_S / num_layers
     is_plain = draw.random() < 0.6  # both sides want it, and go on with it to its end
     return TransferPlan(
         number=number,
