@@ -5,14 +5,15 @@ the metadata they published. Ours doesn't choose: it reads the chosen worker fro
 writes the live workers down in this process's directory.
 """
 
-from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve._private.common import RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.worker_directory import directory_of, read_worker_metadata
 from protocol.errors import WorkerLost
 from protocol.tickets import Peer
 
 
-class ReplicaByPeer(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is untyped here
+class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Sends a call to the replica whose Peer is the call's first argument, or fails it with WorkerLost."""
 
     def initialize_state(self) -> None:
@@ -42,5 +43,21 @@ class ReplicaByPeer(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is u
             return [chosen]
         if not pending_request.future.done():
             pending_request.future.set_exception(WorkerLost(f"worker {target.worker_id} is gone"))
+            self._remove_pending_request_from_indices(pending_request)
         # Serve goes on asking until a candidate is named; it then sees that the request is settled already.
         return [candidate_replicas]
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
+    ) -> None:
+        """Give the replica to the very request that it was chosen for.
+
+        Serve's own ways would give it to whichever request waits longest, or to any with the same internal id, which
+        all calls that one HTTP request makes have in common. Metadata is made anew for each call.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                self._record_queue_wait_time(pending)
+                pending.future.set_result(replica)
+                self._remove_pending_request_from_indices(pending)
+                return
