@@ -12,6 +12,7 @@ from cluster.config import ClusterConfig, ModelSection, RouterSection
 from cluster.fleet import ServeFleet
 from cluster.model_folder import resolve_model_folder, served_name
 from protocol.clock import draw_epoch
+from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
 from router.app import build_app
@@ -28,11 +29,12 @@ class RouterSettings:
 
     model: ModelSection
     router: RouterSection
-    expects_prefill: bool
+    expected: dict[Role, int]  # how many workers of each role are to be there
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "RouterSettings":
-        return cls(config.model, config.router, config.prefill.replicas > 0)
+        expected: dict[Role, int] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
+        return cls(config.model, config.router, expected)
 
 
 @serve.ingress()
@@ -58,7 +60,7 @@ class RouterReplica:
         self._service = RouterService(
             config=ServiceConfig(
                 model_name=served_name(settings.model, folder),
-                expects_prefill=settings.expects_prefill,
+                expects_prefill=settings.expected["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
             ),
             tokenizer=TextTokenizer.load(folder),
@@ -73,7 +75,7 @@ class RouterReplica:
                 config=settings.router.pipeline,
             ),
         )
-        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret)
+        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=settings.expected)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

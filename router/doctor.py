@@ -5,7 +5,7 @@ each pair has a time limit, and the run ends with its client.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from protocol.errors import RequestError, TwostrokeError
 from protocol.kv_layout import DTYPE_BYTES, KVLayout
 from protocol.probe import ProbeReply, ProbeTimes
-from protocol.stats import WorkerInfo, WorkerStats
+from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.tickets import Peer, mint_ticket
 from router.fleet import Fleet
 from router.http_io import EventStream
@@ -36,11 +36,22 @@ Pair = tuple[WorkerInfo, WorkerInfo]
 
 
 class Doctor:
-    """Examines the ways of KV. `stats` tells a worker's latest numbers, `secret` is the cluster's."""
+    """Examines the ways of KV. `stats` tells a worker's latest numbers, `secret` is the cluster's.
 
-    def __init__(self, *, fleet: Fleet, stats: Callable[[Peer], WorkerStats | None], secret: bytes):
+    `expected` is how many workers of each role the configuration asks for.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        stats: Callable[[Peer], WorkerStats | None],
+        secret: bytes,
+        expected: Mapping[Role, int],
+    ):
         self._fleet = fleet
         self._stats = stats
+        self._expected = expected
         self._secret = secret
         self._is_running = False
 
@@ -53,9 +64,17 @@ class Doctor:
             raise RequestError("the links are being examined already", code="doctor_is_running", status=409)
         self._is_running = True
         try:
-            pairs = possible_pairs(self._fleet.workers())
+            workers = self._fleet.workers()
+            pairs = possible_pairs(workers)
             chosen = pairs[:MAX_PAIRS]
-            yield _line({"event": "begin", "pairs": len(chosen), "left_out": len(pairs) - len(chosen)})
+            yield _line(
+                {
+                    "event": "begin",
+                    "pairs": len(chosen),
+                    "left_out": len(pairs) - len(chosen),
+                    "missing_workers": missing_workers(self._expected, workers),
+                }
+            )
             num_failed = 0
             for source, target in chosen:
                 reply = await self.probe(source, target)
@@ -137,6 +156,18 @@ class Doctor:
         stats = self._stats(worker.peer)
         free_blocks = worker.num_blocks if stats is None else stats.free_blocks
         return free_blocks // 4 * worker.layout.block_size
+
+
+def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo]) -> list[str]:
+    """For each role that has fewer workers than it is to have, how many it lacks, in words."""
+    missing: list[str] = []
+    for role, num_expected in expected.items():
+        num_missing = num_expected - sum(info.role == role for info in workers)
+        if num_missing > 0:
+            noun, verb = ("worker" if num_expected == 1 else "workers", "is" if num_missing == 1 else "are")
+            asks = f"{num_missing} of {num_expected} {role} {noun} that the configuration asks for"
+            missing.append(f"{asks} {verb} missing")
+    return missing
 
 
 def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:

@@ -5,6 +5,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.commands.status import table_console
+from cluster.commands.asking import endpoint, no_answer, table_console
 from protocol.errors import ConfigError
 
 SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most
@@ -24,9 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try all pairs once; returns 0, or 1 where one failed. Raises ConfigError where no server tries them."""
+    """Try all pairs once; returns 0, or 1 where one failed or a worker is missing.
+
+    Raises ConfigError where no server tries them.
+    """
     console = table_console()
     pairs: list[dict[str, Any]] = []
+    missing_workers: list[str] = []
     expected = left_out = 0
     is_whole = False
     # On a terminal it shows how far the trials are; elsewhere it is silent.
@@ -37,17 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
                 print(json.dumps(line), flush=True)
             match line["event"]:
                 case "begin":
-                    expected, left_out = line["pairs"], line["left_out"]
+                    expected, left_out, missing_workers = line["pairs"], line["left_out"], line["missing_workers"]
                 case "pair":
                     pairs.append(line)
                     shown.update(f"Trying the links between the workers: {len(pairs)} of {expected} pairs are done ...")
                 case "end":
                     is_whole = True
     if not arguments.json:
-        _show(pairs, left_out, console)
+        _show(pairs, missing_workers, left_out, is_whole, console)
     if not is_whole:
         progress.print(f"twostroke: the server stopped answering after {len(pairs)} of {expected} pairs")
-    return 0 if is_whole and all(pair["error"] is None for pair in pairs) else 1
+    return 0 if is_whole and not missing_workers and all(pair["error"] is None for pair in pairs) else 1
 
 
 def fetch_report(url: str) -> Iterator[dict[str, Any]]:
@@ -56,12 +61,12 @@ def fetch_report(url: str) -> Iterator[dict[str, Any]]:
     Raises ConfigError where no server of ours answers, or it refuses.
     """
     try:
-        answer = urllib.request.urlopen(f"{url.rstrip('/')}/doctor", timeout=SILENCE_S)
+        answer = urllib.request.urlopen(endpoint(url, "doctor"), timeout=SILENCE_S)
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(f"{url}/doctor: {_refusal(error)}") from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise ConfigError(f"no Twostroke server answers at {url}: {error}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(no_answer(url, error)) from error
     with answer:
         try:
             for line in answer:
@@ -97,22 +102,35 @@ def missing_lines(pairs: list[dict[str, Any]]) -> list[str]:
     return [f"{reason} ({count} {'pair' if count == 1 else 'pairs'})" for reason, count in counts.items()]
 
 
-def _show(pairs: list[dict[str, Any]], left_out: int, console: Console) -> None:
-    if not pairs:
-        console.print(
-            "There is no pair of workers that KV could travel between: decode workers read prompts themselves."
-        )
-        return
-    console.print(doctor_table(pairs))
-    missing = missing_lines(pairs)
-    if missing:
+def _show(
+    pairs: list[dict[str, Any]], missing_workers: list[str], left_out: int, is_whole: bool, console: Console
+) -> None:
+    if pairs:
+        console.print(doctor_table(pairs))
+    if missing := missing_lines(pairs):
         console.print("Missing for a better transport:")
         for line in missing:
             console.print(f"  {line}", markup=False, soft_wrap=True)
-    elif all(pair["error"] is None for pair in pairs):
-        console.print("No better transport is missing anything: all pairs use the best there is.")
     if left_out:
         console.print(f"{left_out} more pairs were not tried.")
+    for line in missing_workers:
+        console.print(f"{line[0].upper()}{line[1:]}.", soft_wrap=True)
+    if is_whole:
+        console.print(summary(pairs, has_all_workers=not missing_workers), soft_wrap=True)
+
+
+def summary(pairs: list[dict[str, Any]], *, has_all_workers: bool) -> str:
+    """What came of the trials, in one sentence."""
+    if not pairs:
+        reason = "decode workers read prompts themselves" if has_all_workers else "workers are missing"
+        return f"There is no pair of workers that KV could travel between: {reason}."
+    num_failed = sum(pair["error"] is not None for pair in pairs)
+    if num_failed:
+        return f"{num_failed} of {len(pairs)} pairs failed."
+    num_lacking = sum(bool(pair["missing"]) for pair in pairs)
+    if num_lacking:
+        return f"All pairs work; {num_lacking} of {len(pairs)} could use a better transport."
+    return "All pairs use the best transport there is."
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

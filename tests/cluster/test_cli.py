@@ -1,5 +1,6 @@
 """The command line where nothing can be started: one clear line and exit code 2, before Ray is touched."""
 
+import io
 import json
 import socket
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from cluster.cli import main
-from cluster.commands.status import status_table
+from cluster.commands.status import show_status, worker_rows
 from protocol.stats import WorkerStats
 from tests.cluster.command_line import answering, one_line
 
@@ -61,7 +63,23 @@ def test_a_command_that_asks_a_server_says_where_none_answers(capsys: pytest.Cap
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert main([command, "--url", url]) == 2
-    assert one_line(capsys).startswith(f"twostroke: no Twostroke server answers at {url}")
+    assert one_line(capsys) == f"twostroke: no Twostroke server answers at {url}: Connection refused"
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("127.0.0.1:8000", "does not begin with http:// or https://: write http://127.0.0.1:8000"),
+        ("localhost:8000", "does not begin with http:// or https://: write http://localhost:8000"),
+        ("ftp://localhost", "does not begin with http:// or https://"),
+    ],
+)
+def test_an_address_that_is_none_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], command: str, url: str, told: str
+) -> None:
+    assert main([command, "--url", url]) == 2
+    assert one_line(capsys) == f"twostroke: --url {url} {told}"
 
 
 def worker(generated: int) -> dict[str, Any]:
@@ -93,6 +111,25 @@ def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> 
         return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
 
     newcomer = worker(9) | {"epoch": "0def"}
-    table = status_table(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
-    column = next(column for column in table.columns if column.header == "output tok/s")
-    assert list(column.cells) == ["25.0", "-"]
+    rows = worker_rows(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
+    assert [row[7] for row in rows] == ["25.0", "-"]
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side(count: int) -> None:
+    workers = [worker(5) | {"worker_id": f"worker{i:02}", "epoch": str(i)} for i in range(count)]
+    workers[-1]["stats"] = None
+    look = {"model": "m", "ready": True, "places_held": 0, "workers": workers}
+    console = Console(width=80, file=io.StringIO())
+    show_status(look, look, 1.0, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    assert [word for line in words for word in line if word.startswith("worker0") or word.startswith("worker1")] == [
+        one["worker_id"] for one in workers
+    ]
+    preempted = [line[1:] for line in words if line[:1] == ["preempted"]]
+    assert [number for line in preempted for number in line] == ["16"] * (count - 1)
+    assert "…" not in console.file.getvalue()
+    assert sum(line.count("unreachable") for line in lines) == 1

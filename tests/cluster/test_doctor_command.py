@@ -26,8 +26,11 @@ def pair(source: str, target: str, **changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-def report(*pairs: dict[str, Any], left_out: int = 0, is_whole: bool = True) -> dict[str, bytes]:
-    lines = [{"event": "begin", "pairs": len(pairs), "left_out": left_out}, *pairs]
+def report(
+    *pairs: dict[str, Any], left_out: int = 0, is_whole: bool = True, missing_workers: tuple[str, ...] = ()
+) -> dict[str, bytes]:
+    begin = {"event": "begin", "pairs": len(pairs), "left_out": left_out, "missing_workers": missing_workers}
+    lines = [begin, *pairs]
     if is_whole:
         lines.append({"event": "end", "failed": 0})
     return {"/doctor": b"".join(json.dumps(line).encode() + b"\n" for line in lines)}
@@ -42,14 +45,23 @@ def test_each_pair_has_a_row_and_what_is_missing_is_said_once(capsys: pytest.Cap
     assert "prefill p1 decode d0 shm 9.00 1.25 shm: one machine" in lines
     assert "shm: other machines (2 pairs)" in lines
     assert "3 more pairs were not tried." in lines
+    assert lines[-1] == "All pairs work; 2 of 3 could use a better transport."
+
+
+def test_pairs_that_lack_nothing_are_summed_up_as_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(report(pair("p0", "d0", missing=[]))) as url:
+        assert main(["doctor", "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "All pairs use the best transport there is."
 
 
 def test_a_pair_that_fails_shows_why_and_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     broken = pair("p0", "d1", transport="", why="", missing=[], bytes_per_s=0.0, error="the link [broke]")
     with answering(report(pair("p0", "d0"), broken)) as url:
         assert main(["doctor", "--url", url]) == 1
-    row = next(line for line in capsys.readouterr().out.splitlines() if "d1" in line)
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "d1" in line)
     assert row.split() == ["prefill", "p0", "decode", "d1", "failed", "the", "link", "[broke]"]
+    assert lines[-1] == "1 of 2 pairs failed."
 
 
 def test_an_answer_without_its_end_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +85,18 @@ def test_a_fleet_without_pairs_is_fine(capsys: pytest.CaptureFixture[str]) -> No
     with answering(report()) as url:
         assert main(["doctor", "--url", url]) == 0
     assert "decode workers read prompts themselves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pairs", [(), (pair("p0", "d0"),)])
+def test_a_missing_worker_is_told_and_fails_the_command(
+    capsys: pytest.CaptureFixture[str], pairs: tuple[dict[str, Any], ...]
+) -> None:
+    missing = "1 of 2 decode workers that the configuration asks for is missing"
+    with answering(report(*pairs, missing_workers=(missing,))) as url:
+        assert main(["doctor", "--url", url]) == 1
+    out = capsys.readouterr().out
+    assert f"{missing}." in out.splitlines()
+    assert "read prompts themselves" not in out
 
 
 @pytest.mark.parametrize(

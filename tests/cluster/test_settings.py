@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
+from cluster.router_deployment import RouterSettings
 from cluster.settings import SAME_LEVEL, bounds, read_settings
 from cluster.worker_parts import WorkerSettings
 from protocol.errors import ConfigError
@@ -169,6 +170,11 @@ def test_a_transport_that_can_not_be_is_told_with_the_way_out(
     with pytest.raises(ConfigError) as caught:
         WorkerSettings.of(config, config.decode)
     assert str(caught.value).startswith(told)
+
+
+def test_the_router_is_told_how_many_workers_are_to_be_there() -> None:
+    config = read_config({"prefill": {"replicas": 0}, "decode": {"replicas": 3}})
+    assert RouterSettings.of(config).expected == {"prefill": 0, "decode": 3}
 
 
 def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from protocol.errors import RequestError, TransferFailed
 from protocol.kv_layout import KVLayout
 from protocol.probe import ProbeTimes
-from protocol.stats import WorkerInfo, WorkerStats
+from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer, Ticket, verify_ticket
 from router import doctor as module
 from router.app import build_app
@@ -82,8 +82,12 @@ class FakeFleet:
             self.num_running -= 1
 
 
-def doctor_of(fleet: FakeFleet, stats: Callable[[Peer], WorkerStats | None] = lambda _: None) -> Doctor:
-    return Doctor(fleet=fleet, stats=stats, secret=SECRET)  # type: ignore[arg-type]
+def doctor_of(
+    fleet: FakeFleet,
+    stats: Callable[[Peer], WorkerStats | None] = lambda _: None,
+    expected: Mapping[Role, int] | None = None,
+) -> Doctor:
+    return Doctor(fleet=fleet, stats=stats, secret=SECRET, expected=expected or {})  # type: ignore[arg-type]
 
 
 async def report(doctor: Doctor) -> list[dict[str, Any]]:
@@ -103,7 +107,7 @@ def test_prompts_ways_come_first_then_what_can_be_pulled():
 async def test_a_pair_is_told_with_its_speed_and_the_round_trip_of_one_block():
     fleet = FakeFleet([P0, D0], delay_s=0.001, bytes_per_s=1e8)
     begin, there, back, end = await report(doctor_of(fleet))
-    assert begin == {"event": "begin", "pairs": 2, "left_out": 0}
+    assert begin == {"event": "begin", "pairs": 2, "left_out": 0, "missing_workers": []}
     assert end == {"event": "end", "failed": 0}
     assert [there[key] for key in ("source", "source_role", "target", "target_role")] == [
         "p0",
@@ -193,8 +197,32 @@ async def test_there_is_one_run_at_a_time_and_leaving_it_ends_its_trial():
 async def test_a_run_tries_so_many_pairs_at_most(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_PAIRS", 3)
     found = await report(doctor_of(FakeFleet([P0, P1, D0, D1])))
-    assert found[0] == {"event": "begin", "pairs": 3, "left_out": 4 + 4 + 2 - 3}
+    assert (found[0]["pairs"], found[0]["left_out"]) == (3, 4 + 4 + 2 - 3)
     assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "missing"),
+    [
+        ([P0, D0, D1], {"prefill": 1, "decode": 2}, []),
+        ([D0], {"prefill": 0, "decode": 1}, []),
+        ([P0, D0], {"prefill": 1, "decode": 2}, ["1 of 2 decode workers that the configuration asks for is missing"]),
+        (
+            [],
+            {"prefill": 1, "decode": 3},
+            [
+                "1 of 1 prefill worker that the configuration asks for is missing",
+                "3 of 3 decode workers that the configuration asks for are missing",
+            ],
+        ),
+        ([P0, P1, D0], {"prefill": 1, "decode": 1}, []),  # an old one leaves while its successor is there already
+    ],
+)
+async def test_workers_that_are_to_be_there_and_are_not_are_told_first(
+    present: Sequence[WorkerInfo], expected: Mapping[Role, int], missing: list[str]
+):
+    begin, *_ = await report(doctor_of(FakeFleet(present), expected=expected))
+    assert begin["missing_workers"] == missing
 
 
 class FakeService:

@@ -1,0 +1,39 @@
+"""What the commands that ask a running server share: the address, what is told where none answers, the console."""
+
+import urllib.error
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from protocol.errors import ConfigError
+
+PIPE_COLUMNS = 190
+
+
+def endpoint(url: str, path: str) -> str:
+    """Where the server that was named by `--url` has this path. Raises ConfigError for what is no address of one."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # raises for one that is no number
+    except ValueError as error:
+        raise ConfigError(f"--url {url}: {error}") from error
+    if not is_address:
+        hint = "" if "://" in url else f": write http://{url}"
+        raise ConfigError(f"--url {url} does not begin with http:// or https://{hint}")
+    return f"{url.rstrip('/')}/{path}"
+
+
+def no_answer(url: str, error: Exception) -> str:
+    """One line for people, without the library's own wrapping."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+    if isinstance(error, urllib.error.HTTPError):
+        text = f"status {error.code}"
+    return f"no Twostroke server answers at {url}: {text}"
+
+
+def table_console() -> Console:
+    """Standard output for tables: into a file or a pipe, a row is one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
