@@ -30,6 +30,7 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
     transports: tuple[str, ...]  # by preference
     machine: str  # equal where two processes can share memory and local sockets
     device: str  # `cpu`, or a GPU's own name, equal for processes on the same GPU
+    is_configured: bool = False  # its configuration names the one transport there is
 
 
 class KVHello(msgspec.Struct, frozen=True, array_like=True):

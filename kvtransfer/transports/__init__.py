@@ -44,7 +44,7 @@ def make_transports(
     """
     names = _automatic(store) if choice == "auto" else (choice,)
     made = {name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s) for name in names}
-    return Transports(made, Reach(names, _machine(), _device(store)))
+    return Transports(made, Reach(names, _machine(), _device(store), is_configured=choice != "auto"))
 
 
 def _automatic(store: KVStore) -> tuple[str, ...]:
