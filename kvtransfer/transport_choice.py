@@ -16,9 +16,12 @@ _WHY = {
     "tcp": "it joins any two workers, and is the fastest that does",
 }
 _NOT_OFFERED = {
-    "cuda_ipc": "its GPU memory can't be shared, or its configuration names another transport",
-    "shm": "its cache is not in shared memory, or its configuration names another transport",
+    "cuda_ipc": "its GPU memory can't be shared",
+    "shm": "its cache is not in shared memory",
+    "tcp": "its cache is not in host memory",
+    "torch_distributed": "on CPUs kv_transfer.transport has to ask for it",
 }
+_SETTING = "kv_transfer.transport"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: 
     missing = [
         obstacles[name] or f"{name}: a link by it broke or could not be joined" for name in order[: order.index(chosen)]
     ]
-    return Choice(chosen, _why(chosen, source), tuple(missing))
+    return Choice(chosen, _why(chosen, source, target), tuple(missing))
 
 
 def _order(source: Reach, target: Reach) -> list[str]:
@@ -58,19 +61,42 @@ def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> st
     """Why this pair can't use a transport, as a sentence; None where it can."""
     if name in _SAME_MACHINE and source.machine != target.machine:
         return f"{name}: the workers run on different machines ({source.machine} and {target.machine})"
-    if name in _SAME_MACHINE and encoding != "raw":
-        return f"{name}: it moves KV as it is stored, and this pair's is encoded as {encoding}"
     if name == "torch_distributed" and (source.device == "cpu") != (target.device == "cpu"):
         return f"{name}: one worker is on a CPU and the other on a GPU"
-    lacking = [side for side, reach in (("source", source), ("target", target)) if name not in reach.transports]
-    if lacking:
-        reason = _NOT_OFFERED.get(name, "its configuration names another transport")
-        who = "neither worker offers it" if len(lacking) == 2 else f"the {lacking[0]} does not offer it"
-        return f"{name}: {who} ({reason})"
-    return None
+    reasons = _not_offered(name, source, target)
+    if name in _SAME_MACHINE and encoding != "raw":
+        reasons.append(
+            f"it moves KV as it is stored, and this pair's is encoded as {encoding}: set kv_transfer.encoding to raw"
+        )
+    return f"{name}: {'; '.join(reasons)}" if reasons else None
 
 
-def _why(name: str, source: Reach) -> str:
+def _not_offered(name: str, source: Reach, target: Reach) -> list[str]:
+    """Who does not offer a transport: whose setting leaves it out, and who can't."""
+    lacking = [
+        (side, reach.is_configured)
+        for side, reach in (("source", source), ("target", target))
+        if name not in reach.transports
+    ]
+    reasons: list[str] = []
+    if by_setting := [side for side, is_configured in lacking if is_configured]:
+        # What auto offers: gloo it does not, and no transport but these reaches both kinds of memory.
+        would_help = name in (_ON_GPUS[:2] if source.device != "cpu" else _ELSEWHERE[:2])
+        reasons.append(f"{_whose(by_setting)}{_SETTING} leaves it out{': set auto' if would_help else ''}")
+    if unable := [side for side, is_configured in lacking if not is_configured]:
+        who = "neither worker offers it" if len(unable) == 2 else f"the {unable[0]} does not offer it"
+        reasons.append(f"{who} ({_NOT_OFFERED.get(name, 'it is none of its transports')})")
+    return reasons
+
+
+def _whose(sides: Sequence[str]) -> str:
+    """Whose setting it is, where that is not everybody's."""
+    return f"the {sides[0]}'s " if len(sides) == 1 else ""
+
+
+def _why(name: str, source: Reach, target: Reach) -> str:
+    if asking := [side for side, reach in (("source", source), ("target", target)) if reach.is_configured]:
+        return f"{name}: {_whose(asking)}{_SETTING} asks for it"
     if name == "torch_distributed":
         return f"{name}: {'gloo' if source.device == 'cpu' else 'NCCL'} joins any two workers on such devices"
     return f"{name}: {_WHY.get(name, 'both workers offer it')}"

@@ -88,18 +88,92 @@ def test_the_reason_and_what_is_missing_are_sentences_for_an_operator() -> None:
     apart = choose_transport(cpu(*HOST, machine="n1"), cpu(*HOST, machine="n2"), "raw")
     assert apart.missing == ("shm: the workers run on different machines (n1 and n2)",)
     encoded = choose_transport(cpu(*HOST), cpu(*HOST), "int8")
-    assert encoded.missing == ("shm: it moves KV as it is stored, and this pair's is encoded as int8",)
+    assert encoded.missing == (
+        "shm: it moves KV as it is stored, and this pair's is encoded as int8: set kv_transfer.encoding to raw",
+    )
     broken = choose_transport(cpu(*HOST), cpu(*HOST), "raw", ("shm",))
     assert broken.missing == ("shm: a link by it broke or could not be joined",)
     held = choose_transport(cpu(*HOST), cpu("torch_distributed"), "raw")
     assert held.missing == (
-        "shm: the target does not offer it (its cache is not in shared memory, or its configuration names another "
-        "transport)",
-        "tcp: the target does not offer it (its configuration names another transport)",
+        "shm: the target does not offer it (its cache is not in shared memory)",
+        "tcp: the target does not offer it (its cache is not in host memory)",
     )
     assert choose_transport(gpu(*GPU), gpu(*GPU), "raw", ("cuda_ipc",)).why.startswith("torch_distributed: NCCL")
     (missing,) = choose_transport(cpu("tcp"), cpu("tcp"), "raw").missing
-    assert missing.startswith("shm: neither worker offers it (its cache is not in shared memory, or its configuration")
+    assert missing == "shm: neither worker offers it (its cache is not in shared memory)"
+
+
+def asked(transport: str, device: str = "cpu") -> Reach:
+    """A worker whose configuration names its transport."""
+    return Reach((transport,), "a", device, is_configured=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "encoding", "why", "missing"),
+    [
+        (asked("shm"), asked("shm"), "raw", "shm: kv_transfer.transport asks for it", []),
+        (
+            asked("tcp"),
+            asked("tcp"),
+            "raw",
+            "tcp: kv_transfer.transport asks for it",
+            ["shm: kv_transfer.transport leaves it out: set auto"],
+        ),
+        (
+            asked("tcp"),
+            asked("tcp"),
+            "fp8",
+            "tcp: kv_transfer.transport asks for it",
+            [
+                "shm: kv_transfer.transport leaves it out: set auto; it moves KV as it is stored, and this pair's is "
+                "encoded as fp8: set kv_transfer.encoding to raw"
+            ],
+        ),
+        (
+            asked("torch_distributed"),
+            asked("torch_distributed"),
+            "raw",
+            "torch_distributed: kv_transfer.transport asks for it",
+            [f"{name}: kv_transfer.transport leaves it out: set auto" for name in ("shm", "tcp")],
+        ),
+        (
+            cpu(*HOST),
+            asked("tcp"),
+            "raw",
+            "tcp: the target's kv_transfer.transport asks for it",
+            ["shm: the target's kv_transfer.transport leaves it out: set auto"],
+        ),
+        (
+            asked("tcp"),
+            cpu("tcp"),
+            "raw",
+            "tcp: the source's kv_transfer.transport asks for it",
+            [
+                "shm: the source's kv_transfer.transport leaves it out: set auto; the target does not offer it (its "
+                "cache is not in shared memory)"
+            ],
+        ),
+        (
+            asked("torch_distributed", "GPU-1"),
+            asked("torch_distributed", "GPU-2"),
+            "raw",
+            "torch_distributed: kv_transfer.transport asks for it",
+            ["cuda_ipc: kv_transfer.transport leaves it out: set auto"],
+        ),
+    ],
+)
+def test_where_the_setting_decided_it_is_named_and_so_is_the_way_out(
+    source: Reach, target: Reach, encoding: Encoding, why: str, missing: list[str]
+) -> None:
+    choice = choose_transport(source, target, encoding)
+    assert (choice.why, list(choice.missing)) == (why, missing)
+
+
+def test_auto_is_no_way_out_to_what_it_does_not_offer() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_transport(asked("tcp"), asked("torch_distributed"), "raw")
+    assert "torch_distributed: the source's kv_transfer.transport leaves it out)" in str(caught.value)
+    assert "tcp: the target's kv_transfer.transport leaves it out: set auto;" in str(caught.value)
 
 
 def test_a_pair_with_nothing_in_common_is_told_both_lists_and_why() -> None:
