@@ -83,6 +83,8 @@ test-gpu: $(STAMP)
 bench: $(STAMP)
 	@echo "--> Engine"
 	@$(BIN)/twostroke bench engine
+	@echo "--> KV transfer"
+	@$(BIN)/twostroke bench transfer
 	@echo "--> Serving"
 	@$(BIN)/twostroke bench serving
 
