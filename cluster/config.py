@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from cluster.settings import SAME_LEVEL, bounds, read_settings
+from cluster.settings import SAME_LEVEL, bounds, bounds_within, instead, read_settings
 from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
 from prefill_worker.config import PrefillConfig
@@ -22,6 +22,10 @@ from router.token_channels import TokenChannelConfig
 BUNDLED_MODEL = "bundled"
 
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
+
+# What a time must at least be that is waited for again and again.
+_NOT_AT_ONCE_S = 0.001
+_WORKER_CHANNEL = {"stats_interval_s": 0.01, "lease_s": 0.1, "max_unsent_bytes": 1}
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,19 @@ class PrefillSection:
     replicas: int = field(default=1, metadata=bounds(0, 1024))  # 0: aggregated, decode workers read prompts themselves
     block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
-    worker: PrefillConfig = field(default_factory=PrefillConfig, metadata=SAME_LEVEL)
+    worker: PrefillConfig = field(
+        default_factory=PrefillConfig,
+        metadata=SAME_LEVEL
+        | bounds_within(
+            max_step_tokens=1,
+            max_batch=1,
+            max_waiting=1,
+            pull_wait_s=_NOT_AT_ONCE_S,
+            min_pull_tokens=1,
+            max_step_s=_NOT_AT_ONCE_S,
+            token_channel=_WORKER_CHANNEL,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -59,23 +75,77 @@ class DecodeSection:
     replicas: int = field(default=1, metadata=bounds(1, 1024))
     block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
-    worker: DecodeConfig = field(default_factory=DecodeConfig, metadata=SAME_LEVEL)
+    worker: DecodeConfig = field(
+        default_factory=DecodeConfig,
+        metadata=SAME_LEVEL
+        | bounds_within(
+            max_step_tokens=1,
+            max_batch=1,
+            max_waiting=1,
+            offer_wait_s=_NOT_AT_ONCE_S,
+            max_step_s=_NOT_AT_ONCE_S,
+            token_channel=_WORKER_CHANNEL,
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class RouterSection:
     replicas: int = field(default=1, metadata=bounds(1, 256))
     max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig, metadata=SAME_LEVEL)
-    token_channel: TokenChannelConfig = field(default_factory=TokenChannelConfig)
+    pipeline: PipelineConfig = field(
+        default_factory=PipelineConfig,
+        metadata=SAME_LEVEL
+        | bounds_within(
+            retry_poll_s=_NOT_AT_ONCE_S,
+            prefill_failed_repeat_s=_NOT_AT_ONCE_S,
+            pull_min_tokens=1,
+            prefix_index_pieces=1,
+        ),
+    )
+    token_channel: TokenChannelConfig = field(
+        default_factory=TokenChannelConfig,
+        metadata=bounds_within(
+            ping_s=_NOT_AT_ONCE_S,
+            silence_s=_NOT_AT_ONCE_S,
+            connect_s=_NOT_AT_ONCE_S,
+            backoff_first_s=_NOT_AT_ONCE_S,
+            backoff_most_s=_NOT_AT_ONCE_S,
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class TransferSection:
-    transport: TransportChoice = "auto"  # auto: for each pair of workers the best that both have
+    # auto: for each pair of workers the best that both have
+    transport: TransportChoice = field(
+        default="auto", metadata=instead(nccl="torch_distributed", gloo="torch_distributed")
+    )
     tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections of one link between machines
     tcp_max_bytes_per_s: int | None = field(default=None, metadata=bounds(1000))  # of one link; None: no limit
-    transfer: TransferConfig = field(default_factory=TransferConfig, metadata=SAME_LEVEL)
+    transfer: TransferConfig = field(
+        default_factory=TransferConfig,
+        metadata=SAME_LEVEL
+        | bounds_within(
+            lease_s=0.1,
+            progress_s=1,
+            max_chunk_bytes=4096,
+            max_pending_offers=1,
+            max_queued_messages=1,
+            max_new_links=1,
+            used_ticket_s=1,
+            max_used_tickets=1,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for times that contradict each other."""
+        transfer = self.transfer
+        if transfer.progress_s < transfer.lease_s:
+            raise ConfigError(
+                f"kv_transfer.progress_s: {transfer.progress_s:g} must be at least kv_transfer.lease_s "
+                f"({transfer.lease_s:g})"
+            )
 
 
 @dataclass(frozen=True)
@@ -136,10 +206,27 @@ def read_config(raw: object) -> ClusterConfig:
     return read_settings(ClusterConfig, raw)
 
 
+class _KeysOnce(yaml.SafeLoader):
+    """YAML's plain types; of a key that is given twice, YAML itself would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConfigError for a key that is given twice, with both lines."""
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise ConfigError(f"{key.value} is given twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none."""
+    """The mapping in a YAML file. Raises ConfigError for a file that is missing or is none, or has a key twice."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _KeysOnce)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

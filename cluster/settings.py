@@ -3,7 +3,8 @@
 A field whose default is a dataclass is a section of its own; one marked `SAME_LEVEL` has its keys beside its owner's,
 so that a consumer's own config can sit in a section together with settings that only the cluster cares for.
 
-All numbers are times, sizes or counts: where a field has no bounds of its own, it can't be negative.
+All numbers are times, sizes or counts: where a field has no bounds of its own, it can't be negative. A section that
+its consumer owns is given bounds by whoever has it as a field, with `bounds_within`.
 """
 
 import difflib
@@ -17,8 +18,15 @@ from protocol.errors import ConfigError
 
 T = TypeVar("T")
 
+# What numbers must at least be, by their names; those of a section within, by the section's name.
+Least = Mapping[str, "float | Least"]
+
+_NO_BOUNDS: Least = {}
+
 _SAME_LEVEL = "same_level"
 _BOUNDS = "bounds"
+_BOUNDS_WITHIN = "bounds_within"
+_INSTEAD = "instead"
 SAME_LEVEL = {_SAME_LEVEL: True}
 
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
@@ -29,8 +37,21 @@ def bounds(low: float, high: float = math.inf) -> dict[str, tuple[float, float]]
     return {_BOUNDS: (low, high)}
 
 
-def read_settings(cls: type[T], raw: object, path: str = "") -> T:
-    """An instance of the dataclass `cls`. Raises ConfigError that begins with the path of what is wrong."""
+def bounds_within(**least: "float | Least") -> dict[str, Least]:
+    """Metadata of a field that is a section."""
+    return {_BOUNDS_WITHIN: least}
+
+
+def instead(**names: str) -> dict[str, dict[str, str]]:
+    """Metadata of a field with options: other names that people try, and which option they mean."""
+    return {_INSTEAD: names}
+
+
+def read_settings(cls: type[T], raw: object, path: str = "", least: Least = _NO_BOUNDS) -> T:
+    """An instance of the dataclass `cls`. Raises ConfigError that begins with the path of what is wrong.
+
+    `least` has lower bounds for numbers of the section that have none of their own.
+    """
     if raw is None:  # a section with all of its lines commented out
         raw = {}
     if not isinstance(raw, Mapping):
@@ -39,23 +60,27 @@ def read_settings(cls: type[T], raw: object, path: str = "") -> T:
     for key in raw:
         if key not in known:
             raise ConfigError(_unknown(key, known, path))
-    return _build(cls, raw, path)
+    return _build(cls, raw, path, least)
 
 
-def _build(cls: type[T], raw: Mapping[Any, object], path: str) -> T:
+def _build(cls: type[T], raw: Mapping[Any, object], path: str, least: Least) -> T:
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]  # T is always a dataclass here
         kind = hints[field.name]
         where = f"{path}.{field.name}" if path else field.name
+        inherited = least.get(field.name, _NO_BOUNDS)
+        within = field.metadata.get(_BOUNDS_WITHIN, inherited)
         if field.metadata.get(_SAME_LEVEL):
-            values[field.name] = _build(kind, raw, path)
+            values[field.name] = _build(kind, raw, path, within)
         elif field.name in raw:
             value = raw[field.name]
             if is_dataclass(kind):
-                values[field.name] = read_settings(kind, value, where)  # type: ignore[arg-type]
+                values[field.name] = read_settings(kind, value, where, within)  # type: ignore[arg-type]
             else:
-                values[field.name] = _checked(value, kind, field, where)
+                values[field.name] = _checked(
+                    value, kind, field, where, 0.0 if isinstance(inherited, Mapping) else inherited
+                )
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{where}: is required")
     try:
@@ -82,10 +107,13 @@ def _unknown(key: object, known: list[str], path: str) -> str:
     return f"{where}: there is no such setting; {hint}"
 
 
-def _checked(value: object, kind: Any, field: Field[Any], where: str) -> object:
+def _checked(value: object, kind: Any, field: Field[Any], where: str, least: float) -> object:
+    meant = field.metadata.get(_INSTEAD, {}).get(value.lower()) if isinstance(value, str) else None
+    if meant is not None:
+        raise ConfigError(f"{where}: {value} is not a name here: set {meant}, which uses it")
     value = _typed(value, kind, where)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = field.metadata.get(_BOUNDS, (0.0, math.inf))
+        low, high = field.metadata.get(_BOUNDS, (least, math.inf))
         if not low <= value <= high:
             wanted = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ConfigError(f"{where}: {value} must be {wanted}")

@@ -100,7 +100,19 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"kv_transfer": {"encoding": "int4"}}, "kv_transfer.encoding: expected one of raw, int8, fp8, found 'int4'"),
         ({"kv_transfer": {"tcp_streams": 0}}, "kv_transfer.tcp_streams: 0 must be from 1 to 64"),
         ({"prefill": {"block_size": 0}}, "prefill.block_size: 0 must be from 1 to 1024"),
-        ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer: lease_s must be positive"),
+        ({"kv_transfer": {"lease_s": -1}}, "kv_transfer.lease_s: -1.0 must be at least 0.1"),
+        ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer.lease_s: 0.0 must be at least 0.1"),
+        ({"kv_transfer": {"lease_s": 9, "progress_s": 8}}, "kv_transfer.progress_s: 8 must be at least kv_transfer.le"),
+        ({"kv_transfer": {"lease_s": 0.5, "progress_s": 0.9}}, "kv_transfer.progress_s: 0.9 must be at least 1"),
+        ({"kv_transfer": {"max_chunk_bytes": 0}}, "kv_transfer.max_chunk_bytes: 0 must be at least 4096"),
+        ({"kv_transfer": {"max_new_links": -2}}, "kv_transfer.max_new_links: -2 must be at least 1"),
+        ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
+        ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
+        ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),
+        ({"router": {"token_channel": {"ping_s": 0}}}, "router.token_channel.ping_s: 0.0 must be at least 0.001"),
+        ({"decode": {"token_channel": {"stats_interval_s": 0}}}, "decode.token_channel.stats_interval_s: 0.0 must be"),
+        ({"prefill": {"pull_wait_s": -1}}, "prefill.pull_wait_s: -1.0 must be at least 0.001"),
+        ({"decode": {"max_batch": -1}}, "decode.max_batch: -1 must be at least 1"),
         ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number, found '16'"),
     ],
 )
@@ -119,6 +131,28 @@ def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: 
         load_yaml(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("decode:\n  replicas: 2\n\n  replicas: 3\n", "replicas is given twice, in lines 2 and 4"),
+        ("prefill: {}\ndecode: {}\nprefill: {replicas: 2}\n", "prefill is given twice, in lines 1 and 3"),
+        ("decode: {replicas: 1, 'replicas': 1}\n", "replicas is given twice, in lines 1 and 1"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(path)
+    assert str(caught.value) == f"{path}: {told}"
+
+
+def test_a_key_may_stand_in_two_sections(tmp_path: Path) -> None:
+    path = tmp_path / "once.yaml"
+    path.write_text("prefill: {replicas: 2}\ndecode: {replicas: 2}\n")
+    assert read_config(load_yaml(path)).num_workers == 4
 
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:

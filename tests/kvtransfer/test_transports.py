@@ -272,7 +272,8 @@ def test_a_store_gets_all_transports_that_it_can_do_best_first() -> None:
     assert make_transports("auto", BytesStore()).reach.transports == ("tcp",)
     mapped = make_transports("auto", MappedStore())
     assert mapped.reach.transports == tuple(mapped.by_name) == ("shm", "tcp")
-    assert mapped.reach.device == "cpu"
+    assert (mapped.reach.device, mapped.reach.is_configured) == ("cpu", False)
+    assert make_transports("tcp", MappedStore()).reach.is_configured
     assert make_transports("tcp", MappedStore()).reach.transports == ("tcp",)
     assert make_transports("torch_distributed", BytesStore()).reach.transports == ("torch_distributed",)
 
