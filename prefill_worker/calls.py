@@ -23,6 +23,7 @@ class Call:
     pull: Ticket | None = None  # of an offer that is expected, and neither taken nor refused
     outgoing: OutgoingTransfer | None = None
     incoming: IncomingTransfer | None = None
+    is_aborted: bool = False  # its transfers have been given up here, on purpose
     sending: "asyncio.Task[None] | None" = None  # ends with the outgoing transfer, by releasing the job's blocks
     pulling: "asyncio.Task[None] | None" = None  # ends with the incoming one, by letting the job go on
 

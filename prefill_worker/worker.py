@@ -261,11 +261,16 @@ class PrefillWorker:
         self._life.wake()
 
     async def _see_off(self, call: Call, transfer: OutgoingTransfer) -> None:
-        """Keep the job's blocks until nothing reads them any more."""
+        """Keep the job's blocks until nothing reads them any more.
+
+        The router is told of a failure: the decode worker may not know even that there was something to wait for.
+        """
         try:
             await transfer.done()
         except TransferFailed as error:
             _log.warning("the KV of request %s was not sent: %s", call.request_id, error)
+            if not call.is_aborted:  # else nobody waits for it
+                self._token_server.kv_not_sent(call.job.request.router_id, call.request_id)
         finally:
             self._scheduler.end_sending(call.job)
             call.sending = None
@@ -299,6 +304,7 @@ class PrefillWorker:
 
         `error` tells the call's awaiter, who needs none where it was cancelled itself.
         """
+        call.is_aborted = True
         for transfer in (call.outgoing, call.incoming):
             if transfer is not None:
                 transfer.abort(reason)

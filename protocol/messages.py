@@ -93,6 +93,12 @@ class StatsFrame(_Message, frozen=True):
     stats: WorkerStats
 
 
+class KVNotSent(_Message, frozen=True):
+    """Prefill worker to router: its transfer of this request's KV has failed, and nothing of it will come any more."""
+
+    request_id: str
+
+
 class Cancel(_Message, frozen=True):
     """Router to worker: forget the request, free its blocks. Unknown ids are ignored."""
 
@@ -209,6 +215,7 @@ Message = (
     | Ping
     | TokenFrame
     | StatsFrame
+    | KVNotSent
     | Cancel
     | PrefillFailed
     | SendPrefix

@@ -13,6 +13,7 @@ from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
     Cancel,
     Hello,
+    KVNotSent,
     Ping,
     PrefillFailed,
     Refuse,
@@ -96,6 +97,12 @@ class TokenServer:
         connection = self._routers.get(router_id)
         if connection is not None:
             self._send(router_id, connection, TokenFrame(tuple(events)))
+
+    def kv_not_sent(self, router_id: str, request_id: str) -> None:
+        """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
+        connection = self._routers.get(router_id)
+        if connection is not None:
+            self._send(router_id, connection, KVNotSent(request_id))
 
     async def _serve(self, connection: Connection) -> None:
         """One router's connection, from its Hello to its end."""
@@ -182,7 +189,7 @@ class TokenServer:
                 for router_id, connection in list(self._routers.items()):
                     self._send(router_id, connection, frame)
 
-    def _send(self, router_id: str, connection: Connection, message: TokenFrame | StatsFrame) -> None:
+    def _send(self, router_id: str, connection: Connection, message: TokenFrame | StatsFrame | KVNotSent) -> None:
         try:
             connection.send(message)
         except ConnectionLost as error:

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -45,6 +45,7 @@ class _Attempt:
     stream: TokenStream
     hold: Hold
     stages: Stages
+    prefill_failed: asyncio.Event = field(default_factory=asyncio.Event)  # no KV comes from the prefill worker
 
     @property
     def request_id(self) -> str:
@@ -140,8 +141,10 @@ class Pipeline:
         stream = self._channels.subscribe(path.decode.peer, tried.request_id, max_tokens=request.max_tokens)
         attempt = _Attempt(path, tried, ticket, stream, hold, stages)
         calls = {path.decode.peer: asyncio.create_task(self._call_decode(attempt))}
+        telling = None
         if path.prefill is not None:
             calls[path.prefill.peer] = asyncio.create_task(self._call_prefill(attempt, path.prefill, failed))
+            telling = asyncio.create_task(self._tell_of_failed_prefill(attempt))
         complete = False
         try:
             async for first in stream:
@@ -164,7 +167,12 @@ class Pipeline:
                     # worker whose call is over and whose transfer is not.
                     self._channels.cancel(worker, tried.request_id)
                 call.cancel()
-            await asyncio.gather(*calls.values(), return_exceptions=True)
+            tasks = list(calls.values())
+            if path.prefill is not None and telling is not None:
+                self._channels.unwatch_sending(path.prefill.peer, tried.request_id)
+                telling.cancel()
+                tasks.append(telling)
+            await asyncio.gather(*tasks, return_exceptions=True)
             if stream.heard:
                 computed = (*request.token_ids, *sent)[:-1]  # nobody computes the last token's KV
                 self._pulls.remember(path.decode.peer, computed, request.cache_salt)
@@ -192,10 +200,20 @@ class Pipeline:
             attempt.stream.fail_in(self._config.reply_grace_s, WorkerLost("the last tokens did not come"))
 
     async def _call_prefill(self, attempt: _Attempt, worker: WorkerInfo, failed: set[Peer]) -> None:
-        """Run the prompt on the prefill worker. Should that fail, the decode worker is told to do it itself."""
+        """Run the prompt on the prefill worker. Should that fail, the decode worker is told to do it itself.
+
+        So it is where the KV is not sent: the worker tells that apart from its reply, earlier or later.
+        """
         reply = None
+
+        def not_sent() -> None:
+            if not attempt.stream.heard:  # else the decode worker needs nothing any more
+                _log.warning("%s did not send the KV of %s", worker.peer.worker_id, attempt.request_id)
+                self._prefill_failed(attempt, worker.peer, failed)
+
         try:
             await self._channels.ensure(worker)
+            self._channels.watch_sending(worker.peer, attempt.request_id, not_sent)
             pull = self._pulls.ask(attempt.path, attempt.request)
             reply = await self._prefill_or_lose(attempt, worker.peer, pull)
         except TwostrokeError as error:
@@ -212,8 +230,18 @@ class Pipeline:
             attempt.stream.push(reply.event)
             self._pulls.remember(worker.peer, attempt.request.token_ids, attempt.request.cache_salt)
             return
-        failed.add(worker.peer)
-        stages.prefill_failures += 1
+        self._prefill_failed(attempt, worker.peer, failed)
+
+    def _prefill_failed(self, attempt: _Attempt, worker: Peer, failed: set[Peer]) -> None:
+        """Have the decode worker told. Harmless when repeated: the call and the transfer may fail both."""
+        if not attempt.prefill_failed.is_set():
+            failed.add(worker)
+            attempt.stages.prefill_failures += 1
+            attempt.prefill_failed.set()
+
+    async def _tell_of_failed_prefill(self, attempt: _Attempt) -> None:
+        """Should the prefill fail, tell the decode worker, until it is heard."""
+        await attempt.prefill_failed.wait()
         while not attempt.stream.heard:
             self._channels.prefill_failed(attempt.decode, attempt.request_id)
             await asyncio.sleep(self._config.prefill_failed_repeat_s)

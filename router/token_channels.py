@@ -6,7 +6,7 @@ requests, so every stream on it raises WorkerLost. Nothing here knows Ray or HTT
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.clock import Clock
@@ -14,6 +14,7 @@ from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, Worker
 from protocol.messages import (
     Cancel,
     Hello,
+    KVNotSent,
     Message,
     Ping,
     PrefillFailed,
@@ -55,6 +56,7 @@ class _Channel:
         self._config = config
         self._connection: Connection | None = None
         self._streams: dict[str, TokenStream] = {}
+        self._sendings: dict[str, Callable[[], None]] = {}  # by request: to be called where its KV is not sent
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
         self._hurry = asyncio.Event()
@@ -86,13 +88,24 @@ class _Channel:
 
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
         if self._connection is None:
-            raise WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
+            raise self._no_channel()
         stream = TokenStream(max_tokens, lambda: self.unsubscribe(request_id), lambda: self.send(Cancel(request_id)))
         self._streams[request_id] = stream
         return stream
 
     def unsubscribe(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+
+    def watch_sending(self, request_id: str, not_sent: Callable[[], None]) -> None:
+        if self._connection is None:
+            raise self._no_channel()
+        self._sendings[request_id] = not_sent
+
+    def unwatch_sending(self, request_id: str) -> None:
+        self._sendings.pop(request_id, None)
+
+    def _no_channel(self) -> WorkerLost:
+        return WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
 
     def send(self, message: Message) -> None:
         """Send if connected. Where it isn't, the worker has forgotten our requests anyway."""
@@ -167,6 +180,10 @@ class _Channel:
                                 stream.receive(event)
                     case StatsFrame():
                         self.stats = message.stats
+                    case KVNotSent():
+                        not_sent = self._sendings.pop(message.request_id, None)
+                        if not_sent is not None:
+                            not_sent()
                     case Ping():
                         pass
                     case _:
@@ -204,6 +221,10 @@ class _Channel:
         self._streams.clear()
         for stream in streams:
             stream.fail(error)
+        sendings = list(self._sendings.values())
+        self._sendings.clear()
+        for not_sent in sendings:  # the worker aborts them
+            not_sent()
 
     async def _wait(self, backoff_s: float) -> None:
         try:
@@ -278,6 +299,22 @@ class TokenChannels:
         if channel is None:
             raise WorkerLost(f"worker {worker.worker_id} has left the fleet")
         return channel.subscribe(request_id, max_tokens)
+
+    def watch_sending(self, worker: Peer, request_id: str, not_sent: Callable[[], None]) -> None:
+        """Call `not_sent`, once at most, when the worker says that it has not sent the request's KV, or is lost.
+
+        Until `unwatch_sending`. Raises WorkerLost where there is no channel (see `ensure`).
+        """
+        channel = self._channels.get(worker)
+        if channel is None:
+            raise WorkerLost(f"worker {worker.worker_id} has left the fleet")
+        channel.watch_sending(request_id, not_sent)
+
+    def unwatch_sending(self, worker: Peer, request_id: str) -> None:
+        """Harmless where nothing is watched."""
+        channel = self._channels.get(worker)
+        if channel is not None:
+            channel.unwatch_sending(request_id)
 
     def cancel(self, worker: Peer, request_id: str) -> None:
         """Tell the worker to forget the request. Says nothing where the channel is down: that tells it, too."""
