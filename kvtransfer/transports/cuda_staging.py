@@ -31,6 +31,9 @@ class CudaStaging:
             self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._units.device)
         return self._memory[index][:num_bytes]
 
+    def landing(self, index: int, num_units: int) -> Tensor:
+        return self.buffer(index, num_units)  # NCCL wants the same size on both sides
+
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
         with self._posting():
             self._units.pack(segments, seal, packed)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from kvtransfer.host_units import count_units
 from kvtransfer.layout import Cut, Segment
 from kvtransfer.store import DeviceStore, HostStore, KVStore
-from kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
+from kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
 from protocol.errors import ConnectionLost
 
 T = TypeVar("T")
@@ -37,8 +37,15 @@ class GroupLink:
     receives goes into staging memory and nowhere else.
     """
 
-    def __init__(self, store: KVStore, cut: Cut, own_rank: int, on_close: Callable[["GroupLink"], None]):
-        self._staging = make_staging(store, cut)
+    def __init__(
+        self,
+        store: KVStore,
+        cut: Cut,
+        own_rank: int,
+        on_close: Callable[["GroupLink"], None],
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ):
+        self._staging = make_staging(store, cut, max_chunk_bytes)
         self._own_rank = own_rank
         self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
         self._on_close = on_close
@@ -135,13 +142,15 @@ class GroupLink:
         def post(outcome: Future[bool]) -> None:
             index = self._free.get()  # while all are in use this thread waits: for an operation's time-out at most
             try:
-                packed = self._staging.buffer(index, num_units)
                 if pack is not None:
+                    packed = self._staging.buffer(index, num_units)
                     pack(packed)
-                work = self._post(packed, is_send=pack is not None)
-                if pack is not None:
+                    work = self._post(packed, is_send=True)
                     outcome.set_result(True)
                     outcome = Future()
+                else:
+                    work = self._post(self._staging.landing(index, num_units), is_send=False)
+                    packed = self._staging.buffer(index, num_units)
                 self._waiting.submit(_into, outcome, lambda outcome: finish(outcome, index, packed, work))
             except BaseException:
                 self._free.put(index)
@@ -160,11 +169,11 @@ class GroupLink:
 
         return await self._carry_out(post)
 
-    def _post(self, packed: Tensor, *, is_send: bool) -> dist.Work:
+    def _post(self, tensor: Tensor, *, is_send: bool) -> dist.Work:
         if self._group is None:
             raise ConnectionLost("the group is not formed")
         move = self._group.send if is_send else self._group.recv
-        return self._staging.post(lambda: move([packed], self._peer_rank, _CHUNKS))
+        return self._staging.post(lambda: move([tensor], self._peer_rank, _CHUNKS))
 
     async def _carry_out(self, work: Callable[[Future[T]], None]) -> T:
         """What `work` puts into its Future, begun on the posting thread. Any failure, and cancelling, ends the link."""
@@ -246,10 +255,10 @@ class GroupLink:
             self._closed = True
 
 
-def make_staging(store: KVStore, cut: Cut) -> Staging:
+def make_staging(store: KVStore, cut: Cut, max_chunk_bytes: int) -> Staging:
     """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
     if isinstance(store, HostStore):
-        return HostStaging(store, cut)
+        return HostStaging(store, cut, max_chunk_bytes)
     if isinstance(store, DeviceStore):
         from kvtransfer.transports.cuda_staging import CudaStaging  # loads Triton
 

@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtransfer.config import TransferConfig
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.encodings import decode, encode
 from kvtransfer.host_units import HostUnits, count_units, split_segments
@@ -23,18 +24,23 @@ from kvtransfer.store import HostStore
 NUM_BUFFERS = 2
 """While one chunk is on the wire, the next is packed, or the one before unpacked."""
 
+MAX_CHUNK_BYTES = TransferConfig().max_chunk_bytes
+
 _HOT_BYTES = 256 * 1024  # encoded or decoded at once: the second pass reads what is in the processor's cache
 
 
 class Staging(Protocol):
     """The buffers of one end of a link, on the device whose group moves them.
 
-    Holds at most NUM_BUFFERS of the largest chunk so far each. `pack` and `post` belong to one thread, `wait` and
-    `unpack` to another; a buffer is on one of the two at a time.
+    Holds at most NUM_BUFFERS of the largest chunk so far each, or of the largest possible one, see `landing`. `pack`
+    and `post` belong to one thread, `wait` and `unpack` to another; a buffer is on one of the two at a time.
     """
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         """uint8 [num_units * unit_bytes + DIGEST_BYTES]: buffer `index`, grown where needed."""
+
+    def landing(self, index: int, num_units: int) -> Tensor:
+        """uint8 [at least as many]: what a receive of so many units is posted into. `buffer` is its beginning then."""
 
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
         """Units and their digest -> packed."""
@@ -50,19 +56,26 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """For stores in host memory."""
+    """For stores in host memory.
 
-    def __init__(self, store: HostStore, cut: Cut):
+    A receive has room for the largest chunk there can be, of `max_chunk_bytes` or a single unit. Gloo ends the process
+    when a message is larger than the receive that it meets, as it may be once chunks are out of step with their
+    announcements; a smaller one it takes, and the digest tells.
+    """
+
+    def __init__(self, store: HostStore, cut: Cut, max_chunk_bytes: int = MAX_CHUNK_BYTES):
         self._cut = cut
+        self._landing_bytes = max(max_chunk_bytes, cut.unit_bytes) + DIGEST_BYTES
         self._units = HostUnits(store, cut)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
         self._raw = np.empty(0, np.uint8)  # units before they are encoded, or after they are decoded
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES
-        if self._memory[index].numel() < num_bytes:
-            self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[index][:num_bytes]
+        return self._grown(index, num_bytes)[:num_bytes]
+
+    def landing(self, index: int, num_units: int) -> Tensor:
+        return self._grown(index, max(num_units * self._cut.unit_bytes + DIGEST_BYTES, self._landing_bytes))
 
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
         array: NDArray[np.uint8] = packed.numpy()
@@ -95,6 +108,11 @@ class HostStaging:
 
     def wait(self, work: dist.Work) -> None:
         work.wait()
+
+    def _grown(self, index: int, num_bytes: int) -> Tensor:
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[index]
 
     def _pieces(
         self, segments: Sequence[Segment], array: NDArray[np.uint8]

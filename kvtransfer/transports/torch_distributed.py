@@ -5,8 +5,10 @@ own for the rendezvous, on a socket that we bind (left alone, TCPStore listens o
 prefix.
 
 A chunk is one message: its units packed one after the other, and their digest. Staging memory of a link is twice the
-largest chunk it has carried, on either side. Why a hung operation or a woken zombie can't write into blocks: see
-`group_link`.
+largest chunk it has carried. Where gloo receives, it is twice the largest chunk possible: gloo ends the process for a
+message that is larger than its receive, which happens once chunks and announcements are out of step (and for a source
+whose chunks are larger than `max_chunk_bytes` here). NCCL asks for equal sizes on both sides: what becomes of chunks
+out of step there is not known. Why a hung operation or a woken zombie can't write into blocks: see `group_link`.
 
 Not confirmed on hardware: what concerns NCCL here is written and type-checked, but was not yet run on GPUs.
 """
@@ -20,6 +22,7 @@ from kvtransfer.layout import Cut
 from kvtransfer.link import LinkParams
 from kvtransfer.store import KVStore
 from kvtransfer.transports.group_link import RECEIVER_RANK, SENDER_RANK, GroupLink
+from kvtransfer.transports.staging import MAX_CHUNK_BYTES
 from protocol.errors import ConnectionLost
 
 
@@ -63,14 +66,23 @@ class TorchDistributedTransport:
 
     `join_timeout_s` bounds the rendezvous, `operation_timeout_s` one send or receive, once both sides know of it: it is
     also how long a thread may outlive its link. Both belong at the lease, within which a peer has to do either.
+    `max_chunk_bytes` is what any source sends at once at most, as in its TransferConfig.
     """
 
     name = "torch_distributed"
 
-    def __init__(self, store: KVStore, *, join_timeout_s: float = 5.0, operation_timeout_s: float | None = None):
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        join_timeout_s: float = 5.0,
+        operation_timeout_s: float | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ):
         self._store = store
         self._join_timeout_s = join_timeout_s
         self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
+        self._max_chunk_bytes = max_chunk_bytes
         self._links: set[GroupLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> PendingGroup:
@@ -107,7 +119,7 @@ class TorchDistributedTransport:
         await asyncio.gather(*(link.ended() for link in links))
 
     def _make_link(self, cut: Cut, own_rank: int) -> GroupLink:
-        link = GroupLink(self._store, cut, own_rank, self._links.discard)
+        link = GroupLink(self._store, cut, own_rank, self._links.discard, self._max_chunk_bytes)
         self._links.add(link)
         return link
 

@@ -119,6 +119,18 @@ def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
 
 
+def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front() -> None:
+    store = store_of()
+    cut = Cut(store.layout, 0, 4, 4, "raw")
+    for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
+        staging = HostStaging(store, cut, max_chunk_bytes)
+        landing = staging.landing(0, 2)
+        assert landing.numel() == room * cut.unit_bytes + 16
+        assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
+        assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
+    assert HostStaging(store, cut, 1).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
+
+
 def test_units_that_the_store_has_not_are_refused() -> None:
     store = store_of(1)
     staging = HostStaging(store, Cut(store.layout, 0, 4, 4, "raw"))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
@@ -44,9 +45,7 @@ asyncio.run(main())
 """
 
 
-async def linked(
-    store: BytesStore, cut: Cut, **options: float
-) -> tuple[TorchDistributedTransport, GroupLink, GroupLink]:
+async def linked(store: BytesStore, cut: Cut, **options: Any) -> tuple[TorchDistributedTransport, GroupLink, GroupLink]:
     await warm_up_torch()
     transport = TorchDistributedTransport(store, **options)
     pending = await transport.prepare("127.0.0.1", cut)
@@ -142,6 +141,24 @@ async def test_a_source_that_dies_or_stops_while_it_sends_writes_nothing(fault: 
         await source.wait()
         await transport.close()
     await settle(lambda: link_threads() <= threads)
+
+
+async def test_a_message_of_another_size_than_announced_is_damaged_and_no_more() -> None:
+    store = BytesStore(1, 64, 4096)
+    store.fill(1)
+    before = store.copy()
+    transport, sender, receiver = await linked(
+        store, whole(store), join_timeout_s=20, max_chunk_bytes=32 * store.block_bytes
+    )
+    small, large = [Segment(0, (1,))], [Segment(0, tuple(range(32)))]
+    await sender.send(large, 1)
+    assert not await receiver.receive(small, 1), "more came than was announced"
+    await sender.send(small, 2)
+    assert not await receiver.receive(large, 2), "less came"
+    assert store.copy() == before
+    await sender.send(large, 3)
+    assert await receiver.receive(large, 3)
+    await transport.close()
 
 
 async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None:
