@@ -1,9 +1,11 @@
 """Something that happens in the middle of a chunk: once a number of its bytes has gone over this process's sockets."""
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import termios
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +21,8 @@ SEND_BUFFER_BYTES = 64 * 1024
 
 
 class ByteWatch:
-    """Slows the TCP sockets among `inodes` down, and calls `act(self, argument)`, on a thread of its own, once
-    `num_bytes` more have gone either way."""
+    """Slows down what the TCP sockets among `inodes` send, and calls `act(self, argument)`, on a thread of its own,
+    once `num_bytes` more have gone either way. Bytes that have come and were not read yet are among these."""
 
     def __init__(self, inodes: set[int], num_bytes: int, act: Callable[["ByteWatch", Any], None], argument: Any):
         self._sockets = contextlib.ExitStack()
@@ -29,7 +31,7 @@ class ByteWatch:
             each.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", PACE_BYTES_S))
             # What the kernel has taken it sends on, though the process is stopped or dead.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._due = self._moved() + num_bytes
+        self._due = self._moved() - sum(_num_unread(each) for each in self._tcp) + num_bytes
         self._act = act
         self._argument = argument
         self._stopped = threading.Event()
@@ -62,6 +64,11 @@ class ByteWatch:
                 _ACKED_AND_RECEIVED.unpack_from(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136), _ACKED_AT)
             )
         return moved
+
+
+def _num_unread(tcp: socket.socket) -> int:
+    (count,) = struct.unpack("i", fcntl.ioctl(tcp, termios.FIONREAD, bytes(4)))
+    return int(count)
 
 
 def _tcp_sockets(inodes: set[int]) -> list[socket.socket]:

@@ -23,6 +23,7 @@ Action = Literal[
     "flip",
     "unflip",
     "cut",
+    "slow",
     "truncate",
     "swap",
     "stale epoch",
@@ -45,7 +46,7 @@ class Fault:
     transfer_id: str | None = None  # hexadecimal; None: whichever comes
     skip: int = 0
     times: int = 1
-    num_bytes: int = 0  # for `during ...`: fires once so many have moved
+    num_bytes: int = 0  # for `during ...`: fires once so many have moved; until then, what is sent is paced
 
 
 @dataclass

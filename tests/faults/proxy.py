@@ -82,13 +82,11 @@ class Proxy:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for each in (writer, far_writer):  # before anything is awaited: `close` may cancel this too
+                each.transport.abort()
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            for each in (writer, far_writer):
-                each.transport.abort()
-                with contextlib.suppress(OSError):
-                    await each.wait_closed()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, mangled: bool) -> None:
         with contextlib.suppress(OSError):

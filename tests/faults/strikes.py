@@ -9,6 +9,8 @@ from terms import CONFIG
 
 MID_CHUNK = CONFIG.max_chunk_bytes * 5 // 2  # of some chunk, not the first
 
+NEVER = 1 << 40  # bytes: more than there are
+
 # The points of `injection` at which a side stops.
 MOMENTS = {
     "source": {
@@ -36,6 +38,8 @@ async def stop_at(rig: Rig, transfer: Transfer, side: str, moment: str) -> Child
     elif rig.transport != "shm":
         at = "during send" if side == "source" else "during receive"
         await rig.arm(name, at, "freeze", num_bytes=MID_CHUNK)
+        if side == "target":  # whose peer must not have sent everything by then
+            await rig.arm("source-0", "during send", "slow", num_bytes=NEVER)
     elif side == "target":
         await rig.arm(name, "during copy", "freeze", skip=1)
     else:  # the target copies, and is held up in the middle of the second chunk; the source stops before its fourth
