@@ -4,6 +4,8 @@ import urllib.error
 from urllib.parse import urlsplit
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from protocol.errors import ConfigError
 
@@ -37,3 +39,10 @@ def table_console() -> Console:
     """Standard output for tables: into a file or a pipe, a row is one line."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
+
+def fits(table: Table, console: Console) -> bool:
+    """Whether a row is one line there."""
+    # Asked of an endless line: within a short one, the table would promise to wrap its cells.
+    endless = console.options.update(width=10_000)
+    return Measurement.get(console, endless, table).maximum <= console.width

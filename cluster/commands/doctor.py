@@ -4,7 +4,8 @@ import argparse
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.commands.asking import endpoint, no_answer, table_console
+from cluster.commands.asking import endpoint, fits, no_answer, table_console
 from protocol.errors import ConfigError
 
 SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most
@@ -75,41 +76,49 @@ def fetch_report(url: str) -> Iterator[dict[str, Any]]:
             return
 
 
-def doctor_table(pairs: list[dict[str, Any]]) -> Table:
+def doctor_table(pairs: list[dict[str, Any]], *, with_why: bool) -> Table:
     """One row a pair, in the order in which they were tried."""
     table = Table(box=box.SIMPLE, title="KV from worker to worker", title_justify="left")
     for heading in ("from", "to", "transport"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("GB/s", "round trip ms"):
         table.add_column(heading, justify="right")
-    table.add_column("why", overflow="fold")
+    if with_why:
+        table.add_column("why", overflow="fold")
     for pair in pairs:
         ends = [f"{pair[side + '_role']} {pair[side]}" for side in ("source", "target")]
         if pair["error"] is not None:
-            table.add_row(*ends, "[red]failed[/]", "", "", escape(pair["error"]))
+            row = [*ends, "[red]failed[/]", "", ""]
         else:
-            speed, delay = f"{pair['bytes_per_s'] / 1e9:.2f}", f"{pair['round_trip_s'] * 1e3:.2f}"
-            table.add_row(*ends, pair["transport"], speed, delay, escape(pair["why"]))
+            row = [*ends, pair["transport"], f"{pair['bytes_per_s'] / 1e9:.2f}", f"{pair['round_trip_s'] * 1e3:.2f}"]
+        if with_why:
+            row.append(escape(pair["why"] if pair["error"] is None else pair["error"]))
+        table.add_row(*row)
     return table
 
 
-def missing_lines(pairs: list[dict[str, Any]]) -> list[str]:
-    """What better transports would need, each said once with how many pairs it is missing for."""
-    counts: dict[str, int] = {}
-    for pair in pairs:
-        for reason in pair["missing"]:
-            counts[reason] = counts.get(reason, 0) + 1
-    return [f"{reason} ({count} {'pair' if count == 1 else 'pairs'})" for reason, count in counts.items()]
+def counted_lines(reasons: Iterable[str]) -> list[str]:
+    """Each reason once, with how many pairs it is told of."""
+    return [f"{reason} ({count} {'pair' if count == 1 else 'pairs'})" for reason, count in Counter(reasons).items()]
 
 
 def _show(
     pairs: list[dict[str, Any]], missing_workers: list[str], left_out: int, is_whole: bool, console: Console
 ) -> None:
+    sections: list[tuple[str, list[str]]] = []
     if pairs:
-        console.print(doctor_table(pairs))
-    if missing := missing_lines(pairs):
-        console.print("Missing for a better transport:")
-        for line in missing:
+        table = doctor_table(pairs, with_why=True)
+        if not fits(table, console):
+            table = doctor_table(pairs, with_why=False)
+            working = [pair["why"] for pair in pairs if pair["error"] is None]
+            failed = [f"{pair['source']} to {pair['target']}: {pair['error']}" for pair in pairs if pair["error"]]
+            sections += [("Why:", counted_lines(working)), ("Failed:", failed)]
+        console.print(table)
+    missing = counted_lines(reason for pair in pairs for reason in pair["missing"])
+    for heading, lines in [*sections, ("Missing for a better transport:", missing)]:
+        if lines:
+            console.print(heading)
+        for line in lines:
             console.print(f"  {line}", markup=False, soft_wrap=True)
     if left_out:
         console.print(f"{left_out} more pairs were not tried.")

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             os.unlink(log.name)
             return 0
     console.print(f"[red]The server failed:[/] {failure}")
-    console.print(f"Ray's words are in {log.name} and under /tmp/ray/session_latest/logs", soft_wrap=True)
+    console.print(f"Ray's words are in {log.name} and in the newest /tmp/ray/session_*/logs", soft_wrap=True)
     return 1
 
 

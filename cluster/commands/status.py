@@ -10,10 +10,9 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-from cluster.commands.asking import endpoint, no_answer, table_console
+from cluster.commands.asking import endpoint, fits, no_answer, table_console
 from protocol.errors import ConfigError
 
 _HEADINGS = (
@@ -85,12 +84,12 @@ def show_status(before: dict[str, Any], after: dict[str, Any], seconds: float, c
     console.print(f"{after['model']} — {state}, {after['places_held']} places held", markup=False, highlight=False)
     rows = worker_rows(before, after, seconds)
     wide = _table(_HEADINGS, rows, num_texts=_NUM_TEXTS)
-    if _fits(wide, console):
+    if fits(wide, console):
         console.print(wide)
         return
     while rows:
         count = len(rows)
-        while count > 1 and not _fits(_transposed(rows[:count]), console):
+        while count > 1 and not fits(_transposed(rows[:count]), console):
             count -= 1
         console.print(_transposed(rows[:count]))
         rows = rows[count:]
@@ -133,12 +132,6 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _fits(table: Table, console: Console) -> bool:
-    # Asked of an endless line: within a short one, the table would promise to wrap its cells.
-    endless = console.options.update(width=10_000)
-    return Measurement.get(console, endless, table).maximum <= console.width
 
 
 def _rate(now: dict[str, Any], before: dict[str, Any] | None, counter: str, seconds: float, unit: float = 1.0) -> str:

@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster.cli import main
+from cluster.commands import doctor as module
 from tests.cluster.command_line import answering, one_line
 
 
@@ -62,6 +64,24 @@ def test_a_pair_that_fails_shows_why_and_fails_the_command(capsys: pytest.Captur
     row = next(line for line in lines if "d1" in line)
     assert row.split() == ["prefill", "p0", "decode", "d1", "failed", "the", "link", "[broke]"]
     assert lines[-1] == "1 of 2 pairs failed."
+
+
+def test_on_a_narrow_terminal_the_reasons_stand_below_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "table_console", lambda: Console(width=80))
+    ends = ("u0tcq53u", "7x8dmfbq")
+    why = "torch_distributed: gloo joins any two workers on such devices, whatever else they may have"
+    good = pair(*ends, transport="torch_distributed", why=why)
+    broken = pair(*ends, transport="", why="", missing=[], error="the link [broke]")
+    with answering(report(good, good, broken)) as url:
+        assert main(["doctor", "--url", url]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip().startswith("prefill u0tcq53u")]
+    assert rows[0] == ["prefill", "u0tcq53u", "decode", "7x8dmfbq", "torch_distributed", "2.50", "1.25"]
+    assert rows[2] == ["prefill", "u0tcq53u", "decode", "7x8dmfbq", "failed"]
+    assert f"  {why} (2 pairs)" in lines
+    assert "  u0tcq53u to 7x8dmfbq: the link [broke]" in lines
 
 
 def test_an_answer_without_its_end_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
