@@ -6,6 +6,7 @@ import contextlib
 import msgspec
 import pytest
 
+from kvtransfer.receiver import IncomingTransfer
 from model.sequence import SequenceState
 from protocol.errors import ConnectionLost, RequestError, TicketRefused, WorkerLost
 from protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
@@ -254,6 +255,46 @@ def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy():
         await asyncio.gather(busy, call)
         await a_moment()
         assert rig.events()["r"] == expected(request)
+        await parts.sender.close()
+        await parts.transports.close()
+
+    play(script, role="decode")
+
+
+@pytest.mark.parametrize("when", ["as it is verified", "after its first token"])
+def test_a_failure_told_of_kv_that_has_come_changes_nothing(when: str):
+    async def script(rig: Rig) -> None:
+        parts, ticket, request = make_parts(PREFILL, rig.fabric, rig.links), rig.ticket(), a_request()
+        sequence = SequenceState(request, BLOCK)
+        sequence.reserve(parts.pool, 10)
+        (token,) = await FakeEngine(parts.store).step([sequence.step(10)])
+        call = begin(rig.worker.decode(request, ticket))
+        transfer = parts.sender.open(ticket, 10, sequence.block_ids, 10)
+        await a_moment()
+        incoming = rig.worker._calls.find("r").incoming
+        count = incoming._on_ended
+
+        def count_and_tell(ended: IncomingTransfer) -> None:
+            """Before the worker has looked at the end."""
+            count(ended)
+            rig.worker._prefill_failed("r")
+
+        if when == "as it is verified":
+            incoming._on_ended = count_and_tell
+        else:
+            rig.engine.released.clear()
+        transfer.commit(token)
+        await transfer.done()
+        sequence.reset(parts.pool)
+        await a_moment()
+        rig.router.send(PrefillFailed("r"))
+        await a_moment()
+        rig.engine.released.set()
+        await call
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+        stats = rig.worker.stats()
+        assert (stats.computed_tokens, stats.transfers_done, stats.transfers_failed) == (0, 1, 0)
         await parts.sender.close()
         await parts.transports.close()
 

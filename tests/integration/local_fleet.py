@@ -44,6 +44,7 @@ class Shape:
     num_blocks: int = 2048
     dtype: str = "float32"
     num_prefill: int = 1
+    offer_wait_s: float = 30.0
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     transfers: TransferConfig = field(default_factory=TransferConfig)
@@ -193,7 +194,11 @@ async def _start(
     else:
         worker = DecodeWorker(
             peer=peer,
-            config=DecodeConfig(max_step_tokens=shape.decode_step_tokens, max_batch=min(256, shape.decode_step_tokens)),
+            config=DecodeConfig(
+                max_step_tokens=shape.decode_step_tokens,
+                max_batch=min(256, shape.decode_step_tokens),
+                offer_wait_s=shape.offer_wait_s,
+            ),
             engine=loaded.engine,
             store=store,
             pool=pool,

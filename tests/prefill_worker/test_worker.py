@@ -70,6 +70,54 @@ def test_a_transfer_that_fails_does_not_fail_the_reply_and_frees_its_blocks():
     play(script, role="prefill")
 
 
+@pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])
+def test_the_router_is_told_once_that_kv_was_not_sent_and_the_log_says_why(how: str, caplog: pytest.LogCaptureFixture):
+    async def script(rig: Rig) -> None:
+        address = NOWHERE if how == "nobody listens" else await silent_decode_worker(rig)
+        await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
+        await rig.worker.drain()
+        await asyncio.sleep(0.1)
+        assert rig.not_sent == ["r"]
+        assert rig.worker.stats().transfers_failed == 1
+
+    play(script, role="prefill")
+    why = "nobody listens" if how == "nobody listens" else "the target's welcome took longer than 2 s"
+    (line,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
+    assert line.startswith("the KV of request r was not sent: ")
+    assert why in line
+
+
+def test_the_router_is_told_before_the_reply_where_the_transfer_has_failed_by_then():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.prefill(a_request(60), rig.ticket(target_address=NOWHERE)))
+        while not rig.not_sent:  # noqa: ASYNC110  (virtual time)
+            await asyncio.sleep(0.0005)
+        assert not call.done()
+        await call
+
+    play(script, role="prefill", max_step_tokens=1)
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_a_transfer_that_its_router_cancels_is_not_told_of(is_computed: bool):
+    async def script(rig: Rig) -> None:
+        address = await silent_decode_worker(rig)
+        call = begin(rig.worker.prefill(a_request(), rig.ticket(target_address=address)))
+        if is_computed:
+            await call
+        else:
+            await asyncio.sleep(0.0015)
+            assert not call.done()
+        rig.router.send(Cancel("r"))
+        await asyncio.gather(call, return_exceptions=True)
+        await rig.worker.drain()
+        await asyncio.sleep(0.1)
+        assert rig.worker.stats().transfers_failed == 1
+        assert rig.not_sent == []
+
+    play(script, role="prefill", max_step_tokens=4)
+
+
 def test_blocks_are_kept_until_the_transfer_has_ended():
     async def script(rig: Rig) -> None:
         address = await silent_decode_worker(rig)

@@ -68,7 +68,7 @@ def expected_tokens(request: GenerateRequest) -> list[int]:
 
 @dataclass
 class FakeWorker:
-    """One worker. Tests may set `gate` (a decode step takes one permit), `refusal`, `prefill_gate`, or `die()`."""
+    """One worker, which may `die()`. Tests may set `gate` (a decode step takes one permit), `refusal` and others."""
 
     role: Role
     name: str
@@ -83,6 +83,7 @@ class FakeWorker:
     gate: asyncio.Semaphore | None = None
     prefill_gate: asyncio.Event | None = None
     refusal: Exception | None = None
+    keeps_kv: bool = False  # a prefill worker that can't reach the decode worker
     corrupt: Callable[[TokenEvent], TokenEvent] | None = None
     pulls: list[Ticket] = field(default_factory=list)
     prefixes: list[SendPrefix] = field(default_factory=list)
@@ -169,7 +170,7 @@ class FakeWorker:
             token = next_token(request, request.token_ids)
             given = request.num_output_tokens_given
             finish = finish_reason(request, given + 1, token.token_id)
-            if decode is not None:
+            if decode is not None and not self.keeps_kv:
                 decode.ready(request.request_id).set()
             return PrefillReply(TokenEvent(request.request_id, given, (token,), finish), 3, 0.01, 0.02)
 

@@ -246,6 +246,12 @@ class _Simulation:
                 for network in (fabric, links):
                     asyncio.get_running_loop().call_later(3.0, network.join, *pair)
                 return hit
+            case "block_transfers":
+                fabric.part(*pair)
+                links.part(*pair)
+                for network in (fabric, links):
+                    asyncio.get_running_loop().call_later(3.0, network.join, *pair)
+                return prefill is not None and decode is not None
             case "damage":
                 links.damage = _damage_next(1 + fault.which % 2)
                 return 1

@@ -18,6 +18,7 @@ FAULTS = (
     "cut_transfers",  # control connections and data links between a prefill and a decode worker break
     "cut_links",  # the data links alone break, perhaps in the middle of a chunk
     "part_transfers",  # the two can't reach each other for some time
+    "block_transfers",  # the same from the beginning, so that no offer is ever seen
     "damage",  # a byte of the next chunks changes under way
     "refuse_prefill",  # the next prefill calls fail before they begin
     "lose_prefill_reply",  # the next prefill calls fail after they have run
@@ -107,7 +108,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_step_tokens=max_batch + draw.choice((0, 1, 15, 60)),
             max_batch=max_batch,
             watermark=draw.choice((0.0, 0.05, 0.2)),
-            offer_wait_s=4.0,
+            offer_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
             integrity_interval_s=0.0,
         ),
         pipeline=PipelineConfig(pulls=draw.random() < 0.8, pull_min_tokens=draw.choice((1, 32))),
@@ -173,9 +174,8 @@ def _make_faults(draw: random.Random, num_prefill: int) -> tuple[Fault, ...]:
             kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
         if not kinds:
             break
-        faults.append(
-            Fault(at_s=draw.random() * draw.choice((0.01, 0.1)), kind=draw.choice(kinds), which=draw.randrange(1000))
-        )
+        at_s, kind = draw.random() * draw.choice((0.01, 0.1)), draw.choice(kinds)
+        faults.append(Fault(0.0 if kind == "block_transfers" else at_s, kind, which=draw.randrange(1000)))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 

@@ -15,6 +15,7 @@ from model.sequence import SequenceState
 from prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from protocol.errors import TransferFailed
 from protocol.messages import Chunk
+from protocol.token_server import TokenServer
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import make_scenario
 
@@ -72,6 +73,10 @@ async def _call_a_transfer_done_at_once(transfer: OutgoingTransfer) -> None:
     raise TransferFailed("not waited for")
 
 
+def _tell_nobody(server: TokenServer, router_id: str, request_id: str) -> None:
+    """The decode worker waits for an offer that will not come."""
+
+
 _end_chunk = IncomingLane.end_chunk
 _begin_chunk = IncomingLane.begin_chunk
 _publish = SequenceState.publish_full_blocks
@@ -97,6 +102,7 @@ SABOTAGES = [
     ),
     Sabotage("sent blocks are not waited for", OutgoingTransfer, "done", _call_a_transfer_done_at_once),
     Sabotage("blocks are named too early", SequenceState, "publish_full_blocks", _publish_what_is_not_computed),
+    Sabotage("routers don't hear of KV that was not sent", TokenServer, "kv_not_sent", _tell_nobody, with_faults=True),
     Sabotage("some blocks are never freed", DecodeScheduler, "_release_if_unused", _forget_to_release),
 ]
 

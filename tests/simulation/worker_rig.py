@@ -16,7 +16,7 @@ from kvtransfer.transports import Transports
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ConnectionLost
-from protocol.messages import Hello, KVHello, Offer, Reach, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
 from protocol.requests import GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
@@ -90,6 +90,7 @@ class Rig:
     fabric: MemoryFabric
     links: LinkFabric
     frames: list[TokenFrame] = field(default_factory=list)
+    not_sent: list[str] = field(default_factory=list)  # requests whose KV did not leave, as their router was told
     router: MemoryConnection | None = None
     prefill: MemoryConnection | None = None
 
@@ -109,7 +110,7 @@ class Rig:
         return mint_ticket(SECRET, name, source, DECODE, (target_address,) if target_address else own)
 
     async def connect_router(self, router_id: str = ROUTER) -> MemoryConnection:
-        """Open a token channel, and keep what comes in `frames`."""
+        """Open a token channel, and keep what comes in `frames` and `not_sent`."""
         connection = await self.fabric.at(router_id).connect(self.info.token_address)
         connection.send(Hello(Peer(router_id, 1), self.info.peer))
         assert isinstance(await connection.receive(), Welcome)
@@ -134,7 +135,9 @@ class Rig:
                 message = await connection.receive()
             except ConnectionLost:
                 return
-            assert isinstance(message, StatsFrame | TokenFrame)
+            assert isinstance(message, StatsFrame | TokenFrame | KVNotSent)
+            if isinstance(message, KVNotSent):
+                self.not_sent.append(message.request_id)
             if isinstance(message, TokenFrame):
                 self.frames.append(message)
 
