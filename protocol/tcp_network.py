@@ -64,6 +64,7 @@ class TcpListener:
         self._handler = handler
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def start(self, host: str) -> None:
         """Bind a free port. Raises ConnectionLost where `host` is not an address of this machine."""
@@ -80,14 +81,18 @@ class TcpListener:
         return Address(host, port)
 
     async def close(self) -> None:
+        self._closed = True
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # asyncio keeps only a weak hold of this task, and would log a cancellation as an error.
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:  # asyncio had accepted it before
+            writer.close()
+            return
+        # Were this a coroutine, asyncio would keep only a weak hold of its task, and log a cancellation as an error.
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

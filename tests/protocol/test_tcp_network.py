@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -125,3 +126,16 @@ async def test_closing_a_listener_ends_its_handlers():
     await listener.close()
     assert ended.is_set()
     await client.close()
+
+
+async def test_a_connection_that_was_accepted_while_its_listener_closed_is_closed_too() -> None:
+    async def handler(connection: Connection) -> None:
+        raise AssertionError("nobody listens any more")
+
+    listener = await TcpNetwork(b"secret").listen("127.0.0.1", handler)
+    await listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as late:
+        late.setblocking(False)
+        listener._accept(*await asyncio.open_connection(sock=door.accept()[0]))
+        async with asyncio.timeout(2):  # less than the time for a handshake
+            assert await asyncio.get_running_loop().sock_recv(late, 1024) == b""
