@@ -36,8 +36,7 @@ from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink
 from kvtransfer.store import DeviceStore
 from kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
-from kvtransfer.transports.link_thread import LinkThread
-from kvtransfer.transports.local import LocalTransport, is_same_user
+from kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
 from kvtransfer.transports.shared_pool import MAX_DESCRIPTION_BYTES, PoolDescription, checked_cut, receive_exactly
 from model.kernels.kv_digest import copy_and_digest_units, digest_units
 from model.kernels.kv_pack import address_tensor
@@ -46,7 +45,6 @@ from protocol.errors import ConnectionLost, ProtocolError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_READY = b"\x01"
 _LENGTH = struct.Struct("<I")
 _ID_BYTES = 4
 _WORD_BYTES = 8
@@ -105,39 +103,23 @@ def missing() -> str | None:
     return None
 
 
-class CudaIpcSource:
-    """The sending end: says which units to read, and what they must amount to."""
+class CudaIpcSource(LocalSource):
+    """The sending end."""
 
     def __init__(self, connecting: socket.socket, store: DeviceStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connecting, "kv-cuda-ipc")
+        super().__init__(connecting, "kv-cuda-ipc", on_close)
         self._store = store
         self._cut = cut
         self._units = DeviceUnits(store, cut)
         self._queue = DeviceQueue(self._units.device)
-        self._on_close = on_close
 
-    async def open(self, name: bytes, token: bytes, timeout_s: float) -> None:
-        await self._thread.call(_mapped(self._open), name, token, timeout_s)
+    async def open(self, address: bytes, token: bytes, timeout_s: float) -> None:
+        await self._thread.call(_mapped(self._open), address, token, timeout_s)
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         await self._thread.call(_mapped(self._send), segments, seal)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        raise ConnectionLost("this end of the link only sends")
-
-    async def discard(self, num_units: int) -> None:
-        raise ConnectionLost("this end of the link only sends")
-
-    async def close(self) -> None:
-        await self._thread.close()
-        self._on_close(self)
-
-    def _open(self, name: bytes, token: bytes, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
-        connection.connect(name)
-        if not is_same_user(connection):
-            raise ConnectionLost("the peer belongs to another user")
+    def _describe(self, connection: socket.socket) -> None:
         cut, store = self._cut, self._store
         layers = tuple(share_layer(store.layer_tensor(layer)) for layer in range(cut.layout.num_layers))
         offsets = tuple(layer.layer_offset_bytes for layer in layers)
@@ -147,9 +129,7 @@ class CudaIpcSource:
                 layers,
             )
         )
-        connection.sendall(token + _LENGTH.pack(len(described)) + described)
-        receive_exactly(connection, len(_READY))
-        connection.settimeout(None)
+        connection.sendall(_LENGTH.pack(len(described)) + described)
 
     def _send(self, segments: Sequence[Segment], seal: int) -> None:
         ids = array("i")
@@ -162,22 +142,18 @@ class CudaIpcSource:
         self._thread.socket.sendall(ids.tobytes() + digest)
 
 
-class CudaIpcTarget:
-    """The receiving end: the only one that copies, and the owner of the mapping."""
+class CudaIpcTarget(LocalTarget):
+    """The receiving end, and the owner of the mapping."""
 
     def __init__(self, connected: socket.socket, store: DeviceStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connected, "kv-cuda-ipc")
+        super().__init__(connected, "kv-cuda-ipc", on_close)
         self._cut = cut
         self._units = DeviceUnits(store, cut)
         self._queue = DeviceQueue(self._units.device)
         self._pool: PeerDevicePool | None = None  # from `open` to `close`
-        self._on_close = on_close
 
     async def open(self, timeout_s: float) -> None:
         await self._thread.call(_mapped(self._open), timeout_s)
-
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        raise ConnectionLost("this end of the link only receives")
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         return await self._thread.call(_mapped(self._receive), segments, seal)
@@ -185,14 +161,10 @@ class CudaIpcTarget:
     async def discard(self, num_units: int) -> None:
         await self._thread.call(_mapped(self._read_chunk), num_units)
 
-    async def close(self) -> None:
-        await self._thread.close()
+    def _unmap(self) -> None:
         self._pool = None  # unmaps it
-        self._on_close(self)
 
-    def _open(self, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
+    def _map(self, connection: socket.socket) -> None:
         (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
         if length > MAX_DESCRIPTION_BYTES:
             raise ProtocolError(f"the peer describes its cache in {length} bytes")
@@ -201,8 +173,6 @@ class CudaIpcTarget:
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the peer's cache is not described as it must be: {error}") from error
         self._pool = PeerDevicePool(pool, self._cut, self._units.device)
-        connection.sendall(_READY)
-        connection.settimeout(None)
 
     def _read_chunk(self, num_units: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], bytes]:
         """The ids of the peer's units, and their digest."""

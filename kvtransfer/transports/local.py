@@ -11,32 +11,101 @@ import secrets
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
 
-from kvtransfer.layout import Cut
+from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink, LinkParams
+from kvtransfer.transports.link_thread import LinkThread
+from kvtransfer.transports.shared_pool import receive_exactly
 from protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
+_READY = b"\x01"
 _BACKLOG = 16
 _PREFIX = b"\0twostroke-kv-"
 _NAME_BYTES = 16
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class LocalTarget(DataLink, Protocol):
-    """The receiving end of a link between processes of one machine."""
+class LocalTarget(ABC):
+    """The receiving end of a link between processes of one machine: the only one that copies."""
+
+    def __init__(self, connected: socket.socket, thread_name: str, on_close: Callable[[DataLink], None]):
+        self._thread = LinkThread(connected, thread_name)
+        self._on_close = on_close
 
     async def open(self, timeout_s: float) -> None:
         """Agree with the peer on its memory. Raises ConnectionLost; the link has to be closed then, too."""
+        await self._thread.call(self._open, timeout_s)
+
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        raise ConnectionLost("this end of the link only receives")
+
+    @abstractmethod
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool: ...
+
+    @abstractmethod
+    async def discard(self, num_units: int) -> None: ...
+
+    async def close(self) -> None:
+        await self._thread.close()
+        self._unmap()
+        self._on_close(self)
+
+    def _open(self, timeout_s: float) -> None:
+        connection = self._thread.socket
+        connection.settimeout(timeout_s)
+        self._map(connection)
+        connection.sendall(_READY)
+        connection.settimeout(None)
+
+    @abstractmethod
+    def _map(self, connection: socket.socket) -> None:
+        """Receive the description of the peer's memory, and make it readable here. On the link's thread."""
+
+    @abstractmethod
+    def _unmap(self) -> None:
+        """Let go of the peer's memory; harmless where there is none."""
 
 
-class LocalSource(DataLink, Protocol):
-    """The sending end."""
+class LocalSource(ABC):
+    """The sending end: says which units to read, and what they must amount to."""
+
+    def __init__(self, connecting: socket.socket, thread_name: str, on_close: Callable[[DataLink], None]):
+        self._thread = LinkThread(connecting, thread_name)
+        self._on_close = on_close
 
     async def open(self, address: bytes, token: bytes, timeout_s: float) -> None:
         """Connect, and agree with the peer on our memory. Raises as LocalTarget's."""
+        await self._thread.call(self._open, address, token, timeout_s)
+
+    @abstractmethod
+    async def send(self, segments: Sequence[Segment], seal: int) -> None: ...
+
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        raise ConnectionLost("this end of the link only sends")
+
+    async def discard(self, num_units: int) -> None:
+        raise ConnectionLost("this end of the link only sends")
+
+    async def close(self) -> None:
+        await self._thread.close()
+        self._on_close(self)
+
+    def _open(self, address: bytes, token: bytes, timeout_s: float) -> None:
+        connection = self._thread.socket
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+        if not is_same_user(connection):
+            raise ConnectionLost("the peer belongs to another user")
+        connection.sendall(token)
+        self._describe(connection)
+        receive_exactly(connection, len(_READY))
+        connection.settimeout(None)
+
+    @abstractmethod
+    def _describe(self, connection: socket.socket) -> None:
+        """Tell the peer how to read our memory. On the link's thread."""
 
 
 class LocalPendingLink:

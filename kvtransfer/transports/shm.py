@@ -26,32 +26,25 @@ from kvtransfer.layout import Cut, Segment
 from kvtransfer.link import DataLink
 from kvtransfer.run_digest import RunDigest, make_run_digest
 from kvtransfer.store import SharedStore
-from kvtransfer.transports.link_thread import LinkThread
-from kvtransfer.transports.local import LocalTransport, is_same_user
+from kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
 from kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive_pool, send_pool
 from protocol.errors import ConnectionLost
 
 HERE_BYTES = 512 * 1024  # copied in less time than it takes to hand the work to a thread and back
-_READY = b"\x01"
 _INT = struct.Struct("i")
 _ID_BYTES = 4
 
 
-class ShmSource:
-    """The sending end: says which units to read, and what they must amount to."""
+class ShmSource(LocalSource):
+    """The sending end."""
 
     def __init__(self, connecting: socket.socket, store: SharedStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connecting, "kv-shm")
+        super().__init__(connecting, "kv-shm", on_close)
         self._store = store
         self._cut = cut
         self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
         self._runs = UnitRuns(cut)
         self._digest = make_run_digest()
-        self._on_close = on_close
-
-    async def open(self, address: bytes, token: bytes, timeout_s: float) -> None:
-        """Raises ConnectionLost; the link has to be closed then, too."""
-        await self._thread.call(self._open, address, token, timeout_s)
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         if self._thread.is_idle and count_units(segments) * self._runs.unit_bytes <= HERE_BYTES:
@@ -61,26 +54,8 @@ class ShmSource:
         else:
             await self._thread.call(self._send, segments, seal)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        raise ConnectionLost("this end of the link only sends")
-
-    async def discard(self, num_units: int) -> None:
-        raise ConnectionLost("this end of the link only sends")
-
-    async def close(self) -> None:
-        await self._thread.close()
-        self._on_close(self)
-
-    def _open(self, address: bytes, token: bytes, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
-        connection.connect(address)
-        if not is_same_user(connection):
-            raise ConnectionLost("the peer belongs to another user")
-        connection.sendall(token)
+    def _describe(self, connection: socket.socket) -> None:
         send_pool(connection, self._store, self._cut)
-        receive_exactly(connection, len(_READY))
-        connection.settimeout(None)
 
     def _try_send(self, segments: Sequence[Segment], seal: int) -> bytes:
         """Send a chunk as far as that doesn't block; what is left of its message is returned."""
@@ -104,25 +79,17 @@ class ShmSource:
         return ids.tobytes() + self._digest.result()
 
 
-class ShmTarget:
-    """The receiving end: the only one that copies, and the owner of the mapping."""
+class ShmTarget(LocalTarget):
+    """The receiving end, and the owner of the mapping."""
 
     def __init__(self, connected: socket.socket, store: SharedStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connected, "kv-shm")
+        super().__init__(connected, "kv-shm", on_close)
         self._cut = cut
         self._layers = [store.layer_bytes(layer) for layer in range(cut.layout.num_layers)]
         self._runs = UnitRuns(cut)
         self._digest: RunDigest | FusedDigest = make_run_digest()
         self._run_bytes = self._runs.run_bytes  # that both ends have
         self._pool: PeerPool | None = None  # from `open` to `close`
-        self._on_close = on_close
-
-    async def open(self, timeout_s: float) -> None:
-        """Raises ConnectionLost; the link has to be closed then, too."""
-        await self._thread.call(self._open, timeout_s)
-
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        raise ConnectionLost("this end of the link only receives")
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         num_units = count_units(segments)
@@ -133,22 +100,16 @@ class ShmTarget:
     async def discard(self, num_units: int) -> None:
         await self._thread.call(self._read_chunk, num_units)
 
-    async def close(self) -> None:
-        await self._thread.close()
+    def _unmap(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        self._on_close(self)
 
-    def _open(self, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
+    def _map(self, connection: socket.socket) -> None:
         self._pool = receive_pool(connection, self._cut)
         self._run_bytes = min(self._runs.run_bytes, self._pool.runs.run_bytes)
         if self._run_bytes % BLOCK_BYTES == 0 and can_be_fused():
             self._digest = FusedDigest()
-        connection.sendall(_READY)
-        connection.settimeout(None)
 
     def _has_arrived(self, num_units: int) -> bool:
         """Whether a chunk's message is there, so that to read it won't block."""

@@ -424,7 +424,6 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
             install()
 
     def install() -> None:
-        monkeypatch.setattr(shm, "is_same_user", is_same_user)
         monkeypatch.setattr(local, "is_same_user", is_same_user)
 
     install()
