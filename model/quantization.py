@@ -1,0 +1,45 @@
+"""Weight-only quantisation: what a quantised projection means, whatever device computes it and however it packs it.
+
+A weight [out, in] becomes integers and one scale for each group of `group_size` neighbouring columns of a row:
+W[o, i] = values[o, i] * scales[o, i // group_size]. Symmetric, without zero points. Activations stay as they are.
+int8 has one group a row, int4 groups of 64 columns (as Dettmers & Zettlemoyer 2023 found 4 bits to need).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Quantization = Literal["none", "int8", "int4"]
+
+INT4_GROUP = 64  # columns that share a scale
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """The common form; each device packs it its own way."""
+
+    values: Tensor  # int8 [out, in]: -127 to 127, of four bits -8 to 7
+    scales: Tensor  # fp32 [out, groups]
+    group_size: int  # columns; the last group may be shorter
+    bits: Literal[8, 4]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight that is computed with, [out, in]: the reference of every kernel."""
+        columns = self.values.shape[1]
+        scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :columns]
+        return (self.values.float() * scales).to(dtype)
+
+
+def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
+    """Round a weight [out, in] of any float dtype to the nearest of its row's (int4: its group's) steps."""
+    rows, columns = weight.shape
+    group_size = columns if bits == 8 else min(INT4_GROUP, columns)
+    padding = -columns % group_size
+    groups = functional.pad(weight.float(), (0, padding)).view(rows, -1, group_size)
+    scales = groups.abs().amax(dim=2) / (127 if bits == 8 else 7)
+    scales = torch.where(scales > 0, scales, 1.0)  # a group of zeros
+    values = (groups / scales[:, :, None]).round_().clamp_(-127 if bits == 8 else -8, 127 if bits == 8 else 7)
+    return QuantizedWeight(values.to(torch.int8).view(rows, -1)[:, :columns].contiguous(), scales, group_size, bits)
