@@ -1,13 +1,16 @@
 """The operations of a decoder layer that differ by device: vectorised torch and numba on CPUs, Triton on CUDA.
 
-Linear layers, embeddings and the sampler are not here: torch serves them on both. Shapes: T tokens of the whole batch,
-flattened; B sequences; H query heads, G KV heads, D head dimension.
+Shapes: T tokens of the whole batch, flattened; B sequences; H query heads, G KV heads, D head dimension, all of this
+tensor-parallel rank.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from model.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,48 @@ class BatchLayout:
     max_query_len: int
     max_context_len: int
 
+    def of_last_tokens(self, rows: Tensor, sequences: Tensor) -> "BatchLayout":
+        """The layout of some sequences' last tokens alone, whose KV is in the cache: all are decodes.
+
+        rows int64 [N]: of the tokens; sequences int64 [N]: of their sequences, in the same order.
+        """
+        count = rows.numel()
+        return BatchLayout(
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
+            context_lens=self.context_lens[sequences],
+            block_tables=self.block_tables[sequences],
+            num_decodes=count,
+            max_query_len=1,
+            max_context_len=self.max_context_len,
+        )
+
+
+class Linear(Protocol):
+    """A projection y = x W^T + b with its weights inside, laid out once for the device: there is no other copy."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, in] -> [T, out], in x's dtype unless told otherwise."""
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """W[indices], for int64 [T] -> [T, in]: what an embedding does that shares the LM head's weights."""
+
 
 class Backend(Protocol):
-    """One device's way to do a decoder layer's inner operations: model/cpu_backend.py, model/cuda_backend.py."""
+    """One device's way to do a decoder layer's operations: model/cpu_backend.py, model/cuda_backend.py."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        """weight [out, in] and bias [out], which are copied: packed, and quantised where asked for."""
+
+    def embed(self, token_ids: Tensor, table: "Tensor | Linear", first: int, dtype: torch.dtype) -> Tensor:
+        """Rows of a table whose first row is token `first`'s; zeros for tokens outside of it (another rank's).
+
+        token_ids int64 [T]; table [rows, hidden]. Returns `dtype` [T, hidden].
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 (Zhang & Sennrich 2019)."""

@@ -3,34 +3,49 @@
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
+from model.backend import BatchLayout, Linear
 from model.kernels import cpu_attention, cpu_elementwise
+from model.kernels.cpu_launcher import Launcher
+from model.linear import PlainLinear, embed
+from model.quantization import Quantization
 
 
 class CpuBackend:
     """Implements model.backend.Backend for fp32 and bf16. All tensors are contiguous."""
 
+    def __init__(self) -> None:
+        self.launcher = Launcher()
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        """As Backend.make_linear."""
+        return PlainLinear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+        """As Backend.embed."""
+        return embed(token_ids, table, first, dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As Backend.rms_norm."""
-        return cpu_elementwise.rms_norm(x, weight, eps)
+        return cpu_elementwise.rms_norm(self.launcher, x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As Backend.add_rms_norm; writes into both inputs."""
-        return cpu_elementwise.add_rms_norm(x, residual, weight, eps)
+        return cpu_elementwise.add_rms_norm(self.launcher, x, residual, weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """As Backend.rope_and_write_kv."""
-        return cpu_elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout)
+        return cpu_elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """As Backend.attention."""
-        out = torch.empty_like(q)
+        rows, heads, dim = q.shape
+        out = self.launcher.empty((rows, heads, dim), q.dtype)
         if layout.num_decodes:
-            cpu_attention.decode_attention(q, kv_layer, layout, out)
+            cpu_attention.decode_attention(self.launcher, q, kv_layer, layout, out)
         if layout.num_decodes < layout.context_lens.numel():
             cpu_attention.prefill_attention(q, kv_layer, layout, out)
-        return out.view(q.shape[0], -1)
+        return out.view(rows, heads * dim)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """As Backend.silu_mul."""
-        return cpu_elementwise.silu_mul(gate_up)
+        return cpu_elementwise.silu_mul(self.launcher, gate_up)

@@ -6,13 +6,15 @@ Importing this needs no GPU. Under Triton's interpreter the backend also runs on
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
+from model.backend import BatchLayout, Linear
 from model.kernels.decode_attention import decode_attention, decode_config
 from model.kernels.launch import Target
 from model.kernels.prefill_attention import prefill_attention, prefill_config
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rope_kv import rope_and_write_kv
 from model.kernels.silu_mul import silu_mul
+from model.linear import PlainLinear, embed
+from model.quantization import Quantization
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
@@ -34,6 +36,12 @@ class CudaBackend:
             target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
         self._target = target
         self._compiled: set[tuple[object, ...]] = set()
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        return PlainLinear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+        return embed(token_ids, table, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

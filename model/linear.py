@@ -1,49 +1,35 @@
 """y = x W^T + b, prepared once for the device it runs on."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-class Linear(Protocol):
-    """A projection with its weights inside."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], in the weights' dtype."""
+from model.backend import Linear
 
 
 class PlainLinear:
-    """torch's own, over weights as the checkpoint lays them out."""
+    """torch's own, over weights as the checkpoint lays them out. Implements Linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         """weight [out, in], bias [out]."""
         self._weight = weight
         self._bias = bias
+        self.out_features = weight.shape[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear."""
+        return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
 
-
-class PackedLinear:
-    """oneDNN over weights in its own blocked layout, so that no call has to reorder them first."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        """weight [out, in], bias [out]; the weight is copied into the packed layout."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return y
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """As Linear.rows."""
+        return self._weight[indices].to(dtype)
 
 
-_PACK_FOR_ROWS = 32  # rows of x that the layout is chosen for; other numbers of rows use it as well
-
-
-def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest form for the weight's device. weight [out, in], bias [out]."""
-    if weight.device.type == "cpu" and torch._C._has_mkldnn:
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+def embed(token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+    """As Backend.embed, in torch."""
+    count = table.shape[0] if isinstance(table, Tensor) else table.out_features
+    indices = token_ids - first
+    inside = (indices >= 0) & (indices < count)
+    indices = indices.clamp(0, max(0, count - 1))
+    found = table[indices].to(dtype) if isinstance(table, Tensor) else table.rows(indices, dtype)
+    return found * inside[:, None]

@@ -9,13 +9,16 @@ import torch
 from model.backend import Backend
 from model.config import ModelConfig, load_model_config
 from model.cpu_backend import CpuBackend
-from model.decoder import Decoder, load_decoder_weights
+from model.decoder import Decoder
+from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
 from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from model.memory import available_bytes, gibibytes
+from model.quantization import Quantization
 from model.runner import ModelRunner
 from model.sampler import Sampler
 from model.step import Draw, SequenceStep
+from model.tensor_parallel import SingleRank
 from model.weights import Checkpoint
 from protocol.errors import ConfigError
 from protocol.requests import SamplingParams
@@ -28,6 +31,7 @@ class EngineConfig:
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantization: Quantization = "none"  # of the projections' weights
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
@@ -65,8 +69,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     )
 
     def build() -> ModelRunner:
-        weights = load_decoder_weights(checkpoint, model_config, dtype, device, max_context)
-        decoder = Decoder(model_config, weights, _backend(device))
+        backend = _backend(device)
+        weights = load_decoder_weights(
+            checkpoint, model_config, dtype, device, max_context, backend, config.quantization
+        )
+        decoder = Decoder(model_config, weights, backend, SingleRank())
         runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, max_context)
         _warm_up(runner, config.block_size, max_context)
         return runner

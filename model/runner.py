@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.backend import BatchLayout
-from model.decoder import Decoder
+from model.decoder import Decoder, Drawing
 from model.kv_cache import KVCache
 from model.step import Draw, SequenceStep
 from protocol.requests import SampledToken
@@ -53,10 +53,10 @@ class ModelRunner:
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
-            torch.from_numpy(token_ids).to(self._device),
+            self._tensor(token_ids),
             layout,
             self._kv_cache.tensors,
-            torch.from_numpy(last_rows[drawing]).to(self._device),
+            Drawing(rows=self._tensor(last_rows[drawing]), sequences=self._tensor(np.array(drawing, np.int64))),
             on_layer,
         )
         results: list[SampledToken | None] = [None] * len(batch)
@@ -66,6 +66,9 @@ class ModelRunner:
             for i, token in zip(drawing, self._sampler.sample(logits, draws, positions), strict=True):
                 results[order[i]] = token
         return results
+
+    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
 def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:

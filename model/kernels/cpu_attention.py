@@ -28,6 +28,7 @@ from model.kernels.cpu_launch import (
     prefetch,
     take_items,
 )
+from model.kernels.cpu_launcher import Launcher
 
 
 @compiled
@@ -150,12 +151,13 @@ def _decode_bf16(words):
 _DECODE = KernelPair(_decode_fp32, _decode_bf16)
 
 
-def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
     """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
     use_tiles = q.dtype == torch.bfloat16 and cpu_decode.is_supported(dim, block_size)
     kernel = cpu_decode.kernel() if use_tiles else _DECODE.of(q.dtype)
-    kernel.run(
+    launcher.run(
+        kernel,
         layout.num_decodes * kv_heads,
         1,
         q.data_ptr(),

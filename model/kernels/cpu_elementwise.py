@@ -4,7 +4,6 @@ Every kernel exists for fp32 and for bf16. Reference: model/kernels/cpu_referenc
 """
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from model.kernels.cpu_launch import (
     float_of_bits,
     take_items,
 )
+from model.kernels.cpu_launcher import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
 
@@ -153,32 +153,49 @@ _ROPE_AND_WRITE_KV = KernelPair(_rope_and_write_kv_fp32, _rope_and_write_kv_bf16
 _SILU_MUL = KernelPair(_silu_mul_fp32, _silu_mul_bf16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x contiguous [T, hidden] -> the same shape and dtype."""
     rows, hidden = x.shape
-    out = torch.empty_like(x)
-    _RMS_NORM.of(x.dtype).run(
-        rows, _grain(hidden), x.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden, float_bits(eps)
+    out = launcher.empty((rows, hidden), x.dtype)
+    launcher.run(
+        _RMS_NORM.of(x.dtype),
+        rows,
+        _grain(hidden),
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        hidden,
+        float_bits(eps),
     )
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum."""
     rows, hidden = x.shape
-    _ADD_RMS_NORM.of(x.dtype).run(
-        rows, _grain(hidden), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), hidden, float_bits(eps)
+    launcher.run(
+        _ADD_RMS_NORM.of(x.dtype),
+        rows,
+        _grain(hidden),
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        hidden,
+        float_bits(eps),
     )
     return x, residual
 
 
-def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+def rope_and_write_kv(
+    launcher: Launcher, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+) -> Tensor:
     """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`."""
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
     rows, width = qkv.shape
     heads = width // dim - 2 * kv_heads
-    out = torch.empty((rows, heads, dim), dtype=qkv.dtype)
-    _ROPE_AND_WRITE_KV.of(qkv.dtype).run(
+    out = launcher.empty((rows, heads, dim), qkv.dtype)
+    launcher.run(
+        _ROPE_AND_WRITE_KV.of(qkv.dtype),
         rows,
         _grain(width),
         qkv.data_ptr(),
@@ -197,11 +214,11 @@ def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: Ba
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(launcher: Launcher, gate_up: Tensor) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, inner), dtype=gate_up.dtype)
-    _SILU_MUL.of(gate_up.dtype).run(rows, _grain(inner), gate_up.data_ptr(), out.data_ptr(), inner)
+    out = launcher.empty((rows, inner), gate_up.dtype)
+    launcher.run(_SILU_MUL.of(gate_up.dtype), rows, _grain(inner), gate_up.data_ptr(), out.data_ptr(), inner)
     return out
 
 

@@ -1,16 +1,25 @@
 """The kernels' references as a backend."""
 
+import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
+from model.backend import BatchLayout, Linear
 from model.kernels.prefill_attention import paged_attention_reference
 from model.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from model.kernels.rope_kv import rope_and_write_kv_reference
 from model.kernels.silu_mul import silu_mul_reference
+from model.linear import PlainLinear, embed
+from model.quantization import Quantization
 
 
 class ReferenceBackend:
     """Implements `Backend` in plain torch, on any device."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        return PlainLinear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+        return embed(token_ids, table, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_reference(x, weight, eps)

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 from model.backend import Backend
 from model.config import load_model_config, parse_model_config
 from model.cuda_backend import CudaBackend
-from model.decoder import Decoder, load_decoder_weights
+from model.decoder import Decoder, Drawing
+from model.decoder_weights import load_decoder_weights
 from model.kernels.launch import A100, H100
+from model.tensor_parallel import SingleRank
 from model.weights import SINGLE_FILE, Checkpoint, expected_shapes
 from tests.kernels.paged_cases import assert_close, make_layout, paged_case
 from tests.kernels.reference_backend import ReferenceBackend
@@ -58,19 +60,19 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(k
     )
     config = load_model_config(tmp_path)
     weights = load_decoder_weights(
-        Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), max_context=128
+        Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), 128, ReferenceBackend()
     )
     lengths = LENGTHS[kind]
     layout, num_blocks = make_layout(lengths, block_size=16)
     token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)
-    draw_rows = layout.query_starts[1:].long() - 1
+    drawing = Drawing(layout.query_starts[1:].long() - 1, torch.arange(len(lengths)))
     # What earlier steps left in the cache: everything but this step's slots, which start as NaN.
     before = torch.randn((2, num_blocks, 2, 2, 16, 8), generator=generator)
     before[:, layout.slots // 16, :, :, layout.slots % 16] = float("nan")
 
     def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
         caches = before.clone()
-        logits = Decoder(config, weights, backend).forward(token_ids, layout, list(caches), draw_rows)
+        logits = Decoder(config, weights, backend, SingleRank()).forward(token_ids, layout, list(caches), drawing)
         assert logits is not None
         return logits, caches
 

@@ -16,10 +16,12 @@ from transformers import GenerationConfig, LlamaForCausalLM
 import model.bundled
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
-from model.decoder import Decoder, load_decoder_weights
+from model.decoder import Decoder
+from model.decoder_weights import load_decoder_weights
 from model.kv_cache import make_kv_cache
 from model.runner import ModelRunner
 from model.sampler import Sampler
+from model.tensor_parallel import SingleRank
 from model.weights import Checkpoint
 
 NEW_TOKENS = 64
@@ -68,12 +70,13 @@ WAYS = ((700, 16), (37, 8), (48, 64), (129, 5))
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder, config)
-    weights = load_decoder_weights(checkpoint, config, torch.float32, CPU, config.max_position)
+    backend = CpuBackend()
+    weights = load_decoder_weights(checkpoint, config, torch.float32, CPU, config.max_position, backend)
     kv_cache = make_kv_cache(
         config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
     )
     sampler = Sampler(config.vocab_size, CPU)
-    return ModelRunner(Decoder(config, weights, CpuBackend()), sampler, kv_cache, config.max_position)
+    return ModelRunner(Decoder(config, weights, backend, SingleRank()), sampler, kv_cache, config.max_position)
 
 
 def random_prompts(vocab_size: int, seed: int) -> list[list[int]]:

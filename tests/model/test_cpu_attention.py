@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.kernels import cpu_attention, cpu_reference
+from model.kernels.cpu_launcher import Launcher
 from model.runner import make_layout
 from model.step import SequenceStep
 
@@ -28,7 +29,7 @@ def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: i
     # Scores of +-20 in fp32: the running maximum has to move more than once.
     kv_layer = (torch.randn(num_blocks, 2, kv_heads, block_size, dim, generator=generator) * 3).to(dtype)
     out = torch.empty_like(q)
-    cpu_attention.decode_attention(q, kv_layer, layout, out)
+    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, out)
     expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
@@ -64,7 +65,7 @@ def test_what_lies_beyond_the_context_is_not_read(dtype: torch.dtype, block_size
     kv_layer = torch.randn(2, 2, 1, block_size, 32).to(dtype)
     out, again = torch.empty_like(q), torch.empty_like(q)
     for result in (out, again):
-        cpu_attention.decode_attention(q, kv_layer, layout, result)
+        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, result)
         cpu_attention.prefill_attention(q, kv_layer, layout, result)
         kv_layer[1, :, :, 5:] = float("nan")
         kv_layer[0, :, :, 4:] = float("nan")

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
-from model.decoder import Decoder, load_decoder_weights
+from model.decoder import Decoder
+from model.decoder_weights import load_decoder_weights
 from model.kv_cache import make_kv_cache
 from model.runner import ModelRunner, make_layout
 from model.step import Draw, SequenceStep
+from model.tensor_parallel import SingleRank
 from model.weights import Checkpoint
 from protocol.requests import SampledToken, SamplingParams
 
@@ -37,10 +39,11 @@ class ArgmaxSampler:
 def model(write_checkpoint: Any) -> tuple[ModelRunner, ArgmaxSampler]:
     folder = write_checkpoint()
     config = load_model_config(folder)
-    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, 64)
+    backend = CpuBackend()
+    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, 64, backend)
     cache = make_kv_cache(config, num_blocks=16, block_size=4, dtype=torch.float32, device=CPU, model_digest="")
     sampler = ArgmaxSampler()
-    return ModelRunner(Decoder(config, weights, CpuBackend()), sampler, cache, max_context=64), sampler
+    return ModelRunner(Decoder(config, weights, backend, SingleRank()), sampler, cache, max_context=64), sampler
 
 
 def draw() -> Draw:
