@@ -21,6 +21,9 @@ from router.token_channels import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
 
+CPU_CACHE_GIB = 0.25
+"""Of one worker's KV cache, where nothing is said and no GPU's memory sets a limit."""
+
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 
 # What a time must at least be that is waited for again and again.
@@ -46,8 +49,15 @@ class WorkerResources:
 
     threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
     num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
-    kv_cache_gib: float = field(default=0.25, metadata=bounds(0.001, 65536))
+    kv_cache_gib: float | None = field(default=None, metadata=bounds(0.001, 65536))  # None: see kv_cache_size
     num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
+    # What weights, steps and cache may take of the worker's GPU, or of its part of one.
+    gpu_memory_utilization: float = field(default=0.9, metadata=bounds(0.05, 1))
+
+    @property
+    def gpu_memory_share(self) -> float:
+        """What the worker may use of its GPU's memory."""
+        return self.gpu_memory_utilization * min(1.0, self.num_gpus)
 
 
 @dataclass(frozen=True)
@@ -238,8 +248,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def kv_cache_size(resources: WorkerResources) -> tuple[int | None, int | None]:
-    """(bytes, blocks) of one worker's KV cache: exactly one of them is set."""
+def kv_cache_size(resources: WorkerResources, device: Literal["cpu", "cuda"]) -> tuple[int | None, int | None]:
+    """(bytes, blocks) of one worker's KV cache, one of them at most: on a GPU none is whatever fits."""
     if resources.num_blocks is not None:
         return None, resources.num_blocks
-    return math.floor(resources.kv_cache_gib * 2**30), None
+    gibibytes = resources.kv_cache_gib
+    if gibibytes is None and device == "cpu":
+        gibibytes = CPU_CACHE_GIB
+    return None if gibibytes is None else math.floor(gibibytes * 2**30), None

@@ -12,10 +12,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import Any, Literal, TextIO
 
 import msgspec
 
+from cluster.commands.status import fetch_status
 from cluster.config import ClusterConfig, read_config
 from cluster.local_ray import LocalRayOptions, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
@@ -95,8 +97,8 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         _deploy(config)
         _await_ready(own_url(order.host, order.port))
-        workers = f"{config.prefill.replicas} prefill and {config.decode.replicas} decode"
-        _report(reports, Report("step", f"Workers are up: {workers}"))
+        for line in _describe_workers(own_url(order.host, order.port)):
+            _report(reports, Report("step", line))
         _report(reports, Report("ready", name))
         starter.wait_until_gone()
 
@@ -148,6 +150,20 @@ def _await_ready(url: str) -> None:
         if time.monotonic() > deadline:
             raise StartFailed(missing)
         time.sleep(0.1)
+
+
+def _describe_workers(url: str) -> list[str]:
+    """A line for each kind of worker: how many are up, and what one's KV cache holds."""
+    kinds = Counter(
+        (worker["role"], worker["num_blocks"], worker["block_size"], worker["max_context"])
+        for worker in fetch_status(url)["workers"]
+    )
+    return [
+        f"{count} {role} {'worker is up with' if count == 1 else 'workers are up, each with'} {num_blocks} KV blocks of "
+        f"{block_size} tokens: room for {num_blocks * block_size / max_context:.1f} requests of the full context of "
+        f"{max_context} tokens"
+        for (role, num_blocks, block_size, max_context), count in sorted(kinds.items())
+    ]
 
 
 def own_url(host: str, port: int) -> str:

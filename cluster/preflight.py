@@ -37,6 +37,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     from model.kv_cache import kv_block_bytes
     from model.load import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.memory import available_bytes, gibibytes
+    from model.memory_plan import step_bytes_on_cpu
     from model.weights import Checkpoint
     from router.tokenizer import TextTokenizer
 
@@ -52,8 +53,9 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         engine = WorkerSettings.of(config, section).engine_config(folder)
         num_blocks = resolve_num_blocks(engine, model, dtype)
         resolve_max_context(engine, model, num_blocks)
-        cache_bytes = num_blocks * kv_block_bytes(model, engine.block_size, dtype)
-        needed += section.replicas * (cache_bytes + checkpoint.num_parameters * dtype.itemsize)
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype)
+        step = step_bytes_on_cpu(model, engine.bounds, dtype)
+        needed += section.replicas * (cache + step + checkpoint.num_parameters * dtype.itemsize)
     if device.type == "cpu":
         needed += WORKER_BYTES * config.num_workers + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         free = available_bytes(device)

@@ -39,6 +39,8 @@ class WorkerSettings:
 
     model: ModelSection
     resources: WorkerResources
+    max_step_tokens: int
+    max_batch: int
     block_size: int  # tokens
     device: Literal["cpu", "cuda"]
     threads: int
@@ -52,6 +54,8 @@ class WorkerSettings:
         return cls(
             model=config.model,
             resources=section.resources,
+            max_step_tokens=section.worker.max_step_tokens,
+            max_batch=section.worker.max_batch,
             block_size=section.block_size or config.model.block_size,
             device=config.device,
             threads=config.threads(section.resources),
@@ -64,8 +68,9 @@ class WorkerSettings:
     def engine_config(self, folder: Path) -> "EngineConfig":
         """What the engine is told."""
         from model.load import EngineConfig
+        from model.memory_plan import StepBounds
 
-        kv_cache_bytes, num_blocks = kv_cache_size(self.resources)
+        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
         return EngineConfig(
             model_dir=folder,
             device=self.device,
@@ -73,6 +78,8 @@ class WorkerSettings:
             block_size=self.block_size,
             kv_cache_bytes=kv_cache_bytes,
             num_blocks=num_blocks,
+            gpu_memory_share=self.resources.gpu_memory_share,
+            bounds=StepBounds(self.max_step_tokens, self.max_batch),
             threads=self.threads,
             max_context=self.model.max_context,
         )

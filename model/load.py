@@ -1,5 +1,6 @@
 """From a model folder to a running engine."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,16 @@ from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
 from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
-from model.memory import available_bytes, gibibytes
+from model.memory import available_bytes
+from model.memory_plan import (
+    DEFAULT_BOUNDS,
+    StepBounds,
+    cache_bytes_on_gpu,
+    check_memory,
+    describe_cache,
+    step_bytes_on_cpu,
+)
+from model.peak_step import measure_gpu
 from model.quantization import Quantization
 from model.runner import ModelRunner
 from model.sampler import Sampler
@@ -23,10 +33,15 @@ from model.weights import Checkpoint
 from protocol.errors import ConfigError
 from protocol.requests import SamplingParams
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both."""
+    """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both.
+
+    Neither of them, on CUDA: the cache gets what is left of `gpu_memory_share`.
+    """
 
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
@@ -35,6 +50,8 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
+    gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
+    bounds: StepBounds = DEFAULT_BOUNDS
     threads: int | None = None  # cores that a step may use; None: all
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
@@ -59,14 +76,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     num_blocks = resolve_num_blocks(config, model_config, dtype)
     max_context = resolve_max_context(config, model_config, num_blocks)
     _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
-    kv_cache = make_kv_cache(
-        model_config,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        dtype=dtype,
-        device=device,
-        model_digest=checkpoint.digest(),
-    )
+    digest = checkpoint.digest()
+    caches: list[KVCache] = []
 
     def build() -> ModelRunner:
         backend = _backend(device)
@@ -74,12 +85,26 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             checkpoint, model_config, dtype, device, max_context, backend, config.quantization
         )
         decoder = Decoder(model_config, weights, backend, SingleRank())
-        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, max_context)
-        _warm_up(runner, config.block_size, max_context)
+        kv_cache = make_kv_cache(
+            model_config,
+            num_blocks=num_blocks or _blocks_left_on_gpu(config, model_config, decoder, device, dtype, max_context),
+            block_size=config.block_size,
+            dtype=dtype,
+            device=device,
+            model_digest=digest,
+        )
+        caches.append(kv_cache)
+        room = resolve_max_context(config, model_config, kv_cache.num_blocks)
+        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, room)
+        _warm_up(runner, config.block_size, room)
         return runner
 
     engine = ThreadEngine(build, threads=config.threads)
-    return LoadedEngine(engine, kv_cache, model_config, num_blocks, max_context)
+    (kv_cache,) = caches
+    max_context = resolve_max_context(config, model_config, kv_cache.num_blocks)
+    one = kv_block_bytes(model_config, config.block_size, dtype)
+    _log.info("%s", describe_cache(kv_cache.num_blocks, config.block_size, one, max_context))
+    return LoadedEngine(engine, kv_cache, model_config, kv_cache.num_blocks, max_context)
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -116,9 +141,12 @@ def _backend(device: torch.device) -> Backend:
     return CudaBackend()
 
 
-def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """How many blocks the cache gets. Raises ConfigError for settings that make no cache."""
-    if (config.num_blocks is None) == (config.kv_cache_bytes is None):
+def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int | None:
+    """How many blocks the cache gets; None: as many as fit, on a GPU.
+
+    Raises ConfigError for settings that make no cache.
+    """
+    if config.num_blocks is not None and config.kv_cache_bytes is not None:
         raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
     if config.block_size < 1:
         raise ConfigError(f"block_size: {config.block_size} is not positive")
@@ -126,16 +154,19 @@ def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dt
         if config.num_blocks < 1:
             raise ConfigError(f"num_blocks: {config.num_blocks} is not positive")
         return config.num_blocks
-    one = kv_block_bytes(model, config.block_size, dtype)
-    wanted = config.kv_cache_bytes or 0
-    if wanted < one:
-        raise ConfigError(f"kv_cache_bytes: {wanted} bytes don't hold one block, which takes {one}")
-    return wanted // one
+    if config.kv_cache_bytes is None:
+        if config.device == "cuda":
+            return None
+        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache on a CPU")
+    return _blocks_in(config.kv_cache_bytes, config, model, dtype)
 
 
-def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """Tokens of the longest request. Raises ConfigError for more than the model or the cache takes."""
-    room = num_blocks * config.block_size
+def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int | None) -> int:
+    """Tokens of the longest request. `num_blocks` is None where the cache has no size yet.
+
+    Raises ConfigError for more than the model or the cache takes.
+    """
+    room = model.max_position if num_blocks is None else num_blocks * config.block_size
     if config.max_context is None:
         return min(model.max_position, room)
     if not 1 <= config.max_context <= model.max_position:
@@ -149,23 +180,51 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
     return config.max_context
 
 
+def _blocks_in(size: int, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
+    one = kv_block_bytes(model, config.block_size, dtype)
+    if size < one:
+        raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
+    return size // one
+
+
+def _blocks_left_on_gpu(
+    config: EngineConfig,
+    model: ModelConfig,
+    decoder: Decoder,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_context: int,
+) -> int:
+    memory = measure_gpu(
+        decoder,
+        model,
+        config.bounds,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        max_context=max_context,
+        share=config.gpu_memory_share,
+    )
+    return _blocks_in(cache_bytes_on_gpu(memory), config, model, dtype)
+
+
 def _check_memory(
     config: EngineConfig,
     model: ModelConfig,
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    num_blocks: int,
+    num_blocks: int | None,
 ) -> None:
-    weights = checkpoint.num_parameters * dtype.itemsize
-    cache = num_blocks * kv_block_bytes(model, config.block_size, dtype)
-    free = available_bytes(device)
-    if weights + cache > free:
-        raise ConfigError(
-            f"too little memory on {device.type}: weights {gibibytes(weights)} + KV cache {gibibytes(cache)} "
-            f"= {gibibytes(weights + cache)}, but only {gibibytes(free)} are free: "
-            "use a smaller KV cache or a smaller model"
-        )
+    step = step_bytes_on_cpu(model, config.bounds, dtype) if device.type == "cpu" else 0  # a GPU's is measured later
+    check_memory(
+        device.type,
+        weights=checkpoint.num_parameters * dtype.itemsize,
+        cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype),
+        step=step,
+        free=available_bytes(device),
+    )
 
 
 def _warm_up(runner: ModelRunner, block_size: int, max_context: int) -> None:

@@ -109,11 +109,14 @@ class NotingEngine:
 async def serve(settings: Settings) -> None:
     """Run the worker until standard input ends."""
     secret = settings.secret.encode()
+    config = PrefillConfig() if settings.role == "prefill" else DecodeConfig()
     peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
     parts = await load_parts(
         WorkerSettings(
             model=ModelSection(path=settings.model, dtype=settings.dtype),
             resources=WorkerResources(num_blocks=settings.num_blocks),
+            max_step_tokens=config.max_step_tokens,
+            max_batch=config.max_batch,
             block_size=settings.block_size,
             device="cpu",
             threads=settings.threads,
@@ -139,10 +142,10 @@ async def serve(settings: Settings) -> None:
         "max_context": parts.loaded.max_context,
     }
     worker: PrefillWorker | DecodeWorker
-    if settings.role == "prefill":
-        worker = PrefillWorker(config=PrefillConfig(), **common)  # type: ignore[arg-type]
+    if isinstance(config, PrefillConfig):
+        worker = PrefillWorker(config=config, **common)  # type: ignore[arg-type]
     else:
-        worker = DecodeWorker(config=DecodeConfig(), **common)  # type: ignore[arg-type]
+        worker = DecodeWorker(config=config, **common)  # type: ignore[arg-type]
     calls: set[asyncio.Task[None]] = set()
     try:
         _say(Answer(0, info=await worker.start(HOST)))

@@ -213,8 +213,8 @@ def test_the_router_is_told_how_many_workers_are_to_be_there() -> None:
 
 def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
     config = read_config({"prefill": {"num_blocks": 77}, "decode": {"kv_cache_gib": 0.5}})
-    assert kv_cache_size(config.prefill.resources) == (None, 77)
-    assert kv_cache_size(config.decode.resources) == (2**29, None)
+    assert kv_cache_size(config.prefill.resources, "cpu") == (None, 77)
+    assert kv_cache_size(config.decode.resources, "cpu") == (2**29, None)
 
 
 def test_the_readme_shows_the_defaults():
@@ -227,3 +227,15 @@ def test_the_serve_file_has_a_valid_configuration():
     file = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
     (application,) = file["applications"]
     assert read_config(application["args"]).num_workers == 2
+
+
+def test_a_cache_of_no_said_size_is_small_on_a_cpu_and_what_fits_on_a_gpu() -> None:
+    resources = read_config({}).decode.resources
+    assert kv_cache_size(resources, "cpu") == (2**28, None)
+    assert kv_cache_size(resources, "cuda") == (None, None)
+
+
+def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
+    config = read_config({"decode": {"num_gpus": 0.5, "gpu_memory_utilization": 0.8}, "prefill": {"num_gpus": 2}})
+    assert config.decode.resources.gpu_memory_share == pytest.approx(0.4)
+    assert config.prefill.resources.gpu_memory_share == pytest.approx(0.9)

@@ -150,10 +150,13 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
         ({"num_blocks": 4, "kv_cache_bytes": 4096}, "either num_blocks or kv_cache_bytes"),
         ({"num_blocks": 0}, "num_blocks: 0"),
         ({"num_blocks": 4, "block_size": 0}, "block_size: 0"),
-        ({"kv_cache_bytes": 100}, "don't hold one block"),
+        ({"kv_cache_bytes": 100}, "100 bytes does not hold one block"),
         ({"num_blocks": 4, "max_context": 65}, "65 tokens don't fit into 4 blocks of 16"),
         ({"num_blocks": 4, "max_context": 2000}, "1 to 1024"),
-        ({"kv_cache_bytes": 2**60}, r"too little memory on cpu: weights .* \+ KV cache .* = .*, but only .* are free"),
+        (
+            {"kv_cache_bytes": 2**60},
+            r"too little memory on cpu: weights .* \+ KV cache .* \+ largest step .* = .*, but only .* are free",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line(settings: Any, complaint: str, write_checkpoint: Any) -> None:

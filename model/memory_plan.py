@@ -1,0 +1,82 @@
+"""How large an engine's KV cache gets: what the weights and the largest step leave of the device. Pure arithmetic.
+
+On a GPU the step is measured (model/peak_step.py). On CPUs the cache has an explicit size, and the step is estimated:
+the largest one would take seconds there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.config import ModelConfig
+from model.memory import gibibytes
+from protocol.errors import ConfigError
+
+CUDA_CONTEXT_BYTES = 600 * 2**20
+"""What a process holds on a GPU beside torch's memory: the driver's context, loaded kernels, libraries' workspaces."""
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """The largest step that an engine is given."""
+
+    max_tokens: int
+    max_sequences: int
+
+
+DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """A GPU as one worker finds it, with its weights loaded and its largest step run once. Bytes."""
+
+    total: int
+    free: int  # of the whole device now, the step's memory given back
+    share: float  # of the total that this worker may use
+    weights: int  # with all else that torch keeps for this worker
+    peak_step: int  # what the largest step took beyond that
+
+
+def cache_bytes_on_gpu(memory: GpuMemory) -> int:
+    """What is left for the KV cache. Raises ConfigError, with the arithmetic, where nothing is."""
+    allowed = int(memory.total * memory.share)
+    own = allowed - memory.weights - memory.peak_step - CUDA_CONTEXT_BYTES
+    # Other processes may hold more of the device than we leave them.
+    left = min(own, memory.free - memory.peak_step)
+    if left <= 0:
+        raise ConfigError(
+            f"too little memory on cuda: {memory.share:.2f} of {gibibytes(memory.total)} = {gibibytes(allowed)} for "
+            f"this worker, of which weights take {gibibytes(memory.weights)}, the largest step "
+            f"{gibibytes(memory.peak_step)} and CUDA itself {gibibytes(CUDA_CONTEXT_BYTES)}, and of the GPU "
+            f"{gibibytes(memory.free)} are free: nothing is left for the KV cache; raise gpu_memory_utilization, lower "
+            "max_step_tokens, quantise, or take a smaller model"
+        )
+    return left
+
+
+def step_bytes_on_cpu(config: ModelConfig, bounds: StepBounds, dtype: torch.dtype) -> int:
+    """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
+    widest = max(config.q_size + 2 * config.kv_size + config.q_size, 3 * config.intermediate_size)
+    activations = bounds.max_tokens * (3 * config.hidden_size + widest) * dtype.itemsize
+    return activations + bounds.max_sequences * config.vocab_size * torch.float32.itemsize
+
+
+def check_memory(device: str, *, weights: int, cache: int, step: int, free: int) -> None:
+    """Raises ConfigError, with the arithmetic, where `free` bytes are too few."""
+    needed = weights + cache + step
+    if needed > free:
+        raise ConfigError(
+            f"too little memory on {device}: weights {gibibytes(weights)} + KV cache {gibibytes(cache)} + largest step "
+            f"{gibibytes(step)} = {gibibytes(needed)}, but only {gibibytes(free)} are free: "
+            "use a smaller KV cache, quantisation, or a smaller model"
+        )
+
+
+def describe_cache(num_blocks: int, block_size: int, block_bytes: int, max_context: int) -> str:
+    """For people: how much a cache holds. `block_bytes` are of all layers."""
+    requests = num_blocks * block_size / max_context
+    return (
+        f"KV cache {gibibytes(num_blocks * block_bytes)}: {num_blocks} blocks of {block_size} tokens, room for "
+        f"{requests:.1f} requests of the full context of {max_context} tokens"
+    )

@@ -1,0 +1,60 @@
+"""What is left for the KV cache, and what is said where nothing is."""
+
+import pytest
+
+from model.memory_plan import (
+    CUDA_CONTEXT_BYTES,
+    GpuMemory,
+    StepBounds,
+    cache_bytes_on_gpu,
+    check_memory,
+    describe_cache,
+)
+from model.peak_step import largest_batch
+from model.runner import check_batch
+from protocol.errors import ConfigError
+
+GIB = 2**30
+
+
+def test_the_cache_gets_the_share_less_weights_step_and_cuda() -> None:
+    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
+    assert cache_bytes_on_gpu(memory) == 72 * GIB - 18 * GIB - CUDA_CONTEXT_BYTES
+
+
+def test_the_cache_leaves_room_for_the_step_beside_what_others_hold() -> None:
+    memory = GpuMemory(total=80 * GIB, free=10 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
+    assert cache_bytes_on_gpu(memory) == 8 * GIB
+
+
+def test_where_nothing_is_left_one_line_has_the_arithmetic() -> None:
+    memory = GpuMemory(total=24 * GIB, free=6 * GIB, share=0.5, weights=11 * GIB, peak_step=1 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"0\.50 of 24\.00 GiB = 12\.00 GiB .* 11\.00 GiB, the largest step 1\.00 GiB"
+    ):
+        cache_bytes_on_gpu(memory)
+
+
+def test_a_sum_that_just_fits_is_taken() -> None:
+    check_memory("cpu", weights=5, cache=3, step=2, free=10)
+    with pytest.raises(ConfigError, match=r"only 0\.0 MiB are free"):
+        check_memory("cpu", weights=5, cache=3, step=2, free=9)
+
+
+def test_a_cache_is_described_in_full_requests() -> None:
+    said = describe_cache(num_blocks=1024, block_size=16, block_bytes=2**20, max_context=8192)
+    assert said == (
+        "KV cache 1.00 GiB: 1024 blocks of 16 tokens, room for 2.0 requests of the full context of 8192 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "max_context"),
+    [(StepBounds(2048, 256), 8192), (StepBounds(100, 256), 64), (StepBounds(5000, 3), 1024), (StepBounds(7, 3), 1024)],
+)
+def test_the_largest_batch_is_one_that_a_cache_of_one_block_takes(bounds: StepBounds, max_context: int) -> None:
+    batch = largest_batch(bounds, 16, max_context)
+    check_batch(batch, 16, 1, max_context)
+    assert len(batch) == min(bounds.max_sequences, bounds.max_tokens)
+    tokens = sum(len(step.token_ids) for step in batch)
+    assert tokens == min(bounds.max_tokens, len(batch) * (max_context - 1))
