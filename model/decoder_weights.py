@@ -9,7 +9,8 @@ from model.backend import Backend, Linear
 from model.config import ModelConfig
 from model.quantization import Quantization
 from model.rope import cos_sin_table
-from model.weights import Checkpoint
+from model.tensor_parallel import WHOLE_MODEL, Shard
+from model.weights import WHOLE, Checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,52 @@ def load_decoder_weights(
     max_context: int,
     backend: Backend,
     quantization: Quantization = "none",
+    shard: Shard = WHOLE_MODEL,
 ) -> DecoderWeights:
-    """Raises ConfigError."""
+    """Those of one rank, of which it reads its slices alone. Raises ConfigError."""
 
-    def tensor(name: str) -> Tensor:
-        return checkpoint.tensor(name).to(device=device, dtype=dtype)
+    def tensor(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        return checkpoint.tensor(name, rows, columns).to(device=device, dtype=dtype).contiguous()
 
-    def linear(*names: str, has_bias: bool) -> Linear:
+    def linear_by_rows(rows_of: dict[str, slice], *, has_bias: bool) -> Linear:
+        """One projection that computes all of these, each for its rows."""
+
         def fused(kind: str) -> Tensor:
-            parts = [tensor(f"{name}.{kind}") for name in names]
+            parts = [tensor(f"{name}.{kind}", rows) for name, rows in rows_of.items()]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return backend.make_linear(fused("weight"), fused("bias") if has_bias else None, quantization)
 
+    def linear_by_columns(name: str, columns: slice, *, has_bias: bool) -> Linear:
+        """This rank's summand; the bias counts once among them."""
+        bias = tensor(f"{name}.bias") if has_bias and shard.rank == 0 else None
+        return backend.make_linear(tensor(f"{name}.weight", columns=columns), bias, quantization)
+
+    queries = shard.part(config.num_heads)
+    query_rows, kv_rows = (
+        slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        for heads in (queries, shard.kv_heads(config.num_kv_heads))
+    )
+    inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
+
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = {f"{attention}q_proj": query_rows, f"{attention}k_proj": kv_rows, f"{attention}v_proj": kv_rows}
         return LayerWeights(
             input_norm=tensor(f"{prefix}input_layernorm.weight"),
-            qkv=linear(*(f"{attention}{name}_proj" for name in "qkv"), has_bias=config.attention_bias),
-            output=linear(f"{attention}o_proj", has_bias=config.attention_bias),
+            qkv=linear_by_rows(qkv, has_bias=config.attention_bias),
+            output=linear_by_columns(f"{attention}o_proj", query_rows, has_bias=config.attention_bias),
             mlp_norm=tensor(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=config.mlp_bias),
-            down=linear(f"{mlp}down_proj", has_bias=config.mlp_bias),
+            gate_up=linear_by_rows({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, has_bias=config.mlp_bias),
+            down=linear_by_columns(f"{mlp}down_proj", inner, has_bias=config.mlp_bias),
         )
 
     is_tied = config.tie_word_embeddings
-    lm_head = linear("model.embed_tokens" if is_tied else "lm_head", has_bias=False)
+    lm_head = linear_by_rows({"model.embed_tokens" if is_tied else "lm_head": vocabulary}, has_bias=False)
     return DecoderWeights(
-        embedding=lm_head if is_tied else tensor("model.embed_tokens.weight"),
-        first_token=0,
+        embedding=lm_head if is_tied else tensor("model.embed_tokens.weight", vocabulary),
+        first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=tensor("model.norm.weight"),
         lm_head=lm_head,

@@ -9,6 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from model.config import ModelConfig
+from protocol.errors import ConfigError
+
+SIZES = (1, 2, 4, 8)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -35,6 +40,9 @@ class Shard:
         return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
 
 
+WHOLE_MODEL = Shard()
+
+
 class TensorParallel(Protocol):
     """The collectives of a step, called by all ranks in one order on their engines' threads."""
 
@@ -51,10 +59,27 @@ class TensorParallel(Protocol):
 class SingleRank:
     """Implements TensorParallel for an engine of one rank."""
 
-    shard = Shard()
+    shard = WHOLE_MODEL
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError with both numbers where `size` ranks can't share the model."""
+    if size not in SIZES:
+        raise ConfigError(f"tensor_parallel: {size} is none of {', '.join(map(str, SIZES))}")
+    fault = None
+    if config.num_heads % size:
+        fault = f"its {config.num_heads} attention heads"
+    elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
+        fault = f"its {config.num_kv_heads} KV heads"
+    elif config.intermediate_size % size:
+        fault = f"its MLP's {config.intermediate_size} features"
+    elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
+        fault = f"its {config.vocab_size} tokens"
+    if fault is not None:
+        raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")

@@ -19,6 +19,7 @@ from protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WHOLE = slice(None)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -66,11 +67,15 @@ class Checkpoint:
     def num_parameters(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
-    def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file, in the checkpoint's dtype."""
+    def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A view of the mapped file, in the checkpoint's dtype: what is sliced away is never read.
+
+        `columns` are of weights; biases and norms have rows alone.
+        """
         path = self._files[name]
         try:
-            return self._open[path].get_tensor(name)
+            whole = self._open[path].get_tensor(name)
+            return whole[rows, columns] if whole.dim() == 2 else whole[rows]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name} can't be read: {error}") from error
 

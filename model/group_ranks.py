@@ -1,0 +1,80 @@
+"""Tensor parallelism over a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs.
+
+No default group is made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a
+sum with computing: in a decoder without parallel branches the next operation needs it.
+"""
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from model.step import Draw
+from model.tensor_parallel import Shard
+from protocol.requests import SampledToken
+from protocol.tickets import Address
+
+GROUP_TIMEOUT_S = 300.0
+"""How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
+
+
+class Rendezvous:
+    """Where the ranks of one engine find each other. Rank 0's process has it, for as long as the group lives."""
+
+    def __init__(self, host: str):
+        """Listens on a free port of `host`: left alone, TCPStore would on every interface."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self.address = Address(host, int(listener.getsockname()[1]))
+        limit = timedelta(seconds=GROUP_TIMEOUT_S)
+        self._store = TCPStore(host, self.address.port, None, True, limit, False, master_listen_fd=listener.detach())
+
+
+class GroupRanks:
+    """Implements TensorParallel for one rank of several."""
+
+    def __init__(self, shard: Shard, rendezvous: Address, device: torch.device):
+        """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time."""
+        self.shard = shard
+        limit = timedelta(seconds=GROUP_TIMEOUT_S)
+        store = PrefixStore("tp", TCPStore(rendezvous.host, rendezvous.port, None, False, limit, False))
+        self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives
+        if device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, shard.rank, shard.size, nccl)
+        else:
+            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = limit
+            gloo._threads = 1
+            gloo._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.host)]
+            self._group = ProcessGroupGloo(store, shard.rank, shard.size, gloo)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As TensorParallel.all_reduce; written into x."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """As TensorParallel.gather_logits; other ranks than 0 get their own part back."""
+        rank, size = self.shard.rank, self.shard.size
+        width = -(-vocab_size // size)
+        mine = torch.nn.functional.pad(logits, (0, width - logits.shape[1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
+        self._group.gather(parts, mine, 0).wait()
+        return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+
+class DrawnElsewhere:
+    """In place of a sampler on all ranks but 0, which alone draws. Implements model.runner.TokenSampler."""
+
+    num_broken_rows = 0
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+        """Token 0 for each: nobody reads them."""
+        return [SampledToken(0)] * len(draws)
