@@ -159,8 +159,8 @@ def _describe_workers(url: str) -> list[str]:
         for worker in fetch_status(url)["workers"]
     )
     return [
-        f"{count} {role} {'worker is up with' if count == 1 else 'workers are up, each with'} {num_blocks} KV blocks of "
-        f"{block_size} tokens: room for {num_blocks * block_size / max_context:.1f} requests of the full context of "
+        f"{count} {role} {'worker is up with' if count == 1 else 'workers are up, each with'} {num_blocks} KV blocks "
+        f"of {block_size} tokens: room for {num_blocks * block_size / max_context:.1f} requests of the full context of "
         f"{max_context} tokens"
         for (role, num_blocks, block_size, max_context), count in sorted(kinds.items())
     ]
