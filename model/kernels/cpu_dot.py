@@ -35,7 +35,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def is_supported() -> bool:
@@ -57,7 +57,7 @@ def _make_tile(vectors: int) -> Any:
             a, a_stride, b, b_stride, pairs, c, c_stride, add = arguments
             dot = cgutils.get_or_insert_function(
                 builder.module,
-                ir.FunctionType(_FLOATS, (_FLOATS, _PAIRS, _PAIRS)),
+                ir.FunctionType(_FLOATS, (_FLOATS, PAIRS, PAIRS)),
                 "llvm.x86.avx512bf16.dpbf16ps.512",
             )
             wide = a.type
@@ -86,7 +86,7 @@ def _make_tile(vectors: int) -> Any:
                 down = builder.mul(loop.index, b_stride)
                 columns = [
                     builder.bitcast(
-                        builder.load(at(b, down, ir.Constant(wide, 64 * vector), kind=_INTS), align=4), _PAIRS
+                        builder.load(at(b, down, ir.Constant(wide, 64 * vector), kind=_INTS), align=4), PAIRS
                     )
                     for vector in range(vectors)
                 ]
@@ -97,7 +97,7 @@ def _make_tile(vectors: int) -> Any:
                     spread = builder.shuffle_vector(lane, lane, ir.Constant(_INTS, [0] * LANES))
                     for vector in range(vectors):
                         total = builder.load(sums[row][vector])
-                        total = builder.call(dot, (total, builder.bitcast(spread, _PAIRS), columns[vector]))
+                        total = builder.call(dot, (total, builder.bitcast(spread, PAIRS), columns[vector]))
                         builder.store(total, sums[row][vector])
             for row in range(TILE_ROWS):
                 for vector in range(vectors):
@@ -127,12 +127,12 @@ def dot_rows(typingctx: Any, a: Any, b: Any, b_stride: Any, vectors: Any, c: Any
         del context, signature
         a, b, b_stride, vectors, c = arguments
         dot = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, (_FLOATS, _PAIRS, _PAIRS)), "llvm.x86.avx512bf16.dpbf16ps.512"
+            builder.module, ir.FunctionType(_FLOATS, (_FLOATS, PAIRS, PAIRS)), "llvm.x86.avx512bf16.dpbf16ps.512"
         )
         wide = a.type
 
         def pairs_at(address: Any) -> Any:
-            return builder.bitcast(builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2), _PAIRS)
+            return builder.bitcast(builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2), PAIRS)
 
         sums = [cgutils.alloca_once(builder, _FLOATS) for _ in range(LANES)]
         for total in sums:
