@@ -1,0 +1,90 @@
+"""Projections on a GPU: which kernel multiplies how many tokens.
+
+Up to MOST_TOKENS tokens a projection is bound by reading its weights, and the skinny kernel reads them; beyond, cuBLAS
+is hard to beat. Quantised weights are nobody's but our kernels'. Nothing here synchronises with the host, and a launch
+depends on shapes alone, so that all of it can be captured in CUDA graphs.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.kernels.launch import Target
+from model.kernels.packed_weight import pack
+from model.kernels.quant_gemm import quant_config, quant_gemm
+from model.kernels.skinny_gemm import skinny_config, skinny_gemm
+from model.kernels.split_k import MOST_TOKENS, SplitWorkspace
+from model.kernels.vocab_embedding import vocab_embedding
+from model.quantization import QuantizedWeight
+
+# Of each row of the launch tables one number of tokens, the most.
+_BUCKETS = (16, 32, MOST_TOKENS)
+_MANY_BUCKETS = (*_BUCKETS, 128, 256)
+
+
+class CudaLinear:
+    """Weights as the checkpoint lays them out. Implements model.backend.Linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, target: Target, workspace: SplitWorkspace):
+        """weight [out, in] and bias [out], on one device, kept and not copied if contiguous.
+
+        The workspace may be shared by all projections that run on one stream.
+        """
+        self._weight = weight.contiguous()
+        self._bias = bias
+        self._target = target
+        self._workspace = workspace
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear; sums are fp32 and rounded once, to `out_dtype`."""
+        tokens = x.shape[0]
+        out_dtype = out_dtype or x.dtype
+        if tokens > MOST_TOKENS:
+            return self._many(x, out_dtype)
+        config = skinny_config(self._target, x.dtype, tokens, self.out_features, self.in_features)
+        return skinny_gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
+
+    def rows(self, indices: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+        """W[indices - first], for int64 [T] -> [T, in]; zeros for an index outside."""
+        return vocab_embedding(indices, self._weight, first, dtype)
+
+    def compile(self, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
+        """Have every kernel compiled that a call with x of `dtype` could need, so that no request waits for it."""
+        for tokens in _BUCKETS:
+            self(torch.zeros((tokens, self.in_features), dtype=dtype, device=self._weight.device), out_dtype)
+
+    def _many(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if out_dtype == x.dtype:
+            return functional.linear(x, self._weight, self._bias)
+        y = torch.mm(x, self._weight.T, out_dtype=out_dtype)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class CudaQuantizedLinear:
+    """Weights in eight or four bits, widened as they are multiplied. Implements model.backend.Linear."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, target: Target, workspace: SplitWorkspace):
+        """As CudaLinear; the weight is copied into the kernels' form.
+
+        Raises ValueError for groups of columns that the kernels don't know.
+        """
+        self._weight = pack(weight)
+        self._bias = bias
+        self._target = target
+        self._workspace = workspace
+        self.out_features, self.in_features = weight.values.shape
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear; sums are fp32 and rounded once, to `out_dtype`."""
+        config = quant_config(self._target, x.dtype, self._weight.bits, x.shape[0], self.out_features, self.in_features)
+        return quant_gemm(x, self._weight, self._bias, out_dtype or x.dtype, self._workspace, config)
+
+    def rows(self, indices: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+        """W[indices - first], for int64 [T] -> [T, in]; zeros for an index outside."""
+        return vocab_embedding(indices, self._weight, first, dtype)
+
+    def compile(self, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
+        """Have every kernel compiled that a call with x of `dtype` could need, so that no request waits for it."""
+        for tokens in _MANY_BUCKETS:
+            self(torch.zeros((tokens, self.in_features), dtype=dtype, device=self._weight.packed.device), out_dtype)

@@ -1,0 +1,256 @@
+"""Projections with quantised weights: y = x W^T + b, W in eight or four bits, widened where it is multiplied.
+
+The weight is the left operand of the matrix instruction, as for skinny products. There it may come from registers: a
+program loads bytes, widens them in registers, and the matrix instruction takes them from there. One kernel a format
+serves decode steps (a tile for all tokens, columns split) and prompts (many tiles of tokens).
+"""
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels import packed_weight
+from model.kernels.launch import Architecture, Target, dot_precision
+from model.kernels.packed_weight import PackedWeight, unpack
+from model.kernels.split_k import MOST_TOKENS, GemmConfig, SplitWorkspace, store_tile, with_splits
+from model.quantization import INT4_GROUP
+
+# For 16-bit types, by architecture and bits; the first row with room for the tokens wins, or the last. Steps of int4
+# take 128 columns, its blocks. In flight on a Hopper multiprocessor: with up to 16 tokens 2 programs x 5 x 8 KiB of
+# int8 = 80 KiB or 3 x 6 x 4 KiB of int4 = 72 KiB. Tiles of many tokens spread the widening, about four instructions a
+# weight, over as many columns as the registers hold sums for.
+_CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
+    (Architecture.HOPPER, 8): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+        GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.HOPPER, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=7, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 128, num_warps=8, num_stages=4),
+        GemmConfig(256, 128, 128, num_warps=8, num_stages=3),
+    ),
+    (Architecture.AMPERE, 8): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.AMPERE, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 128, num_warps=8, num_stages=3),
+    ),
+    (Architecture.SMALL, 8): (
+        GemmConfig(16, 64, 64, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 32, num_warps=8, num_stages=4),
+    ),
+    (Architecture.SMALL, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(128, 128, 128, num_warps=8, num_stages=2),
+    ),
+}
+_FP32_CONFIGS = (GemmConfig(16, 16, 128, num_warps=4, num_stages=3), GemmConfig(32, 16, 128, num_warps=4, num_stages=2))
+_BYTE_ZERO = tl.constexpr(packed_weight.BYTE_ZERO)
+_NIBBLE_ZERO = tl.constexpr(packed_weight.NIBBLE_ZERO)
+_GROUP = 8  # tiles of tokens that run beside one another, so that they find a tile of the weight in the cache
+
+
+def quant_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x [T, in] -> [T, out]: summed in fp32, rounded once to out_dtype."""
+    y = x.float() @ unpack(weight).T
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+@triton.jit
+def widen(unsigned, MASK: tl.constexpr, ZERO: tl.constexpr):
+    """uint8 -> fp32 `(unsigned & MASK) - ZERO`, exact: as the low bits of 2^23 it is a float already.
+
+    Conversion instructions run at a quarter of an addition's rate or less, and would bound a decode step.
+    """
+    return ((unsigned.to(tl.uint32) & MASK) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def tile_of(num_rows, num_tokens, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """This program's tile of tokens and tile of rows, in an order in which neighbours share."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_N)
+    token_tiles = tl.cdiv(num_tokens, BLOCK_T)
+    program = tl.program_id(1)
+    return tl.swizzle2d(program // row_tiles, program % row_tiles, token_tiles, row_tiles, GROUP)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def int8_gemm_kernel(
+    x,
+    packed,
+    scales,
+    bias,
+    y,
+    sums,
+    arrived,
+    num_tokens,
+    num_rows,
+    num_columns,
+    x_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program a split of the columns, BLOCK_N rows and BLOCK_T tokens; a row's scale is applied to its sums."""
+    split = tl.program_id(0)
+    token_tile, tile = tile_of(num_rows, num_tokens, BLOCK_T, BLOCK_N, GROUP)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(tl.cdiv(num_columns, BLOCK_K), SPLITS)
+    begin = split * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, num_columns)
+    real_rows = tl.minimum(rows, num_rows - 1)
+    packed_at = packed + real_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    x_at = x + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    real = (tokens < num_tokens)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        if WHOLE_STEPS:
+            bits = tl.load(packed_at + start)
+            x_tile = tl.load(x_at + start, mask=real, other=0.0)
+        else:
+            inside = columns < num_columns - start
+            bits = tl.load(packed_at + start, mask=inside[None, :], other=0)
+            x_tile = tl.load(x_at + start, mask=real & inside[:, None], other=0.0)
+        acc = tl.dot(widen(bits, 0xFF, _BYTE_ZERO).to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
+    acc *= tl.load(scales + real_rows)[:, None]
+    store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def int4_gemm_kernel(
+    x,
+    packed,
+    scales,
+    bias,
+    y,
+    sums,
+    arrived,
+    num_tokens,
+    num_rows,
+    num_columns,
+    x_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """As int8_gemm_kernel; a step is one block of 2 * HALF columns, whose halves are multiplied one after the other.
+
+    SCALE_SUMS: scales are applied to each group's sums, which is less work than to its weights where tokens are few.
+    """
+    split = tl.program_id(0)
+    token_tile, tile = tile_of(num_rows, num_tokens, BLOCK_T, BLOCK_N, GROUP)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, HALF)
+    blocks = tl.cdiv(num_columns, 2 * HALF)
+    steps = tl.cdiv(blocks, SPLITS)
+    begin = split * steps
+    end = tl.minimum(begin + steps, blocks)
+    real_rows = tl.minimum(rows, num_rows - 1)
+    packed_at = packed + real_rows.to(tl.int64)[:, None] * (blocks * HALF) + columns[None, :]
+    scales_at = scales + real_rows
+    x_at = x + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    real = (tokens < num_tokens)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    following = scales_at + 2 * tl.minimum(begin, blocks - 1) * num_rows
+    next_low = tl.load(following)
+    next_high = tl.load(following + num_rows)
+    for block in range(begin, end):
+        both = tl.load(packed_at + block * HALF)
+        if SCALE_SUMS:
+            # The compiler reads ahead what goes into the matrix instruction. These don't: one step ahead.
+            low_scale, high_scale = next_low, next_high
+            following = scales_at + 2 * tl.minimum(block + 1, blocks - 1) * num_rows
+            next_low = tl.load(following)
+            next_high = tl.load(following + num_rows)
+        else:
+            low_scale = tl.load(scales_at + 2 * block * num_rows)
+            high_scale = tl.load(scales_at + (2 * block + 1) * num_rows)
+        for half in tl.static_range(2):
+            first = (2 * block + half) * HALF
+            if WHOLE_STEPS:
+                x_tile = tl.load(x_at + first, mask=real, other=0.0)
+            else:
+                x_tile = tl.load(x_at + first, mask=real & (columns < num_columns - first)[:, None], other=0.0)
+            w = widen(both, 0xF0, 16 * _NIBBLE_ZERO) if half else widen(both, 0x0F, _NIBBLE_ZERO)
+            scale = (high_scale if half else low_scale)[:, None]
+            if SCALE_SUMS:
+                acc += tl.dot(w.to(x_tile.dtype), x_tile, input_precision=PRECISION) * scale
+            else:
+                acc = tl.dot((w * scale).to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
+    store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
+
+
+@lru_cache
+def quant_config(
+    target: Target, dtype: torch.dtype, bits: Literal[8, 4], num_tokens: int, rows: int, columns: int
+) -> GemmConfig:
+    """The table's row for any number of tokens, and the splits for a weight [rows, columns]."""
+    table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture, bits]
+    config = next((config for config in table if num_tokens <= config.block_t), table[-1])
+    return config if num_tokens > MOST_TOKENS else with_splits(config, target, rows, columns, columns * bits // 8)
+
+
+def quant_gemm(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    workspace: SplitWorkspace,
+    config: GemmConfig,
+) -> Tensor:
+    """`quant_reference` on the GPU; with splits for no more tokens than MOST_TOKENS. Returns a new tensor.
+
+    x [T, in] with contiguous rows, bias [out] contiguous.
+    """
+    tokens = x.shape[0]
+    rows, columns = weight.rows, weight.columns
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+    if tokens == 0 or rows == 0:
+        return y
+    grid = (config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))
+    arguments = (x, weight.packed, weight.scales, x if bias is None else bias, y, workspace.sums, workspace.arrived,
+                 tokens, rows, columns, x.stride(0))  # fmt: skip
+    options = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "SPLITS": config.splits, "GROUP": _GROUP,
+               "HAS_BIAS": bias is not None, "PRECISION": dot_precision(x.dtype),
+               "num_warps": config.num_warps, "num_stages": config.num_stages}  # fmt: skip
+    if weight.bits == 8:
+        int8_gemm_kernel[grid](*arguments, BLOCK_K=config.block_k, WHOLE_STEPS=columns % config.block_k == 0, **options)
+    else:
+        int4_gemm_kernel[grid](
+            *arguments, HALF=INT4_GROUP, WHOLE_STEPS=columns % (2 * INT4_GROUP) == 0,
+            SCALE_SUMS=config.block_t <= MOST_TOKENS, **options,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,133 @@
+"""Projections of few tokens: y = x W^T + b with up to 64 rows of x, at the speed at which W can be read.
+
+The weight is the left operand of the matrix instruction, whose 16 or 64 rows it fills; the tokens are its columns, of
+which as few as 8 are allowed. So one token costs no more instructions than eight.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.launch import Architecture, Target, dot_precision
+from model.kernels.split_k import GemmConfig, SplitWorkspace, store_tile, with_splits
+
+# For 16-bit types, by architecture; the first row with room for the tokens wins. Up to 16 tokens, tiles of 16 rows: out
+# = 4096 gives 256 of them, which is balanced (two on nearly each of 132) without a split. From there on x counts: each
+# tile reads it again, from the second-level cache, which gives about twice the memory's bandwidth; so x may be half of
+# a tile's bytes at most. In flight on a Hopper multiprocessor: 2 programs x 7 x 4 KiB = 56 KiB, 2 x 3 x 16 = 96, 96.
+_CONFIGS: dict[Architecture, tuple[GemmConfig, ...]] = {
+    Architecture.HOPPER: (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 128, num_warps=8, num_stages=4),
+    ),
+    Architecture.AMPERE: (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 64, num_warps=8, num_stages=6),
+    ),
+    Architecture.SMALL: (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=5, seats=2),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 64, num_warps=8, num_stages=4),
+    ),
+}
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: small steps, on any GPU.
+_FP32_CONFIGS = (
+    GemmConfig(16, 16, 64, num_warps=2, num_stages=4),
+    GemmConfig(32, 32, 32, num_warps=4, num_stages=4),
+    GemmConfig(64, 64, 16, num_warps=8, num_stages=4),
+)
+
+
+@lru_cache
+def skinny_config(target: Target, dtype: torch.dtype, num_tokens: int, rows: int, columns: int) -> GemmConfig:
+    """The table's row for 1 to MOST_TOKENS tokens, and the splits for a weight [rows, columns]."""
+    table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture]
+    config = next(config for config in table if num_tokens <= config.block_t)
+    return with_splits(config, target, rows, columns, columns * dtype.itemsize)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x [T, in], weight [out, in], bias [out] -> [T, out]: summed in fp32, rounded once to out_dtype."""
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+# The number of tokens changes from step to step: specialised on it, the kernel would be compiled again while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
+def skinny_gemm_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    sums,
+    arrived,
+    num_tokens,
+    num_rows,
+    num_columns,
+    x_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a split of the columns and BLOCK_N rows of the weight, for all tokens.
+
+    WHOLE_STEPS: the columns are a multiple of BLOCK_K. Rows of a tile past the weight's read its last row, and their
+    results are dropped.
+    """
+    split = tl.program_id(0)
+    tile = tl.program_id(1)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(tl.cdiv(num_columns, BLOCK_K), SPLITS)
+    begin = split * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, num_columns)
+    weight_at = weight + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * num_columns + columns[None, :]
+    x_at = x + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    real = (tokens < num_tokens)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        if WHOLE_STEPS:
+            w = tl.load(weight_at + start)
+            x_tile = tl.load(x_at + start, mask=real, other=0.0)
+        else:
+            inside = columns < num_columns - start
+            w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
+            x_tile = tl.load(x_at + start, mask=real & inside[:, None], other=0.0)
+        acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
+    store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
+
+
+def skinny_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    workspace: SplitWorkspace,
+    config: GemmConfig,
+) -> Tensor:
+    """`linear_reference` on the GPU for no more tokens than config.block_t. Returns a new tensor.
+
+    x [T, in] with contiguous rows; weight [out, in] and bias [out] contiguous, of x's dtype.
+    """
+    tokens, columns = x.shape
+    rows = weight.shape[0]
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+    if tokens and rows:
+        skinny_gemm_kernel[(config.splits, triton.cdiv(rows, config.block_n))](
+            x, weight, x if bias is None else bias, y, workspace.sums, workspace.arrived,
+            tokens, rows, columns, x.stride(0),
+            BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
+            WHOLE_STEPS=columns % config.block_k == 0, HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return y
