@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from model.backend import BatchLayout
+from model.captured_steps import CapturedSteps
 from model.decoder import Decoder, Drawing
 from model.kv_cache import KVCache
 from model.step import Draw, SequenceStep
@@ -28,11 +29,20 @@ class TokenSampler(Protocol):
 class ModelRunner:
     """Runs one step at a time, on whatever thread calls it."""
 
-    def __init__(self, decoder: Decoder, sampler: TokenSampler, kv_cache: KVCache, max_context: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampler: TokenSampler,
+        kv_cache: KVCache,
+        max_context: int,
+        captured: CapturedSteps | None = None,
+    ):
+        """`captured` runs the decode steps that it can, over the same decoder and cache."""
         self._decoder = decoder
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._max_context = max_context
+        self._captured = captured
         self._device = kv_cache.tensors[0].device
 
     @property
@@ -46,6 +56,15 @@ class ModelRunner:
     ) -> list[SampledToken | None]:
         """As `Engine.step`. Raises ValueError as `check_batch` does."""
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context)
+        if self._captured is not None and on_layer is None:
+            draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
+            if len(draws) == len(batch) and (logits := self._captured.logits(batch)) is not None:
+                return [*self._sampler.sample(logits, draws, [step.start + 1 for step in batch])]
+        return self._run_eagerly(batch, on_layer)
+
+    def _run_eagerly(
+        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None
+    ) -> list[SampledToken | None]:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
         layout = make_layout(steps, self._kv_cache.block_size, self._device)

@@ -45,15 +45,23 @@ class Kernel:
                 self._compiled = cfunc(types.void(WORDS), error_model="numpy")(function)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
+    @property
+    def address(self) -> int:
+        """Where the machine code is: a C function from a pointer to words to nothing."""
+        return cast(int, self._compiled.address)
+
     def run(self, num_items: int, grain: int, *arguments: int) -> None:
         """Run over items 0 to `num_items`, `grain` at a time; `arguments` are addresses and sizes, all contiguous."""
         words = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(0, num_items, grain, *arguments)
-        threads = min(torch.get_num_threads(), -(-num_items // grain))
-        run_parallel = _openmp()
+        self.run_team(ctypes.addressof(words), min(torch.get_num_threads(), -(-num_items // grain)))
+
+    def run_team(self, words: int, threads: int) -> None:
+        """Have up to `threads` threads call it with the address `words`, and wait for them."""
+        run_parallel = _run_parallel()
         if threads > 1 and run_parallel is not None:
-            run_parallel(self._compiled.address, ctypes.addressof(words), threads, 0)
+            run_parallel(self.address, words, threads, 0)
         else:
-            self._callback(ctypes.addressof(words))
+            self._callback(words)
 
 
 class KernelPair:
@@ -89,15 +97,21 @@ def _cache_of_these_sources() -> Iterator[None]:
 
 
 @functools.cache
-def _openmp() -> Callable[[int, int, int, int], None] | None:
+def _run_parallel() -> Callable[[int, int, int, int], None] | None:
+    address = openmp_function("GOMP_parallel")
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return ctypes.CFUNCTYPE(None, *arguments)(address) if address else None
+
+
+@functools.cache
+def openmp_function(name: str) -> int:
+    """The address of a function of torch's OpenMP runtime; 0 where that can't be found."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        function = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in libtorch's own dependencies
+        function = getattr(ctypes.CDLL(str(library)), name)  # looked up in libtorch's own dependencies
     except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    function.restype = None
-    return cast(Callable[[int, int, int, int], None], function)
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def compiled(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,116 @@
+"""Decode steps recorded once for each batch size and replayed: no launch, and nothing of the model's Python, per step.
+
+A replay reads its inputs where the recording found them, so each step's are written into the same arrays. On CPUs a
+recording is a Program (model/kernels/cpu_program.py), on CUDA a graph.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.backend import BatchLayout
+from model.decoder import Decoder, Drawing
+from model.kernels.cpu_launcher import Launcher, NotRecordable
+from model.kernels.cpu_program import Program
+from model.kv_cache import KVCache
+from model.step import SequenceStep
+
+MAX_BATCH = 64
+"""Larger batches run eagerly: there the launches cost little, and multiplications are torch's, which can't be recorded.
+Recording takes milliseconds, so each size is recorded as it is, when it first comes; none is padded to another."""
+
+
+class CapturedSteps(Protocol):
+    """Whole decode steps without the host's cost."""
+
+    def logits(self, batch: Sequence[SequenceStep]) -> Tensor | None:
+        """fp32 [N, vocab], until the next call; None for a batch that must run eagerly.
+
+        All of `batch` bring one token each, and draw.
+        """
+
+
+class DecodeInputs:
+    """The inputs of decode steps of up to `max_batch` sequences, always in the same memory."""
+
+    def __init__(self, max_batch: int, max_context: int, block_size: int):
+        self._block_size = block_size
+        self._max_context = max_context
+        self._rows = np.arange(max_batch)
+        self.token_ids = np.zeros(max_batch, np.int64)
+        self.positions = np.zeros(max_batch, np.int64)
+        self.slots = np.zeros(max_batch, np.int64)
+        self.context_lens = np.ones(max_batch, np.int32)
+        self.block_tables = np.zeros((max_batch, -(-max_context // block_size)), np.int32)
+
+    def fill(self, batch: Sequence[SequenceStep]) -> None:
+        """Write a batch that `model.runner.check_batch` lets pass into the first rows."""
+        count, size = len(batch), self._block_size
+        rows, positions, slots = self._rows[:count], self.positions[:count], self.slots[:count]
+        self.token_ids[:count] = [step.token_ids[0] for step in batch]
+        positions[:] = [step.start for step in batch]
+        np.add(positions, 1, out=self.context_lens[:count], casting="unsafe")
+        last_blocks = positions // size
+        lengths = (last_blocks + 1).tolist()  # a table may hold more, for tokens to come
+        used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
+        width = max(lengths)
+        tables = self.block_tables[:count, :width]
+        tables[np.arange(width) <= last_blocks[:, None]] = np.fromiter(used, np.int32, sum(lengths))
+        np.multiply(tables[rows, last_blocks], size, out=slots)
+        slots += positions % size
+
+    def layout(self, count: int) -> BatchLayout:
+        """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
+        return BatchLayout(
+            positions=torch.from_numpy(self.positions[:count]),
+            slots=torch.from_numpy(self.slots[:count]),
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            context_lens=torch.from_numpy(self.context_lens[:count]),
+            block_tables=torch.from_numpy(self.block_tables[:count]),
+            num_decodes=count,
+            max_query_len=1,
+            max_context_len=self._max_context,
+        )
+
+
+class CpuCapturedSteps:
+    """Implements CapturedSteps over the kernels that a launcher records. Used on the engine's thread."""
+
+    def __init__(self, decoder: Decoder, launcher: Launcher, kv_cache: KVCache, max_context: int):
+        """Records the largest batch, which makes the room that all others share."""
+        self._decoder = decoder
+        self._launcher = launcher
+        self._kv_cache = kv_cache
+        self._max_batch = min(MAX_BATCH, kv_cache.num_blocks)
+        self._inputs = DecodeInputs(self._max_batch, max_context, kv_cache.block_size)
+        self._programs: dict[int, tuple[Program, Tensor]] = {}
+        try:
+            self._record(self._max_batch)
+        except NotRecordable:
+            self._max_batch = 0
+
+    def logits(self, batch: Sequence[SequenceStep]) -> Tensor | None:
+        """As CapturedSteps.logits."""
+        count = len(batch)
+        if count > self._max_batch:
+            return None
+        program, logits = self._programs.get(count) or self._record(count)
+        self._inputs.fill(batch)
+        program.replay()
+        return logits
+
+    def _record(self, count: int) -> tuple[Program, Tensor]:
+        """The program of batches of `count`, and where it leaves their logits."""
+        token_ids = torch.from_numpy(self._inputs.token_ids[:count])
+        layout = self._inputs.layout(count)
+        rows = torch.arange(count)
+        with torch.inference_mode(), self._launcher.recording() as program:
+            logits = self._decoder.forward(token_ids, layout, self._kv_cache.tensors, Drawing(rows, rows))
+        if logits is None:
+            raise ValueError("a batch whose sequences all draw has no logits")
+        self._programs[count] = program, self._launcher.arena.borrow(logits)
+        return self._programs[count]
