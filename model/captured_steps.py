@@ -20,7 +20,7 @@ from model.kv_cache import KVCache
 from model.step import SequenceStep
 
 MAX_BATCH = 64
-"""Larger batches run eagerly: there the launches cost little, and multiplications are torch's, which can't be recorded.
+"""Larger batches run eagerly: their launches cost little beside their work, and their logits take much room.
 Recording takes milliseconds, so each size is recorded as it is, when it first comes; none is padded to another."""
 
 
@@ -81,7 +81,10 @@ class CpuCapturedSteps:
     """Implements CapturedSteps over the kernels that a launcher records. Used on the engine's thread."""
 
     def __init__(self, decoder: Decoder, launcher: Launcher, kv_cache: KVCache, max_context: int):
-        """Records the largest batch, which makes the room that all others share."""
+        """Records the largest batch, which makes the room that all others share.
+
+        Where the backend leaves an operation to torch, nothing can be recorded, and all batches run eagerly.
+        """
         self._decoder = decoder
         self._launcher = launcher
         self._kv_cache = kv_cache

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from model.backend import Backend
+from model.captured_steps import CapturedSteps, CpuCapturedSteps
 from model.config import ModelConfig, load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder
@@ -95,7 +96,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         )
         caches.append(kv_cache)
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
-        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, room)
+        captured = _captured_steps(backend, decoder, kv_cache, room)
+        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, room, captured)
         _warm_up(runner, config.block_size, room)
         return runner
 
@@ -139,6 +141,12 @@ def _backend(device: torch.device) -> Backend:
     from model.cuda_backend import CudaBackend  # Triton is imported only where it can run
 
     return CudaBackend()
+
+
+def _captured_steps(backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int) -> CapturedSteps | None:
+    if isinstance(backend, CpuBackend):
+        return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+    return None
 
 
 def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int | None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import model.bundled
+from model.captured_steps import CpuCapturedSteps
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder
@@ -76,7 +77,9 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
         config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
     )
     sampler = Sampler(config.vocab_size, CPU)
-    return ModelRunner(Decoder(config, weights, backend, SingleRank()), sampler, kv_cache, config.max_position)
+    decoder = Decoder(config, weights, backend, SingleRank())
+    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, config.max_position)
+    return ModelRunner(decoder, sampler, kv_cache, config.max_position, captured)
 
 
 def random_prompts(vocab_size: int, seed: int) -> list[list[int]]:
