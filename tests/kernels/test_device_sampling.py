@@ -1,0 +1,110 @@
+"""Sampling on the GPU draws what the reference draws."""
+
+import numpy as np
+import pytest
+import torch
+
+from model.device_sampler import DeviceSampler
+from model.kernels.device_sampling import DrawParameters, draw_on_device
+from model.kernels.sampling import DrawBatch, TorchSampling, row_keys
+from model.sampler import Sampler
+from model.step import Draw
+from protocol.requests import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+FILTERS = [
+    (0, 1.0, 0.0), (1, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.1), (0, 1.0, 1.0),
+    (900, 0.7, 0.01), (5000, 0.5, 0.0), (3, 0.99, 0.5),
+]  # fmt: skip
+
+
+def parameters_of(batch: DrawBatch) -> DrawParameters:
+    return DrawParameters(
+        temperature=torch.tensor(batch.temperature, dtype=torch.float64),
+        top_k=torch.tensor(batch.top_k, dtype=torch.int32),
+        top_p=torch.tensor(batch.top_p, dtype=torch.float64),
+        min_p=torch.tensor(batch.min_p, dtype=torch.float64),
+        keys=torch.from_numpy(batch.keys.view(np.int64)),
+    )
+
+
+def batch_of(rows: int, filters: tuple[int, float, float], seed: int) -> DrawBatch:
+    top_k, top_p, min_p = (np.float32(value) for value in filters)
+    return DrawBatch(
+        rows=np.arange(rows),
+        temperature=np.resize(np.array([0.125, 0.5, 1.0, 2.0]), rows),
+        top_k=np.full(rows, int(top_k)),
+        top_p=np.full(rows, float(top_p)),
+        min_p=np.full(rows, float(min_p)),
+        keys=row_keys(np.arange(seed, seed + rows, dtype=np.uint64), np.full(rows, 9, np.uint64)),
+    )
+
+
+@pytest.mark.parametrize("grain", [0.0, 0.25], ids=["distinct", "many equals"])
+@pytest.mark.parametrize(
+    ("vocab_size", "filters"),
+    [
+        *((97, filters) for filters in FILTERS),
+        (1, (0, 0.5, 0.0)),
+        (3000, (50, 1.0, 0.0)),
+        (3000, (0, 0.9, 0.01)),
+        (9000, (0, 1.0, 0.0)),
+        (3000, (900, 0.99, 0.0)),
+    ],
+)
+def test_draws_are_the_references(vocab_size: int, filters: tuple[int, float, float], grain: float) -> None:
+    logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(vocab_size)) * 3
+    if grain:
+        logits = (logits / grain).round() * grain
+    batch, reference = batch_of(4, filters, seed=5), TorchSampling()
+    expected = reference.draw(logits, reference.argmax(logits)[0], batch)
+    tokens, broken = draw_on_device(logits, parameters_of(batch))
+    assert tokens.tolist() == expected.tolist()
+    assert broken.tolist() == [0] * 4
+
+
+def test_greedy_rows_take_the_first_of_the_largest_beside_rows_that_draw() -> None:
+    logits = (torch.randn((4, 300), generator=torch.Generator().manual_seed(0)) * 2).round()
+    batch = batch_of(4, (0, 0.9, 0.0), seed=1)
+    alone, _ = draw_on_device(logits, parameters_of(batch))
+    mixed = parameters_of(batch)
+    mixed.temperature[[0, 2]] = 0.0
+    tokens, _ = draw_on_device(logits, mixed)
+    assert tokens[[0, 2]].tolist() == logits.argmax(1)[[0, 2]].tolist()
+    assert tokens[[1, 3]].tolist() == alone[[1, 3]].tolist()
+
+
+def test_broken_logits_are_told_and_never_drawn() -> None:
+    logits = torch.randn((4, 300), generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = float("nan")
+    logits[1, 9] = float("inf")
+    logits[2] = float("-inf")
+    batch = parameters_of(batch_of(4, (0, 1.0, 0.0), seed=1))
+    batch.temperature[0] = 0.0
+    tokens, broken = draw_on_device(logits, batch)
+    assert broken.tolist() == [1, 1, 0, 0]
+    assert tokens[0] == logits[0].nan_to_num(nan=float("-inf")).argmax()
+    assert tokens[1:3].tolist() == [9, 0]
+
+
+REQUESTS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.5, seed=-3),
+    SamplingParams(temperature=1.0, seed=1 << 70, top_k=1),
+    SamplingParams(temperature=1.0, seed=4, top_k=20, top_p=0.8),
+    SamplingParams(temperature=1.5, seed=5, min_p=7.0),
+    SamplingParams(temperature=1.0, seed=6, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25),
+    SamplingParams(temperature=0.0, logit_bias=((17, 50.0),)),
+]
+
+
+def test_the_device_sampler_draws_what_the_other_one_does() -> None:
+    cpu = torch.device("cpu")
+    logits = torch.randn((len(REQUESTS), 200), generator=torch.Generator().manual_seed(1)) * 2
+    draws = [Draw(sampling, [3, 5, 5, 9], 2, forbidden=(11,)) for sampling in REQUESTS]
+    positions = [4 + i for i in range(len(REQUESTS))]
+    expected = Sampler(200, cpu).sample(logits.clone(), draws, positions)
+    drawn = DeviceSampler(200, cpu).launch(logits.clone(), draws, positions)
+    assert drawn.wait() == ([token.token_id for token in expected], 0)
+    assert drawn.tokens.tolist() == [token.token_id for token in expected]
