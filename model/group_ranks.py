@@ -6,6 +6,7 @@ sum with computing: in a decoder without parallel branches the next operation ne
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,14 @@ class Rendezvous:
         self._store = TCPStore(host, self.address.port, None, True, limit, False, master_listen_fd=listener.detach())
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank of an engine this process is to be, and where it finds the others."""
+
+    rank: int
+    rendezvous: Address
+
+
 class GroupRanks:
     """Implements TensorParallel for one rank of several."""
 
@@ -43,6 +52,8 @@ class GroupRanks:
         self.shard = shard
         limit = timedelta(seconds=GROUP_TIMEOUT_S)
         store = PrefixStore("tp", TCPStore(rendezvous.host, rendezvous.port, None, False, limit, False))
+        self._words = PrefixStore("words", store)
+        self._num_words = 0
         self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
@@ -68,6 +79,17 @@ class GroupRanks:
         parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
         self._group.gather(parts, mine, 0).wait()
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+    def exchange(self, word: str) -> list[str]:
+        """As TensorParallel.exchange, over the rendezvous."""
+        self._num_words += 1
+        self._words.set(f"{self._num_words}/{self.shard.rank}", word)
+        return [self._words.get(f"{self._num_words}/{rank}").decode() for rank in range(self.shard.size)]
+
+    def leave(self) -> None:
+        """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
+        if isinstance(self._group, dist.ProcessGroupNCCL):
+            self._group.abort()
 
 
 class DrawnElsewhere:

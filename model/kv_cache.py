@@ -162,6 +162,7 @@ def _too_little(layout: KVLayout, num_blocks: int, error: Exception) -> ConfigEr
     return ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})")
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes in all layers together."""
-    return 2 * config.num_layers * config.kv_size * block_size * dtype.itemsize
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Bytes that one block takes on a rank, in all layers together."""
+    heads = max(1, config.num_kv_heads // tp_size)
+    return 2 * config.num_layers * heads * config.head_dim * block_size * dtype.itemsize

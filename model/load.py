@@ -14,6 +14,7 @@ from model.cpu_backend import CpuBackend
 from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
+from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
 from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from model.memory import available_bytes
 from model.memory_plan import (
@@ -26,10 +27,10 @@ from model.memory_plan import (
 )
 from model.peak_step import measure_gpu
 from model.quantization import Quantization
-from model.runner import ModelRunner
+from model.runner import ModelRunner, TokenSampler
 from model.sampler import Sampler
 from model.step import Draw, SequenceStep
-from model.tensor_parallel import SingleRank
+from model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
 from model.weights import Checkpoint
 from protocol.errors import ConfigError
 from protocol.requests import SamplingParams
@@ -41,13 +42,14 @@ _log = logging.getLogger(__name__)
 class EngineConfig:
     """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both.
 
-    Neither of them, on CUDA: the cache gets what is left of `gpu_memory_share`.
+    Neither of them, on CUDA: the cache gets what is left of `gpu_memory_share`. Memory and threads are each rank's.
     """
 
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Quantization = "none"  # of the projections' weights
+    tensor_parallel: int = 1  # ranks that share the model
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
@@ -62,51 +64,65 @@ class LoadedEngine:
     """An engine ready to step, and what its worker must know of it."""
 
     engine: ThreadEngine
+    parallel: TensorParallel
     kv_cache: KVCache
     model_config: ModelConfig
     num_blocks: int
     max_context: int  # tokens of prompt and output together
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Load, check and warm up; blocks the caller. Raises ConfigError with one line that a user can act on."""
+def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedEngine:
+    """Load, check and warm up; blocks the caller. Raises ConfigError with one line that a user can act on.
+
+    `place` is for an engine of several ranks, and for them alone; all have to load at the same time.
+    """
+    if (place is None) != (config.tensor_parallel == 1):
+        raise ValueError(f"{place} is no place among {config.tensor_parallel} ranks")
     model_config = load_model_config(config.model_dir)
+    check_size(model_config, config.tensor_parallel)
+    shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
     checkpoint = Checkpoint(config.model_dir, model_config)
     device = _device(config)
     dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
     num_blocks = resolve_num_blocks(config, model_config, dtype)
     max_context = resolve_max_context(config, model_config, num_blocks)
     _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
-    digest = checkpoint.digest()
-    caches: list[KVCache] = []
+    made: list[tuple[TensorParallel, KVCache]] = []
 
     def build() -> ModelRunner:
+        parallel = SingleRank() if place is None else GroupRanks(shard, place.rendezvous, device)
         backend = _backend(device)
         weights = load_decoder_weights(
-            checkpoint, model_config, dtype, device, max_context, backend, config.quantization
+            checkpoint, model_config, dtype, device, max_context, backend, config.quantization, shard
         )
-        decoder = Decoder(model_config, weights, backend, SingleRank())
+        decoder = Decoder(model_config, weights, backend, parallel)
+        sampler = Sampler(model_config.vocab_size, device) if shard.rank == 0 else DrawnElsewhere()
+        blocks = num_blocks or _blocks_left_on_gpu(config, model_config, decoder, sampler, device, dtype, max_context)
+        # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
+        digest = parallel.exchange(checkpoint.digest() if shard.rank == 0 else "")[0]
         kv_cache = make_kv_cache(
             model_config,
-            num_blocks=num_blocks or _blocks_left_on_gpu(config, model_config, decoder, device, dtype, max_context),
+            num_blocks=min(map(int, parallel.exchange(str(blocks)))),
             block_size=config.block_size,
             dtype=dtype,
             device=device,
             model_digest=digest,
+            tp_size=shard.size,
+            rank=shard.rank,
         )
-        caches.append(kv_cache)
+        made.append((parallel, kv_cache))
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
-        captured = _captured_steps(backend, decoder, kv_cache, room)
-        runner = ModelRunner(decoder, Sampler(model_config.vocab_size, device), kv_cache, room, captured)
+        captured = _captured_steps(backend, decoder, kv_cache, room) if shard.size == 1 else None
+        runner = ModelRunner(decoder, sampler, kv_cache, room, captured)
         _warm_up(runner, config.block_size, room)
         return runner
 
     engine = ThreadEngine(build, threads=config.threads)
-    (kv_cache,) = caches
+    ((parallel, kv_cache),) = made
     max_context = resolve_max_context(config, model_config, kv_cache.num_blocks)
-    one = kv_block_bytes(model_config, config.block_size, dtype)
+    one = kv_block_bytes(model_config, config.block_size, dtype, shard.size)
     _log.info("%s", describe_cache(kv_cache.num_blocks, config.block_size, one, max_context))
-    return LoadedEngine(engine, kv_cache, model_config, kv_cache.num_blocks, max_context)
+    return LoadedEngine(engine, parallel, kv_cache, model_config, kv_cache.num_blocks, max_context)
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -190,7 +206,7 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
 
 def _blocks_in(size: int, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
-    one = kv_block_bytes(model, config.block_size, dtype)
+    one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
     if size < one:
         raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
     return size // one
@@ -200,12 +216,14 @@ def _blocks_left_on_gpu(
     config: EngineConfig,
     model: ModelConfig,
     decoder: Decoder,
+    sampler: TokenSampler,
     device: torch.device,
     dtype: torch.dtype,
     max_context: int,
 ) -> int:
     memory = measure_gpu(
         decoder,
+        sampler,
         model,
         config.bounds,
         block_size=config.block_size,
@@ -228,8 +246,8 @@ def _check_memory(
     step = step_bytes_on_cpu(model, config.bounds, dtype) if device.type == "cpu" else 0  # a GPU's is measured later
     check_memory(
         device.type,
-        weights=checkpoint.num_parameters * dtype.itemsize,
-        cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype),
+        weights=checkpoint.num_parameters * dtype.itemsize // config.tensor_parallel,
+        cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel),
         step=step,
         free=available_bytes(device),
     )

@@ -6,14 +6,14 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.kv_cache import make_kv_cache
 from model.memory_plan import GpuMemory, StepBounds
-from model.runner import ModelRunner
-from model.sampler import Sampler
+from model.runner import ModelRunner, TokenSampler
 from model.step import Draw, SequenceStep
 from protocol.requests import SamplingParams
 
 
 def measure_gpu(
     decoder: Decoder,
+    sampler: TokenSampler,
     config: ModelConfig,
     bounds: StepBounds,
     *,
@@ -25,7 +25,7 @@ def measure_gpu(
 ) -> GpuMemory:
     """Run the largest step with draws over a cache of one block, in which all tokens lie on each other."""
     cache = make_kv_cache(config, num_blocks=1, block_size=block_size, dtype=dtype, device=device, model_digest="")
-    runner = ModelRunner(decoder, Sampler(config.vocab_size, device), cache, max_context)
+    runner = ModelRunner(decoder, sampler, cache, max_context)
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(largest_batch(bounds, block_size, max_context))

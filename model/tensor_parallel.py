@@ -55,6 +55,12 @@ class TensorParallel(Protocol):
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
 
+    def exchange(self, word: str) -> list[str]:
+        """Every rank's word, in their order: for what they have to agree on before they step."""
+
+    def leave(self) -> None:
+        """End the group, though others may wait in it. No step runs after this."""
+
 
 class SingleRank:
     """Implements TensorParallel for an engine of one rank."""
@@ -66,6 +72,12 @@ class SingleRank:
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits
+
+    def exchange(self, word: str) -> list[str]:
+        return [word]
+
+    def leave(self) -> None:
+        """There is no group."""
 
 
 def check_size(config: ModelConfig, size: int) -> None:
