@@ -19,6 +19,7 @@ ALLOWED = {
     "decode_worker": {"protocol", "model", "kvtransfer"},
     "router": {"protocol"},
     "cluster": {"protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router"},
+    "loadtests": set[str](),
 }
 WITHOUT_TORCH = ("protocol", "router", "prefill_worker", "decode_worker")
 TORCH_FREE_MODEL_MODULES = (

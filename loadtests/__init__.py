@@ -1,0 +1,1 @@
+"""HTTP only: load and comparisons against any OpenAI endpoint. Imports none of the other packages."""

@@ -1,0 +1,104 @@
+"""The whole comparison, unattended: write the model, start the servers one after the other, compare, end them.
+
+    .venv/bin/python -m loadtests.peers.run_comparison small
+    .venv/bin/python -m loadtests.peers.run_comparison 1b
+    .venv/bin/python -m loadtests.peers.run_comparison small --servers ours-disaggregated ours vllm
+
+The first server is compared with the others. All stay up while they take turns; each has both cores, bf16 weights and
+cache, and a cache that holds the largest row. loadtests/peers/README.md tells how the peers are installed. The last
+line is one JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loadtests.compare_servers import Plan, compare, has_errors, table
+from loadtests.http_workload import Target
+from loadtests.peers.commands import COMMANDS, MODEL_NAME, Folders
+from loadtests.server_process import Command, ServerProcess
+
+PLANS = {
+    "small": Plan(
+        MODEL_NAME, vocab_size=31_990, output_tokens=128, rounds=5, time_limit_s=480.0, request_limit_s=120.0
+    ),
+    "1b": Plan(MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=900.0, request_limit_s=240.0),
+}
+"""Time limits are those of the comparison itself; the servers' start comes on top."""
+
+START_LIMIT_S = 240.0
+PORT = 8100  # of the first server; the others follow
+GIB = 2**30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=PLANS, help="of the model")
+    parser.add_argument("--servers", nargs="+", choices=COMMANDS, default=["ours", "vllm", "openvino"])
+    parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="where peers, models and logs are")
+    parser.add_argument("--rounds", type=int, help="turns of each server a row")
+    parser.add_argument("--time-limit-s", type=float, help="of the comparison, without the servers' start")
+    parser.add_argument("--rows", nargs="+", default=(), help="only these: c1, c8, c32, mixed, prefill-1k")
+    arguments = parser.parse_args()
+    plan = PLANS[arguments.shape]
+    plan = replace(
+        plan,
+        rounds=arguments.rounds or plan.rounds,
+        time_limit_s=arguments.time_limit_s or plan.time_limit_s,
+        only_rows=tuple(arguments.rows),
+    )
+    folders = Folders(arguments.peers.resolve(), arguments.shape)
+    write_models(folders, arguments.servers)
+    commands = [COMMANDS[name](folders, PORT + index) for index, name in enumerate(arguments.servers)]
+    report = run(commands, plan, folders)
+    print(table(report))
+    print(json.dumps(report))
+    return 1 if has_errors(report) else 0
+
+
+def write_models(folders: Folders, servers: Sequence[str]) -> None:
+    """The model in both formats, where it is not there yet."""
+    if not (folders.model / "model.safetensors").exists():
+        _say(f"writing {folders.model}")
+        script = Path(__file__).resolve().parent / "write_model.py"
+        subprocess.run([sys.executable, script, folders.shape, folders.model], check=True)
+    if "openvino" in servers and not (folders.openvino_model / "openvino_model.bin").exists():
+        _say(f"exporting {folders.openvino_model}")
+        command: list[str | Path] = [folders.peers / "openvino/bin/optimum-cli", "export", "openvino"]
+        command += ["--model", folders.model, "--task", "text-generation-with-past", folders.openvino_model]
+        subprocess.run(command, check=True)
+
+
+def run(commands: Sequence[Command], plan: Plan, folders: Folders) -> dict[str, Any]:
+    """Start, compare, end; the report also has each server's time to start and memory. Raises ServerFailed."""
+    began = time.monotonic()
+    folders.logs.mkdir(parents=True, exist_ok=True)
+    servers: list[ServerProcess] = []
+    with contextlib.ExitStack() as running:
+        for command in commands:
+            log = folders.logs / f"{command.name}-{folders.shape}.log"
+            server = running.enter_context(ServerProcess(command, MODEL_NAME, log, START_LIMIT_S))
+            _say(f"{command.name} answers after {server.started_in_s:.1f} s: {server.memory_bytes() / GIB:.2f} GiB")
+            servers.append(server)
+        report = compare([Target(command.name, command.base_url) for command in commands], plan)
+        report["started"] = {
+            server.command.name: {"start_s": server.started_in_s, "memory_gib_after": server.memory_bytes() / GIB}
+            for server in servers
+        }
+    report["wall_s"] = time.monotonic() - began
+    return report
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
