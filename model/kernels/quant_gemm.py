@@ -35,8 +35,8 @@ _CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
         GemmConfig(16, 64, 128, num_warps=4, num_stages=7, seats=2),
         GemmConfig(32, 64, 128, num_warps=4, num_stages=6, seats=2),
         GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
-        GemmConfig(128, 128, 128, num_warps=8, num_stages=4),
-        GemmConfig(256, 128, 128, num_warps=8, num_stages=3),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+        GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.AMPERE, 8): (
         GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
@@ -48,7 +48,7 @@ _CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
         GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
         GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
         GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
-        GemmConfig(128, 128, 128, num_warps=8, num_stages=3),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
     ),
     (Architecture.SMALL, 8): (
         GemmConfig(16, 64, 64, num_warps=4, num_stages=6, seats=2),
@@ -60,7 +60,7 @@ _CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
         GemmConfig(16, 64, 128, num_warps=4, num_stages=5, seats=2),
         GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
         GemmConfig(64, 64, 128, num_warps=4, num_stages=3, seats=2),
-        GemmConfig(128, 128, 128, num_warps=8, num_stages=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
     ),
 }
 _FP32_CONFIGS = (GemmConfig(16, 16, 128, num_warps=4, num_stages=3), GemmConfig(32, 16, 128, num_warps=4, num_stages=2))
@@ -93,6 +93,15 @@ def tile_of(num_rows, num_tokens, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, 
     return tl.swizzle2d(program // row_tiles, program % row_tiles, token_tiles, row_tiles, GROUP)
 
 
+@triton.jit
+def load_x(x_rows, real, columns, num_columns, WHOLE_STEPS: tl.constexpr):
+    """x^T at `columns` [columns, tokens], zeros for tokens that are not real and columns past the end."""
+    if WHOLE_STEPS:
+        return tl.load(x_rows + columns[:, None], mask=real, other=0.0)
+    else:
+        return tl.load(x_rows + columns[:, None], mask=real & (columns < num_columns)[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def int8_gemm_kernel(
     x,
@@ -120,23 +129,21 @@ def int8_gemm_kernel(
     token_tile, tile = tile_of(num_rows, num_tokens, BLOCK_T, BLOCK_N, GROUP)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(tl.cdiv(num_columns, BLOCK_K), SPLITS)
     begin = split * steps * BLOCK_K
     end = tl.minimum(begin + steps * BLOCK_K, num_columns)
     real_rows = tl.minimum(rows, num_rows - 1)
-    packed_at = packed + real_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    x_at = x + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    packed_at = packed + real_rows.to(tl.int64)[:, None] * num_columns
+    x_rows = x + tokens.to(tl.int64)[None, :] * x_stride
     real = (tokens < num_tokens)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(begin, end, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
         if WHOLE_STEPS:
-            bits = tl.load(packed_at + start)
-            x_tile = tl.load(x_at + start, mask=real, other=0.0)
+            bits = tl.load(packed_at + columns[None, :])
         else:
-            inside = columns < num_columns - start
-            bits = tl.load(packed_at + start, mask=inside[None, :], other=0)
-            x_tile = tl.load(x_at + start, mask=real & inside[:, None], other=0.0)
+            bits = tl.load(packed_at + columns[None, :], mask=(columns < num_columns)[None, :], other=0)
+        x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
         acc = tl.dot(widen(bits, 0xFF, _BYTE_ZERO).to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
     acc *= tl.load(scales + real_rows)[:, None]
     store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
@@ -157,59 +164,64 @@ def int4_gemm_kernel(
     x_stride,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HALF: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,
-    SCALE_SUMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
 ):
-    """As int8_gemm_kernel; a step is one block of 2 * HALF columns, whose halves are multiplied one after the other.
+    """As int8_gemm_kernel; a step is BLOCK_K / 2 bytes, half of its columns of each of a block's two scale groups.
 
-    SCALE_SUMS: scales are applied to each group's sums, which is less work than to its weights where tokens are few.
+    With SCALE_SUMS each half is multiplied for itself, and its sums by the row's scale: less work than to scale its
+    weights, where tokens are few. Without, the scaled weights of both halves are multiplied at once.
     """
+    BYTES: tl.constexpr = BLOCK_K // 2
+    STEPS: tl.constexpr = SCALE_GROUP // BYTES  # a block's
     split = tl.program_id(0)
     token_tile, tile = tile_of(num_rows, num_tokens, BLOCK_T, BLOCK_N, GROUP)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, HALF)
-    blocks = tl.cdiv(num_columns, 2 * HALF)
-    steps = tl.cdiv(blocks, SPLITS)
+    lanes = tl.arange(0, BYTES)
+    blocks = tl.cdiv(num_columns, 2 * SCALE_GROUP)
+    steps = tl.cdiv(blocks * STEPS, SPLITS)
     begin = split * steps
-    end = tl.minimum(begin + steps, blocks)
+    end = tl.minimum(begin + steps, blocks * STEPS)
     real_rows = tl.minimum(rows, num_rows - 1)
-    packed_at = packed + real_rows.to(tl.int64)[:, None] * (blocks * HALF) + columns[None, :]
-    scales_at = scales + real_rows
-    x_at = x + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    packed_at = packed + real_rows.to(tl.int64)[:, None] * (blocks * SCALE_GROUP) + lanes[None, :]
+    x_rows = x + tokens.to(tl.int64)[None, :] * x_stride
     real = (tokens < num_tokens)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    following = scales_at + 2 * tl.minimum(begin, blocks - 1) * num_rows
+    following = scales + 2 * tl.minimum(begin // STEPS, blocks - 1) * num_rows + real_rows
     next_low = tl.load(following)
     next_high = tl.load(following + num_rows)
-    for block in range(begin, end):
-        both = tl.load(packed_at + block * HALF)
+    for step in range(begin, end):
+        both = tl.load(packed_at + step * BYTES)
+        low, high = widen(both, 0x0F, _NIBBLE_ZERO), widen(both, 0xF0, 16 * _NIBBLE_ZERO)
+        block = step // STEPS
+        first = 2 * block * SCALE_GROUP + step % STEPS * BYTES
         if SCALE_SUMS:
             # The compiler reads ahead what goes into the matrix instruction. These don't: one step ahead.
             low_scale, high_scale = next_low, next_high
-            following = scales_at + 2 * tl.minimum(block + 1, blocks - 1) * num_rows
+            following = scales + 2 * tl.minimum((step + 1) // STEPS, blocks - 1) * num_rows + real_rows
             next_low = tl.load(following)
             next_high = tl.load(following + num_rows)
+            low_x = load_x(x_rows, real, first + lanes, num_columns, WHOLE_STEPS)
+            acc += tl.dot(low.to(low_x.dtype), low_x, input_precision=PRECISION) * low_scale[:, None]
+            high_x = load_x(x_rows, real, first + SCALE_GROUP + lanes, num_columns, WHOLE_STEPS)
+            acc += tl.dot(high.to(high_x.dtype), high_x, input_precision=PRECISION) * high_scale[:, None]
         else:
-            low_scale = tl.load(scales_at + 2 * block * num_rows)
-            high_scale = tl.load(scales_at + (2 * block + 1) * num_rows)
-        for half in tl.static_range(2):
-            first = (2 * block + half) * HALF
-            if WHOLE_STEPS:
-                x_tile = tl.load(x_at + first, mask=real, other=0.0)
-            else:
-                x_tile = tl.load(x_at + first, mask=real & (columns < num_columns - first)[:, None], other=0.0)
-            w = widen(both, 0xF0, 16 * _NIBBLE_ZERO) if half else widen(both, 0x0F, _NIBBLE_ZERO)
-            scale = (high_scale if half else low_scale)[:, None]
-            if SCALE_SUMS:
-                acc += tl.dot(w.to(x_tile.dtype), x_tile, input_precision=PRECISION) * scale
-            else:
-                acc = tl.dot((w * scale).to(x_tile.dtype), x_tile, acc=acc, input_precision=PRECISION)
+            scales_at = scales + 2 * block * num_rows + real_rows
+            low *= tl.load(scales_at)[:, None]
+            high *= tl.load(scales_at + num_rows)[:, None]
+            both_lanes = tl.arange(0, BLOCK_K)
+            columns = first + both_lanes // BYTES * SCALE_GROUP + both_lanes % BYTES
+            x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
+            # [rows, BYTES, 2] -> [rows, BLOCK_K], one half after the other: no more than other names for registers.
+            w = tl.join(low.to(x_tile.dtype), high.to(x_tile.dtype)).permute(0, 2, 1).reshape(BLOCK_N, BLOCK_K)
+            acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
     store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
 
 
@@ -243,14 +255,14 @@ def quant_gemm(
     grid = (config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))
     arguments = (x, weight.packed, weight.scales, x if bias is None else bias, y, workspace.sums, workspace.arrived,
                  tokens, rows, columns, x.stride(0))  # fmt: skip
-    options = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "SPLITS": config.splits, "GROUP": _GROUP,
-               "HAS_BIAS": bias is not None, "PRECISION": dot_precision(x.dtype),
-               "num_warps": config.num_warps, "num_stages": config.num_stages}  # fmt: skip
+    options = {"BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+               "SPLITS": config.splits, "HAS_BIAS": bias is not None, "PRECISION": dot_precision(x.dtype),
+               "GROUP": _GROUP, "num_warps": config.num_warps, "num_stages": config.num_stages}  # fmt: skip
     if weight.bits == 8:
-        int8_gemm_kernel[grid](*arguments, BLOCK_K=config.block_k, WHOLE_STEPS=columns % config.block_k == 0, **options)
+        int8_gemm_kernel[grid](*arguments, WHOLE_STEPS=columns % config.block_k == 0, **options)
     else:
         int4_gemm_kernel[grid](
-            *arguments, HALF=INT4_GROUP, WHOLE_STEPS=columns % (2 * INT4_GROUP) == 0,
+            *arguments, WHOLE_STEPS=columns % (2 * INT4_GROUP) == 0, SCALE_GROUP=INT4_GROUP,
             SCALE_SUMS=config.block_t <= MOST_TOKENS, **options,
         )  # fmt: skip
     return y

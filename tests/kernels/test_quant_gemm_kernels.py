@@ -48,7 +48,7 @@ def test_groups_that_no_kernel_knows_are_refused() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns"),
-    [(0, 16, 128), (1, 1, 1), (1, 16, 128), (3, 33, 200), (16, 17, 65), (37, 40, 256), (70, 20, 300)],
+    [(0, 16, 128), (1, 1, 1), (1, 16, 128), (3, 33, 200), (16, 17, 65), (20, 40, 256), (35, 17, 300)],
 )
 def test_quant_gemm_equals_its_reference(
     tokens: int, rows: int, columns: int, bits: Literal[8, 4], dtype: torch.dtype
