@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from model import cpu_linear
 from model.backend import BatchLayout, Linear
-from model.kernels import cpu_attention, cpu_elementwise
+from model.cpu_linear import CpuLinear
+from model.kernels import cpu_attention, cpu_elementwise, cpu_gemm_pack
 from model.kernels.cpu_launcher import Launcher
 from model.linear import PlainLinear, embed
 from model.quantization import Quantization
@@ -17,11 +19,18 @@ class CpuBackend:
         self.launcher = Launcher()
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
-        """As Backend.make_linear."""
+        """As Backend.make_linear. CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is
+        faster, but no row can be read from it, as tied embeddings must."""
+        if cpu_linear.is_supported(weight.dtype):
+            return CpuLinear(weight, bias, self.launcher)
         return PlainLinear(weight, bias)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         """As Backend.embed."""
+        if isinstance(table, CpuLinear):
+            return table.embed(token_ids, first, dtype)
+        if isinstance(table, Tensor):
+            return cpu_gemm_pack.look_up(self.launcher, token_ids, table, first, dtype)
         return embed(token_ids, table, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,134 @@
+"""y = x W^T + b on CPUs, over one packed copy of W, for any number of rows: after Goto & van de Geijn 2008.
+
+W is packed into panels of 64 output columns, [panels, steps, 64] lanes of 4 bytes (see cpu_gemm_tile), zero where
+`out` and `in` end before them. A thread takes a panel and a block of rows at a time. It goes through the panel in
+blocks that stay in its L2 cache while all tiles of rows pass over them, so that each weight comes from memory once; the
+tiles ask for the following block meanwhile. Sums between blocks stay in fp32.
+
+Every sum is added up in the order of the inner dimension, whatever the number of rows: a row's result is the same to
+the last bit in every batch.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from model.kernels.cpu_floats import store
+from model.kernels.cpu_gemm_tile import (
+    LINE_BYTES,
+    PANEL_COLUMNS,
+    STEP_BYTES,
+    STEPS_TOGETHER,
+    TILE_ROWS,
+    tile_of_floats,
+    tile_of_pairs,
+)
+from model.kernels.cpu_launch import Kernel, as_floats, as_halves, compiled, take_items
+from model.kernels.cpu_launcher import Launcher
+
+BLOCK_STEPS = 512  # of a panel: 128 KiB, an eighth of an L2 cache
+ROW_BLOCK = 256
+LINES_TOGETHER = 16  # cache lines of B in the steps that a tile unrolls
+
+
+def _make_multiply(tile: Any, x_element_bytes: int) -> Callable[[Any], None]:
+    @compiled
+    def multiply_block(rows, a, a_stride, b, steps, c, add, ahead):
+        """c[rows, 64] (+)= a b, in tiles of about equal height; they ask for the block at `ahead` meanwhile."""
+        tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+        share = (LINES_TOGETHER + tiles - 1) // tiles
+        first, asked = np.int64(0), np.int64(0)
+        for index in range(tiles):
+            height = (rows - first + tiles - index - 1) // (tiles - index)
+            lines = min(share, LINES_TOGETHER - asked)
+            place = ahead + asked * LINE_BYTES * (steps // STEPS_TOGETHER)
+            tile(height, a + first * a_stride, a_stride, b, steps, c + first * STEP_BYTES, add, place, lines)
+            first += height
+            asked += lines
+
+    def multiply(words):
+        """words: x, packed W, bias, out, rows, in, out, steps, block steps, row block, whether out is bf16."""
+        items, grain = words[1], words[2]
+        rows, inner, columns, steps = words[7], words[8], words[9], words[10]
+        block_steps, row_block = words[11], words[12]
+        panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+        bias, shape = carray(as_floats(words[5]), (columns,)), (rows, columns)
+        out_floats, out_halves = carray(as_floats(words[6]), shape), carray(as_halves(words[6]), shape)
+        memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
+        skipped = -memory.ctypes.data % LINE_BYTES // 4
+        sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
+        sums_at = sums.ctypes.data
+        x_stride = inner * x_element_bytes
+        whole_steps = x_stride // 4
+        last_halves = np.zeros((row_block, 2), np.uint16)
+        begin = take_items(words)
+        while begin < items:
+            following = take_items(words)
+            end = min(begin + grain, items)
+            for item in range(begin, end):
+                upcoming = item + 1 if item + 1 < end else min(following, items - 1)
+                panel = words[4] + item % panels * steps * STEP_BYTES
+                next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
+                first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
+                count, width = min(row_block, rows - first_row), min(PANEL_COLUMNS, columns - first_column)
+                x = words[3] + first_row * x_stride
+                for start in range(0, whole_steps, block_steps):
+                    block = min(block_steps, whole_steps - start)
+                    b = panel + start * STEP_BYTES
+                    ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
+                    multiply_block(count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
+                if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
+                    for row in range(count):
+                        end_of_row = as_halves(x + row * x_stride)
+                        last_halves[row, 0] = end_of_row[inner - 1]
+                    b = panel + whole_steps * STEP_BYTES
+                    multiply_block(count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
+                for row in range(count):
+                    if words[13]:
+                        for i in range(first_column, first_column + width):
+                            store(out_halves[first_row + row], i, sums[row, i - first_column] + bias[i])
+                    else:
+                        for i in range(first_column, first_column + width):
+                            store(out_floats[first_row + row], i, sums[row, i - first_column] + bias[i])
+            begin = following
+
+    return multiply
+
+
+_multiply_pairs = _make_multiply(tile_of_pairs, 2)
+_multiply_floats = _make_multiply(tile_of_floats, 4)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Kernel:
+    """Compiled at first use: other CPUs can't compile it."""
+    return Kernel({torch.bfloat16: _multiply_pairs, torch.float32: _multiply_floats}[dtype])
+
+
+def multiply(launcher: Launcher, x: Tensor, packed: Tensor, bias: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """x bf16 or fp32 [T, in], contiguous; packed by cpu_gemm_pack; bias fp32 [out]. Returns `out_dtype` [T, out]."""
+    rows, inner = x.shape
+    panels, steps, _ = packed.shape
+    out = launcher.empty((rows, bias.shape[0]), out_dtype)
+    launcher.run(
+        _kernel(x.dtype),
+        panels * -(-rows // ROW_BLOCK),
+        1,
+        x.data_ptr(),
+        packed.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inner,
+        bias.shape[0],
+        steps,
+        BLOCK_STEPS,
+        min(rows, ROW_BLOCK),
+        int(out_dtype == torch.bfloat16),
+    )
+    return out

@@ -1,0 +1,121 @@
+"""CPU projections against fp64, at sizes that fill no panel, tile or pair, and with numbers that must not leak."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import cpu_linear
+from model.cpu_backend import CpuBackend
+from model.cpu_linear import CpuLinear
+from model.kernels.cpu_launcher import Launcher
+
+pytestmark = pytest.mark.skipif(
+    not cpu_linear.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"
+)
+
+FORMATS = [
+    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
+    pytest.param(torch.bfloat16, torch.float32, id="bf16-to-fp32"),
+    pytest.param(torch.float32, torch.float32, id="fp32"),
+    pytest.param(torch.float32, torch.bfloat16, id="fp32-to-bf16"),
+]
+DTYPES = [torch.bfloat16, torch.float32]
+SIZES = [(64, 64), (1, 1), (65, 3), (200, 1501), (70, 2052), (7, 66)]  # (out, in); blocks are 1024 bf16, 512 fp32
+
+
+class PoisonedLauncher(Launcher):
+    """What a kernel does not write, stays NaN."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def random_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    y = CpuLinear(weight, bias, PoisonedLauncher())(x, out_dtype)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert y.dtype == out_dtype
+    relative = 4e-3 if out_dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y.double(), expected, rtol=relative, atol=2e-6 * weight.shape[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_projections_equal_fp64(
+    dtype: torch.dtype, out_dtype: torch.dtype, out_features: int, in_features: int, threads: int
+) -> None:
+    weight, bias = random_weights(out_features, in_features, dtype)
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 2, 7, 64, 300):
+            check(torch.randn(rows, in_features).to(dtype), weight, bias, out_dtype)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_any_number_of_rows_can_be_projected(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    weight, _ = random_weights(130, 77, dtype)
+    for rows in range(71):
+        check(torch.randn(rows, 77).to(dtype), weight, None, out_dtype)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_a_row_has_the_same_result_in_every_batch(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    weight, bias = random_weights(100, 1501, dtype)
+    linear = CpuLinear(weight, bias, Launcher())
+    x = torch.randn(300, 1501).to(dtype)
+    whole = linear(x, out_dtype)
+    for start, end in [(0, 1), (5, 13), (7, 70), (299, 300)]:
+        assert torch.equal(linear(x[start:end], out_dtype), whole[start:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    weight, bias = random_weights(70, 33, dtype)
+    linear = CpuLinear(weight, bias, Launcher())
+    x = torch.randn(9, 33).to(dtype)
+    expected = linear(x)
+    x[4] = torch.nan
+    x[5] = torch.inf
+    y = linear(x)
+    assert y[4].isnan().all()
+    assert not y[5].isfinite().any()
+    others = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(y[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(("count", "hidden"), [(130, 34), (5, 7), (64, 1)])
+def test_embeddings_are_rows_of_a_slice_of_the_vocabulary(
+    dtype: torch.dtype, out_dtype: torch.dtype, count: int, hidden: int, is_packed: bool
+) -> None:
+    weight, _ = random_weights(count, hidden, dtype)
+    backend = CpuBackend()
+    backend.launcher = PoisonedLauncher()
+    table = CpuLinear(weight, None, backend.launcher) if is_packed else weight
+    token_ids = torch.tensor([100, 99 + count, 102, 0, 99, 100 + count, 102])
+    expected = torch.zeros(7, hidden, dtype=out_dtype)
+    expected[[0, 1, 2, 6]] = weight[[0, count - 1, 2, 2]].to(out_dtype)
+    assert torch.equal(backend.embed(token_ids, table, 100, out_dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_projection_are_its_weights(dtype: torch.dtype) -> None:
+    weight, _ = random_weights(90, 51, dtype)
+    indices = torch.tensor([89, 0, 64, 63])
+    assert torch.equal(CpuLinear(weight, None, Launcher()).rows(indices, torch.float32), weight[indices].float())
+
+
+def test_other_formats_are_left_to_torch() -> None:
+    weight, bias = random_weights(90, 51, torch.float16)
+    linear = CpuBackend().make_linear(weight, bias, "none")
+    x = torch.randn(3, 51).half()
+    torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias))
