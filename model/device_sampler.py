@@ -3,6 +3,7 @@
 So the next step can be launched before this one's tokens are known. Same draws as model/sampler.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class DeviceSampler:
         reals = columns[8 * count : 32 * count].view(np.float64).reshape(3, count)
         reals[0] = [0.0 if one.top_k == 1 else one.temperature for one in sampling]
         reals[1] = [one.top_p for one in sampling]
-        reals[2] = [min(one.min_p, 1.0) for one in sampling]
+        reals[2] = [math.log(min(one.min_p, 1.0)) if one.min_p > 0 else -math.inf for one in sampling]
         columns[32 * count :].view(np.int32)[:] = [min(one.top_k, 2**31 - 1) for one in sampling]
         placed = staged.to(self._device, non_blocking=True)
         on_device = placed[8 * count : 32 * count].view(torch.float64).view(3, count)
@@ -85,6 +86,6 @@ class DeviceSampler:
             temperature=on_device[0],
             top_k=placed[32 * count :].view(torch.int32),
             top_p=on_device[1],
-            min_p=on_device[2],
+            log_min_p=on_device[2],
             keys=placed[: 8 * count].view(torch.int64),
         )

@@ -38,7 +38,7 @@ class DrawParameters:
     temperature: Tensor  # fp64 [N]
     top_k: Tensor  # int32 [N]: 0 is off
     top_p: Tensor  # fp64 [N]: 1 and more is off
-    min_p: Tensor  # fp64 [N]: 0 is off
+    log_min_p: Tensor  # fp64 [N]: ln(min_p), -inf is off
     keys: Tensor  # int64 [N]: the bits of `row_keys`
 
 
@@ -148,8 +148,7 @@ def _find_cut(
     one = tl.full([], 1.0, tl.float64)
     if MASSES:
         one = tl.maximum(_masses(value, highest, temperature).to(tl.float64), 1.0)
-    equals = tl.maximum(tl.ceil((target - above) / one), 1.0).to(tl.int64)
-    # Of equal logits those with the lower ids: the id of the last one.
+    # Of equal logits those with the lower ids: the id of the one that reaches the target.
     seen = tl.full([], 0, tl.int64)
     last = tl.full([], 0, tl.int64) + vocab_size
     for start in range(0, vocab_size, TILE):
@@ -157,7 +156,8 @@ def _find_cut(
         values = _load(row_logits, ids, vocab_size)
         equal = (_is_kept(values, ids, vocab_size, floor, cut, last_equal) & (values == value)).to(tl.int64)
         order = tl.cumsum(equal, axis=0) + seen
-        found = tl.where((equal == 1) & (order == equals), ids, vocab_size).to(tl.int64)
+        reaches = (equal == 1) & (above + order.to(tl.float64) * one >= target)
+        found = tl.where(reaches, ids, vocab_size).to(tl.int64)
         last = tl.minimum(last, tl.min(found, axis=0))
         seen += tl.sum(equal, axis=0)
     return value, last
@@ -165,7 +165,7 @@ def _find_cut(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def cut_kernel(
-    logits, row_stride, vocab_size, best_values, num_parts, temperatures, top_ks, top_ps, min_ps,
+    logits, row_stride, vocab_size, best_values, num_parts, temperatures, top_ks, top_ps, log_min_ps,
     floors, cuts, last_equals, PARTS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Writes fp64 floors, fp32 cuts and int64 last_equals [N]: the terms of `_is_kept`."""
@@ -173,13 +173,12 @@ def cut_kernel(
     row_logits = logits + row * row_stride
     highest = _highest(best_values, row, num_parts, PARTS)
     temperature = tl.load(temperatures + row)
-    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     floor = tl.full([], float("-inf"), tl.float64)
     cut = tl.full([], float("-inf"), tl.float32)
     last_equal = tl.full([], 0, tl.int64) + vocab_size
     if (temperature > 0) & (highest > float("-inf")):
-        if min_p > 0:
-            floor = highest.to(tl.float64) + temperature * tl.log(min_p)
+        floor = highest.to(tl.float64) + temperature * tl.load(log_min_ps + row)
         if (top_k > 0) & (top_k < vocab_size):
             kept = _weight_from(
                 row_logits, vocab_size, highest, temperature, floor, cut, last_equal, -(1 << 31), False, TILE
@@ -284,19 +283,19 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters) -> tuple[Tensor, 
     scores, score_ids = new(torch.float64, rows, parts), new(torch.int64, rows, parts)
     floors, cuts, last_equals = new(torch.float64, rows), new(torch.float32, rows), new(torch.int64, rows)
     tokens, row_broken = new(torch.int64, rows), new(torch.int32, rows)
-    common = {"PARTS": power_of_two(parts), "num_warps": 8}
+    parts_extent = power_of_two(parts)
     row_logits = (logits, logits.stride(0), vocab_size)
     extremes_kernel[(rows, parts)](*row_logits, values, ids, broken, PART=PART, TILE=TILE, num_warps=8)
     cut_kernel[(rows,)](
-        *row_logits, values, parts, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p,
-        floors, cuts, last_equals, TILE=TILE, **common,
+        *row_logits, values, parts, parameters.temperature, parameters.top_k, parameters.top_p, parameters.log_min_p,
+        floors, cuts, last_equals, TILE=TILE, PARTS=parts_extent, num_warps=8,
     )  # fmt: skip
     race_kernel[(rows, parts)](
         *row_logits, values, parts, parameters.temperature, parameters.keys, floors, cuts, last_equals,
-        scores, score_ids, PART=PART, TILE=TILE, **common,
+        scores, score_ids, PARTS=parts_extent, PART=PART, TILE=TILE, num_warps=8,
     )  # fmt: skip
     settle_kernel[(rows,)](
         values, ids, scores, score_ids, parameters.temperature, broken, parts, tokens, row_broken,
-        PARTS=common["PARTS"], num_warps=1,
+        PARTS=parts_extent, num_warps=1,
     )  # fmt: skip
     return tokens, row_broken

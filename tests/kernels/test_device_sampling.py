@@ -24,7 +24,7 @@ def parameters_of(batch: DrawBatch) -> DrawParameters:
         temperature=torch.tensor(batch.temperature, dtype=torch.float64),
         top_k=torch.tensor(batch.top_k, dtype=torch.int32),
         top_p=torch.tensor(batch.top_p, dtype=torch.float64),
-        min_p=torch.tensor(batch.min_p, dtype=torch.float64),
+        log_min_p=torch.tensor(batch.min_p, dtype=torch.float64).log(),
         keys=torch.from_numpy(batch.keys.view(np.int64)),
     )
 
