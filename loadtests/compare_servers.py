@@ -29,7 +29,6 @@ from loadtests.figures import (
 )
 from loadtests.http_workload import Row, Target, prompts, rows, send_row
 
-SETTLE_S = 0.3  # between turns: a server's threads may spin a while after their last step
 WARM_UP_ROUND = -1
 
 Turns = dict[str, dict[str, list[Turn]]]
@@ -47,6 +46,7 @@ class Plan:
     time_limit_s: float  # a row that would not end in time is left out of its round
     request_limit_s: float  # a slower answer is an error
     only_rows: tuple[str, ...] = ()  # empty: all
+    settle_s: float = 0.3  # between turns: a server's threads may spin a while after their last step
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def target(text: str) -> Target:
 
 def compare(targets: Sequence[Target], plan: Plan) -> dict[str, Any]:
     """Measure; the first of `targets` is the subject."""
-    return report_of(asyncio.run(_measure(targets, plan)), [each.name for each in targets])
+    return report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
 
 
 def has_errors(report: Mapping[str, Any]) -> bool:
@@ -93,7 +93,7 @@ def has_errors(report: Mapping[str, Any]) -> bool:
     return any(figures["errors"] for row in report["rows"].values() for figures in row["servers"].values())
 
 
-async def _measure(targets: Sequence[Target], plan: Plan) -> Turns:
+async def measure(targets: Sequence[Target], plan: Plan) -> Turns:
     """All rounds, as far as the time limit goes."""
     chosen = [row for row in rows(plan.output_tokens) if not plan.only_rows or row.name in plan.only_rows]
 
@@ -102,7 +102,7 @@ async def _measure(targets: Sequence[Target], plan: Plan) -> Turns:
         figures, faults = await send_row(server, plan.model, row, drawn, plan.request_limit_s)
         for fault in faults:
             print(f"{server.name} {row.name}: {fault}", file=sys.stderr)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(plan.settle_s)
         return figures
 
     for row in rows(output_tokens=4):  # whatever is compiled or allocated at its first use

@@ -87,10 +87,12 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for left in processes:  # in groups of their own
-            if _started(left.pid) == left.started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(left.pid, signal.SIGKILL)
+        for left in filter(_alive, processes):  # in groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left.pid, signal.SIGKILL)
+        killed_by = time.monotonic() + END_S
+        while any(map(_alive, processes)) and time.monotonic() < killed_by:
+            time.sleep(POLL_S / 10)
 
     def _await_answer(self, process: "subprocess.Popen[bytes]", deadline: float) -> None:
         """Poll with a request of one token: a port that listens does not yet mean a server that computes."""
@@ -138,6 +140,11 @@ def _stat(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return []
+
+
+def _alive(process: _Process) -> bool:
+    fields = _stat(process.pid)
+    return bool(fields) and fields[0] != "Z" and fields[19] == process.started
 
 
 def _started(pid: int) -> str | None:
