@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.jobs import DecodeJob
-from kvtransfer.receiver import IncomingTransfer
+from kvtransfer.sides import Incoming
 from protocol.errors import TwostrokeError
 from protocol.requests import DecodeReply, FinishReason, GenerateRequest
 from protocol.tickets import Ticket
@@ -21,7 +21,7 @@ class Call:
     ready_at: float  # when it could first have been stepped: its arrival, or when its KV was there
     stepped_at: float | None = None
     transfer_s: float = 0.0
-    incoming: IncomingTransfer | None = None
+    incoming: Incoming | None = None
 
     @property
     def request(self) -> GenerateRequest:

@@ -15,8 +15,7 @@ from decode_worker.scheduler import DecodeScheduler
 from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
-from kvtransfer.receiver import IncomingTransfer, KVReceiver
-from kvtransfer.sender import KVSender
+from kvtransfer.sides import Incoming, ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
@@ -50,8 +49,8 @@ class DecodeWorker:
         store: KVStore,
         pool: BlockPool,
         network: Network,
-        receiver: KVReceiver | None,
-        sender: KVSender | None,
+        receiver: ReceivingSide | None,
+        sender: SendingSide | None,
         clock: Clock,
         max_context: int,
     ):
@@ -110,7 +109,7 @@ class DecodeWorker:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
         transfer_addresses: tuple[Address, ...] = ()
         if self._receiver is not None:
-            transfer_addresses = (await self._receiver.start(host),)
+            transfer_addresses = await self._receiver.start(host)
         token_address = await self._token_server.start(host)
         self._life.start()
         return WorkerInfo(
@@ -244,7 +243,7 @@ class DecodeWorker:
         self._begin_transfers(self._scheduler.reserve_offered())  # the KV may come while a step is under way
         self._life.wake()
 
-    async def _receive(self, call: Call, incoming: IncomingTransfer) -> None:
+    async def _receive(self, call: Call, incoming: Incoming) -> None:
         """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
         job = call.job
         started_at = self._clock()

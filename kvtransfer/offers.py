@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.receiver import KVReceiver
+from kvtransfer.sides import ReceivingSide
 from protocol.tickets import Ticket
 
 
 class AwaitedOffers:
     """Tells when a ticket's offer has come, or has not come in `wait_s`. Takes the receiver's `on_offer` for itself."""
 
-    def __init__(self, receiver: KVReceiver, wait_s: float):
+    def __init__(self, receiver: ReceivingSide, wait_s: float):
         self._receiver = receiver
         self._wait_s = wait_s
         self._awaited: dict[bytes, tuple[Ticket, Callable[[], None], asyncio.TimerHandle]] = {}  # by transfer id

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtransfer.sender import KVSender, OutgoingTransfer
+from kvtransfer.sides import Outgoing, SendingSide
 from model.block_pool import BlockPool
 from protocol.block_hashes import BlockHash, next_hash, root_hash
 from protocol.errors import TransferFailed
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 class PrefixExports:
     """The prefixes that one worker is sending out of `pool`. `ended` is called after each."""
 
-    def __init__(self, *, sender: KVSender, pool: BlockPool, ended: Callable[[], None]):
+    def __init__(self, *, sender: SendingSide, pool: BlockPool, ended: Callable[[], None]):
         self._sender = sender
         self._pool = pool
         self._ended = ended
@@ -60,7 +60,7 @@ class PrefixExports:
         """Return once no export is under way: soon after the sender is closed."""
         await asyncio.gather(*self._sending)
 
-    async def _see_off(self, transfer: OutgoingTransfer, block_ids: Sequence[int]) -> None:
+    async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int]) -> None:
         try:
             await transfer.done()
         except TransferFailed as error:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
+from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from protocol.clock import Clock
@@ -36,8 +35,8 @@ class LinkProbe:
         self,
         *,
         pool: BlockPool,
-        sender: KVSender | None,
-        receiver: KVReceiver | None,
+        sender: SendingSide | None,
+        receiver: ReceivingSide | None,
         store: KVStore,
         clock: Clock,
         on_released: Callable[[], None] = _ignore,
@@ -89,7 +88,7 @@ class LinkProbe:
         self._tasks.discard(task)
         self._on_released()
 
-    async def _send(self, sender: KVSender, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+    async def _send(self, sender: SendingSide, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         seconds: list[float] = []
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
@@ -107,7 +106,7 @@ class LinkProbe:
         transport, why, missing = _links(sender, tickets[0].target)
         return ProbeTimes(tuple(seconds), transport, why, missing)
 
-    async def _receive(self, receiver: KVReceiver, tickets: Sequence[Ticket], num_tokens: int) -> None:
+    async def _receive(self, receiver: ReceivingSide, tickets: Sequence[Ticket], num_tokens: int) -> None:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
                 incoming = receiver.expect(ticket, block_ids, num_tokens, 0)
@@ -131,7 +130,7 @@ class LinkProbe:
             self._pool.release(block_ids)
 
 
-def _links(sender: KVSender, target: Peer) -> tuple[str, str, tuple[str, ...]]:
+def _links(sender: SendingSide, target: Peer) -> tuple[str, str, tuple[str, ...]]:
     """(transport, why, missing) of the links to `target`; what several ranks have in common is said once."""
     reports = [report for report in sender.links() if report.target == target]
     return (

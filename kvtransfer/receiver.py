@@ -82,11 +82,11 @@ class KVReceiver:
         offers = self._offers.get(transfer_id)
         return next(iter(offers.values())).offer.num_tokens if offers else None
 
-    async def start(self, host: str) -> Address:
+    async def start(self, host: str) -> tuple[Address]:
         """Listen for sources on a free port of `host`. Raises ConnectionLost where that can't be had."""
         self._host = host
         self._listener = await self._network.listen(host, self._serve)
-        return self._listener.address
+        return (self._listener.address,)
 
     async def close(self) -> None:
         """End every connection and transfer, and wait until nothing can write into a block any more."""

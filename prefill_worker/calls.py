@@ -3,8 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
-from kvtransfer.receiver import IncomingTransfer
-from kvtransfer.sender import OutgoingTransfer
+from kvtransfer.sides import Incoming, Outgoing
 from prefill_worker.jobs import PrefillJob
 from protocol.errors import TwostrokeError
 from protocol.requests import PrefillReply, SampledToken, TokenEvent, finish_reason
@@ -21,8 +20,8 @@ class Call:
     reply: "asyncio.Future[PrefillReply]"
     started_at: float = 0.0
     pull: Ticket | None = None  # of an offer that is expected, and neither taken nor refused
-    outgoing: OutgoingTransfer | None = None
-    incoming: IncomingTransfer | None = None
+    outgoing: Outgoing | None = None
+    incoming: Incoming | None = None
     is_aborted: bool = False  # its transfers have been given up here, on purpose
     sending: "asyncio.Task[None] | None" = None  # ends with the outgoing transfer, by releasing the job's blocks
     pulling: "asyncio.Task[None] | None" = None  # ends with the incoming one, by letting the job go on

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.offers import AwaitedOffers
-from kvtransfer.receiver import IncomingTransfer, KVReceiver
+from kvtransfer.sides import Incoming, ReceivingSide
 from prefill_worker.calls import Call
 from prefill_worker.jobs import Admission
 from prefill_worker.scheduler import PrefillScheduler
@@ -32,7 +32,13 @@ class Pulls:
     """One worker's pulls. An offer is waited for `wait_s`. Takes the receiver's `on_offer` for itself."""
 
     def __init__(
-        self, *, receiver: KVReceiver, scheduler: PrefillScheduler, block_size: int, wait_s: float, told: PullCallbacks
+        self,
+        *,
+        receiver: ReceivingSide,
+        scheduler: PrefillScheduler,
+        block_size: int,
+        wait_s: float,
+        told: PullCallbacks,
     ):
         self._receiver = receiver
         self._scheduler = scheduler
@@ -80,7 +86,7 @@ class Pulls:
         self._scheduler.not_offered(call.job)
         self._told.ended(call)
 
-    async def _see_in(self, call: Call, incoming: IncomingTransfer) -> None:
+    async def _see_in(self, call: Call, incoming: Incoming) -> None:
         """Until the transfer ends the blocks stay the job's, whatever becomes of the job."""
         try:
             await incoming.verified()

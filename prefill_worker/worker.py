@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender, OutgoingTransfer
+from kvtransfer.sides import Outgoing, ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
@@ -49,8 +48,8 @@ class PrefillWorker:
         store: KVStore,
         pool: BlockPool,
         network: Network,
-        sender: KVSender | None,
-        receiver: KVReceiver | None,
+        sender: SendingSide | None,
+        receiver: ReceivingSide | None,
         clock: Clock,
         max_context: int,
     ):
@@ -117,7 +116,7 @@ class PrefillWorker:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
         transfer_addresses: tuple[Address, ...] = ()
         if self._receiver is not None:
-            transfer_addresses = (await self._receiver.start(host),)
+            transfer_addresses = await self._receiver.start(host)
         token_address = await self._token_server.start(host)
         self._life.start()
         return WorkerInfo(
@@ -260,7 +259,7 @@ class PrefillWorker:
         self._forget_if_over(call)
         self._life.wake()
 
-    async def _see_off(self, call: Call, transfer: OutgoingTransfer) -> None:
+    async def _see_off(self, call: Call, transfer: Outgoing) -> None:
         """Keep the job's blocks until nothing reads them any more.
 
         The router is told of a failure: the decode worker may not know even that there was something to wait for.

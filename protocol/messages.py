@@ -1,9 +1,9 @@
 """Every message on our own sockets, and their one encoding: typed msgpack arrays that begin with the type's tag.
 
-Two kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
+Three kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
 joins a rank of a worker that sends KV (the source) to one of a worker that receives it (the target); the KV bytes
-themselves go over data links beside it.
-Both begin with Hello from the connecting side and Welcome (or Refuse) from the listening side.
+themselves go over data links beside it. These two begin with Hello from the connecting side and Welcome (or Refuse)
+from the listening side. The third joins the ranks of one worker: `rank_messages.py`.
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
 """
@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from protocol.kv_layout import Encoding, KVLayout
+from protocol.rank_messages import RankMessage
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Peer, Ticket
@@ -228,6 +229,7 @@ Message = (
     | LinkReady
     | Verified
     | Abort
+    | RankMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()

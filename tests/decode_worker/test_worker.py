@@ -323,7 +323,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
     """Ask the worker for the prefix: how many tokens it offers, and whether they arrive whole (and are right)."""
     target = Peer("prefill-7", 77)
     parts = make_parts(target, rig.fabric, rig.links)
-    address = await parts.receiver.start("host")
+    (address,) = await parts.receiver.start("host")
     ticket = mint_ticket(SECRET, "r", DECODE, target, (address,))
     assert rig.router is not None
     rig.router.send(SendPrefix(ticket, request.token_ids, request.cache_salt))

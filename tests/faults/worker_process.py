@@ -91,7 +91,7 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Serve commands until the parent is gone."""
-        address = await self._receiver.start("127.0.0.1")
+        (address,) = await self._receiver.start("127.0.0.1")
         self.report(event="ready", host=address.host, port=address.port)
         commands: dict[str, Callable[..., Awaitable[Report]]] = {
             name: getattr(self, name)

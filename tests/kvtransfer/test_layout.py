@@ -226,7 +226,7 @@ class Fleet:
         ]
 
     async def __aenter__(self) -> "Fleet":
-        addresses = [await receiver.start("127.0.0.1") for receiver in self.receivers]
+        addresses = [address for receiver in self.receivers for address in await receiver.start("127.0.0.1")]
         self.ticket = mint_ticket(SECRET, "r", P, D, tuple(addresses), source_ranks=len(self.senders))
         return self
 

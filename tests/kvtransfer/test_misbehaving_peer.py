@@ -595,7 +595,7 @@ async def test_a_source_that_reads_no_answers_is_not_listened_to_until_it_does()
             clock=time.monotonic,
             secret=SECRET,
         )
-        pair.address = await receiver.start("127.0.0.1")
+        (pair.address,) = await receiver.start("127.0.0.1")
         async with raw_peer(pair) as peer:
             connection = network.connections[0]
             connection.is_deaf, before = True, connection.num_sent

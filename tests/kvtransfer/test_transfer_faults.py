@@ -602,7 +602,7 @@ async def test_an_unreachable_target_fails_the_transfer_and_the_next_one_tries_a
         out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         with pytest.raises(TransferFailed, match="no answer from"):
             await out.done()
-        address = await pair.receiver.start("127.0.0.1")
+        (address,) = await pair.receiver.start("127.0.0.1")
         pair.address = address
         await assert_a_transfer_works(pair)
 
@@ -615,7 +615,7 @@ async def test_a_lost_connection_is_built_again_by_the_next_transfer() -> None:
         await pair.receiver.close()
         with pytest.raises(TransferFailed):
             await out.done()
-        pair.address = await pair.receiver.start("127.0.0.1")
+        (pair.address,) = await pair.receiver.start("127.0.0.1")
         await assert_a_transfer_works(pair)
 
 

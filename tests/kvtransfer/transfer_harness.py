@@ -170,7 +170,7 @@ async def make_pair(
         clock=time.monotonic,
         secret=SECRET,
     )
-    address = await receiver.start("127.0.0.1")
+    (address,) = await receiver.start("127.0.0.1")
     pair = Pair(None, receiver, source, target, address, network, transports)  # type: ignore[arg-type]
     pair.sender = pair.make_sender(config=sender_config if sender_config is not None else config)
     try:

@@ -262,7 +262,8 @@ def test_where_blocks_are_short_a_pull_is_given_up_so_that_workers_never_wait_in
 def test_pulled_kv_comes_and_goes_on_to_the_decode_worker_while_the_engine_is_busy():
     async def script(rig: Rig) -> None:
         target = make_parts(DECODE, rig.fabric, rig.links)
-        ticket = rig.ticket(target_address=await target.receiver.start("host"))
+        (address,) = await target.receiver.start("host")
+        ticket = rig.ticket(target_address=address)
         incoming = target.receiver.expect(ticket, target.pool.allocate(11), 41, 0)
         async with source_beside(rig) as source:
             await source.compute(a_request(40))
@@ -304,7 +305,7 @@ def test_a_draining_worker_waits_for_a_prefix_that_it_sends():
     async def script(rig: Rig) -> None:
         await rig.worker.prefill(a_request(40), None)
         target = make_parts(SOURCE, rig.fabric, rig.links)
-        ticket = mint_ticket(SECRET, "r", PREFILL, SOURCE, (await target.receiver.start("host"),))
+        ticket = mint_ticket(SECRET, "r", PREFILL, SOURCE, await target.receiver.start("host"))
         assert rig.router is not None
         rig.router.send(SendPrefix(ticket, a_request(41).token_ids, b""))
         await asyncio.sleep(0.1)

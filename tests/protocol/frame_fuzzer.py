@@ -47,6 +47,23 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
+from protocol.rank_messages import (
+    AbortTransfer,
+    CommitTransfer,
+    DeclineTransfer,
+    ExpectTransfer,
+    OpenTransfer,
+    RankFailed,
+    RankHello,
+    RankLoaded,
+    RankSequence,
+    RankStep,
+    RefuseTransfer,
+    StepEnded,
+    TransferCounts,
+    TransferEnded,
+    TransferReady,
+)
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tcp_network import TcpConnection
@@ -86,6 +103,20 @@ CORPUS: tuple[Message, ...] = (
     LinkReady(3, "tcp", _PARAMS),
     Verified(_ID),
     Abort(_ID, "reason"),
+    RankHello(_SOURCE, 3),
+    RankLoaded(Address("127.0.0.1", 65535)),
+    RankFailed("no memory"),
+    RankStep((RankSequence((7, 9), 70_000, (1, 2, 3), True), RankSequence(tuple(range(90)), 0, (5,), False)), True),
+    StepEnded(),
+    OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
+    TransferReady(3, 17),
+    CommitTransfer(3, _TOKEN),
+    DeclineTransfer(_TICKET, "nothing is cached"),
+    ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
+    RefuseTransfer(_TICKET),
+    AbortTransfer(4, "reason"),
+    TransferEnded(4, None, _TOKEN, TransferCounts(2**40, 1, 2, 3)),
+    TransferEnded(3, "the peer is gone", None, TransferCounts()),
 )
 _PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 _TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))

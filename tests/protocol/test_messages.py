@@ -36,9 +36,11 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
+from protocol.rank_messages import RankMessage
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, Ticket
+from tests.protocol.frame_fuzzer import CORPUS
 
 P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TICKET = Ticket(b"t" * 16, "request", P, D, (Address("127.0.0.1", 65535), Address("::1", 1)), 2, b"m" * 16)
@@ -64,6 +66,7 @@ EXAMPLES: list[Message] = [
     Grant(b"t" * 16, 4),
     Verified(b"t" * 16),
     Abort(b"t" * 16, "reason"),
+    *(message for message in CORPUS if isinstance(message, get_args(RankMessage))),
 ]
 
 

@@ -106,8 +106,8 @@ class Process:
 
     async def start(self) -> None:
         """Listen."""
-        addresses = [await self.spawn(rank.receiver.start(self.host), "start") for rank in self.ranks]
-        self.addresses = tuple(addresses)
+        for rank in self.ranks:
+            self.addresses += await self.spawn(rank.receiver.start(self.host), "start")
 
     async def close(self) -> None:
         """End everything that this process has."""
