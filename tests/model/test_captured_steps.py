@@ -1,0 +1,219 @@
+"""Replayed decode steps give what the same steps give eagerly, bit for bit."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import carray
+from torch import Tensor
+
+from model.captured_steps import CpuCapturedSteps, DecodeInputs
+from model.config import load_model_config
+from model.cpu_backend import CpuBackend
+from model.decoder import Decoder
+from model.decoder_weights import load_decoder_weights
+from model.kernels.cpu_launch import Kernel, as_floats, as_integers, take_items
+from model.kv_cache import KVCache, make_kv_cache
+from model.runner import ModelRunner, make_layout
+from model.sampler import Sampler
+from model.step import Draw, SequenceStep
+from model.tensor_parallel import SingleRank
+from model.weights import Checkpoint
+from protocol.requests import SamplingParams
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+NUM_BLOCKS = 96
+MAX_CONTEXT = 60
+# Rows of 64 elements at least: compiled loops have another order of addition where an output begins within a few
+# vectors of an input, as it may for shorter ones.
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": WIDE,
+    "mqa": {**WIDE, "num_key_value_heads": 1},
+    "tied": {**WIDE, "tie_word_embeddings": True},
+    "odd": {"hidden_size": 200, "intermediate_size": 99, "head_dim": 72},
+}
+
+
+def _multiply(words):
+    """words: weights, x, out, rows of x, columns; an item is a row of the weights."""
+    items, grain, rows, columns = words[1], words[2], words[6], words[7]
+    weights, x = carray(as_floats(words[3]), (items, columns)), carray(as_floats(words[4]), (rows, columns))
+    out = carray(as_floats(words[5]), (rows, items))
+    while True:
+        begin = take_items(words)
+        if begin >= items:
+            return
+        for item in range(begin, min(begin + grain, items)):
+            for row in range(rows):
+                total = np.float32(0)
+                for i in range(columns):
+                    total += weights[item, i] * x[row, i]
+                out[row, item] = total
+
+
+def _look_up(words):
+    """words: table, token ids, out, columns, rows of the table."""
+    items, columns = words[1], words[6]
+    table, ids = carray(as_floats(words[3]), (words[7], columns)), carray(as_integers(words[4]), (items,))
+    out = carray(as_floats(words[5]), (items, columns))
+    while True:
+        item = take_items(words)
+        if item >= items:
+            return
+        for i in range(columns):
+            out[item, i] = table[ids[item], i]
+
+
+MULTIPLY, LOOK_UP = Kernel(_multiply), Kernel(_look_up)
+
+
+class Backend(CpuBackend):
+    """Simple projections in fp32, which can be recorded on any CPU."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Any) -> "Linear":
+        return Linear(weight, self)
+
+    def embed(self, token_ids: Tensor, table: Any, first: int, dtype: torch.dtype) -> Tensor:
+        weight = table.weight if isinstance(table, Linear) else table
+        out = self.launcher.empty((len(token_ids), weight.shape[1]), dtype)
+        addresses = (weight.data_ptr(), token_ids.data_ptr(), out.data_ptr())
+        self.launcher.run(LOOK_UP, len(token_ids), 1, *addresses, weight.shape[1], len(weight))
+        return out
+
+
+class Linear:
+    def __init__(self, weight: Tensor, backend: Backend):
+        self.weight, self.out_features, self.backend = weight, len(weight), backend
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        out = self.backend.launcher.empty((len(x), self.out_features), torch.float32)
+        addresses = (self.weight.data_ptr(), x.data_ptr(), out.data_ptr())
+        self.backend.launcher.run(MULTIPLY, self.out_features, 5, *addresses, len(x), x.shape[1])
+        return out
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+
+def make_decoder(folder: Any, backend: CpuBackend) -> tuple[Decoder, KVCache]:
+    config = load_model_config(folder)
+    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, MAX_CONTEXT, backend)
+    cache = make_kv_cache(
+        config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU, model_digest=""
+    )
+    for layer in cache.tensors:
+        layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(3)))
+    return Decoder(config, weights, backend, SingleRank()), cache
+
+
+def decodes(rng: random.Random, count: int) -> list[SequenceStep]:
+    """Decode steps over blocks in any order, which tables may hold more of than they need."""
+    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    steps = []
+    for _ in range(count):
+        widest = NUM_BLOCKS // count
+        start = rng.randrange(min(MAX_CONTEXT, widest * BLOCK_SIZE))
+        table = [free.pop() for _ in range(rng.randint(start // BLOCK_SIZE + 1, widest))]
+        sampling = SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(99), logprobs=3)
+        steps.append(SequenceStep([rng.randrange(96)], start, table, Draw(sampling, [1] * (start + 1), 1)))
+    return steps
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], fields: Any, threads: int) -> None:
+    backend = Backend()
+    decoder, cache = make_decoder(write_checkpoint(**fields), backend)
+    captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
+    asked: list[int] = []
+
+    class Counting:
+        def logits(self, batch: Any) -> Tensor | None:
+            asked.append(len(batch))
+            logits = captured.logits(batch)
+            assert logits is not None
+            return logits
+
+    eager = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT)
+    replaying = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, Counting())
+    rng = random.Random(5)
+    sizes = [1, 2, 64, 7, 1, 32, 2, 63, 1]
+    torch.set_num_threads(threads)
+    try:
+        for size in sizes:
+            batch = decodes(rng, size)
+            before = [layer.clone() for layer in cache.tensors]
+            expected = eager.run(batch)
+            written = [layer.clone() for layer in cache.tensors]
+            for layer, old in zip(cache.tensors, before, strict=True):
+                layer.copy_(old)
+            assert replaying.run(batch) == expected
+            assert all(map(torch.equal, cache.tensors, written))
+    finally:
+        torch.set_num_threads(1)
+    assert asked == sizes
+
+
+def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerly(write_checkpoint: Any) -> None:
+    backend = Backend()
+    decoder, cache = make_decoder(write_checkpoint(), backend)
+    captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
+    assert captured.logits(decodes(random.Random(1), 65)) is None
+
+    class Never:
+        def logits(self, batch: Any) -> Tensor | None:
+            raise AssertionError(batch)
+
+    runner = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, Never())
+    draw = Draw(SamplingParams(temperature=0.0), [1, 2], 2)
+    decode = SequenceStep([1], 3, [0], draw)
+    layers: list[int] = []
+    assert None not in runner.run([decode, SequenceStep([1, 2], 0, [1], draw)])  # beside a prompt
+    assert runner.run([SequenceStep([1], 0, [1], None)]) == [None]  # a chunk that ends no prompt
+    assert None not in runner.run([decode], layers.append)  # somebody waits for its layers
+    assert layers == [0, 1]
+
+
+def test_without_projections_that_can_be_recorded_all_steps_are_eager(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Backend()
+    monkeypatch.setattr(Linear, "__call__", lambda self, x, out_dtype=None: x @ self.weight.T)
+    decoder, cache = make_decoder(write_checkpoint(), backend)
+    captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
+    batch = decodes(random.Random(1), 3)
+    assert captured.logits(batch) is None
+    runner = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, captured)
+    assert None not in runner.run(batch)
+
+
+def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> None:
+    backend = Backend()
+    decoder, cache = make_decoder(write_checkpoint(), backend)
+    captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
+    room = backend.launcher.arena.num_bytes
+    for size in range(1, 65):
+        captured.logits(decodes(random.Random(size), size))
+    assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
+
+
+def test_inputs_are_those_of_a_layout() -> None:
+    rng = random.Random(2)
+    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE)
+    for size in (64, 3, 17, 1):
+        batch = decodes(rng, size)
+        inputs.fill(batch)
+        mine, expected = inputs.layout(size), make_layout(batch, BLOCK_SIZE, CPU)
+        for name in ("positions", "slots", "query_starts", "context_lens"):
+            assert torch.equal(getattr(mine, name), getattr(expected, name)), name
+            assert getattr(mine, name).dtype == getattr(expected, name).dtype, name
+        for row, context in enumerate(expected.context_lens.tolist()):
+            used = -(-context // BLOCK_SIZE)
+            assert torch.equal(mine.block_tables[row, :used], expected.block_tables[row, :used])
+        assert inputs.token_ids[:size].tolist() == [step.token_ids[0] for step in batch]
+        assert mine.num_decodes == size
