@@ -6,9 +6,10 @@ recording is a Program (model/kernels/cpu_program.py), on CUDA a graph.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,15 +38,22 @@ class CapturedSteps(Protocol):
 class DecodeInputs:
     """The inputs of decode steps of up to `max_batch` sequences, always in the same memory."""
 
-    def __init__(self, max_batch: int, max_context: int, block_size: int):
+    def __init__(self, max_batch: int, max_context: int, block_size: int, *, pinned: bool = False):
+        """`pinned` memory is what a GPU can copy from by itself."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> npt.NDArray[Any]:
+            array: npt.NDArray[Any] = torch.zeros(shape, dtype=dtype, pin_memory=pinned).numpy()
+            return array
+
         self._block_size = block_size
         self._max_context = max_context
         self._rows = np.arange(max_batch)
-        self.token_ids = np.zeros(max_batch, np.int64)
-        self.positions = np.zeros(max_batch, np.int64)
-        self.slots = np.zeros(max_batch, np.int64)
-        self.context_lens = np.ones(max_batch, np.int32)
-        self.block_tables = np.zeros((max_batch, -(-max_context // block_size)), np.int32)
+        self.token_ids = zeros(torch.int64, max_batch)
+        self.positions = zeros(torch.int64, max_batch)
+        self.slots = zeros(torch.int64, max_batch)
+        self.context_lens = zeros(torch.int32, max_batch)
+        self.block_tables = zeros(torch.int32, max_batch, -(-max_context // block_size))
+        self.context_lens.fill(1)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `model.runner.check_batch` lets pass into the first rows."""
@@ -62,6 +70,16 @@ class DecodeInputs:
         tables[np.arange(width) <= last_blocks[:, None]] = np.fromiter(used, np.int32, sum(lengths))
         np.multiply(tables[rows, last_blocks], size, out=slots)
         slots += positions % size
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All of them by name; rows first."""
+        return {
+            "token_ids": self.token_ids,
+            "positions": self.positions,
+            "slots": self.slots,
+            "context_lens": self.context_lens,
+            "block_tables": self.block_tables,
+        }
 
     def layout(self, count: int) -> BatchLayout:
         """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
