@@ -5,7 +5,6 @@ program loads bytes, widens them in registers, and the matrix instruction takes 
 serves decode steps (a tile for all tokens, columns split) and prompts (many tiles of tokens).
 """
 
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -225,7 +224,6 @@ def int4_gemm_kernel(
     store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
 
 
-@lru_cache
 def quant_config(
     target: Target, dtype: torch.dtype, bits: Literal[8, 4], num_tokens: int, rows: int, columns: int
 ) -> GemmConfig:

@@ -4,8 +4,6 @@ The weight is the left operand of the matrix instruction, whose 16 or 64 rows it
 which as few as 8 are allowed. So one token costs no more instructions than eight.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -43,7 +41,6 @@ _FP32_CONFIGS = (
 )
 
 
-@lru_cache
 def skinny_config(target: Target, dtype: torch.dtype, num_tokens: int, rows: int, columns: int) -> GemmConfig:
     """The table's row for 1 to MOST_TOKENS tokens, and the splits for a weight [rows, columns]."""
     table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture]

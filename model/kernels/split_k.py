@@ -11,6 +11,7 @@ no second kernel is launched.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -51,6 +52,7 @@ class GemmConfig:
     splits: int = 1  # programs that share a tile's columns
 
 
+@cache
 def with_splits(config: GemmConfig, target: Target, rows: int, columns: int, row_bytes: int) -> GemmConfig:
     """The config with as many splits as make the busiest multiprocessor's bytes the fewest.
 
