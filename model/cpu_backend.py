@@ -6,6 +6,7 @@ from torch import Tensor
 from model import cpu_linear
 from model.backend import BatchLayout, Linear
 from model.cpu_linear import CpuLinear
+from model.cpu_quant_linear import CpuQuantizedLinear, make_quantized_linear
 from model.kernels import cpu_attention, cpu_elementwise, cpu_gemm_pack
 from model.kernels.cpu_launcher import Launcher
 from model.linear import PlainLinear, embed
@@ -21,13 +22,15 @@ class CpuBackend:
     def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
         """As Backend.make_linear. CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is
         faster, but no row can be read from it, as tied embeddings must."""
+        if quantization != "none":
+            return make_quantized_linear(weight, bias, quantization, self.launcher)
         if cpu_linear.is_supported(weight.dtype):
             return CpuLinear(weight, bias, self.launcher)
         return PlainLinear(weight, bias)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         """As Backend.embed."""
-        if isinstance(table, CpuLinear):
+        if isinstance(table, CpuLinear | CpuQuantizedLinear):
             return table.embed(token_ids, first, dtype)
         if isinstance(table, Tensor):
             return cpu_gemm_pack.look_up(self.launcher, token_ids, table, first, dtype)

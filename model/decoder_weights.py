@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.backend import Backend, Linear
 from model.config import ModelConfig
-from model.quantization import Quantization
+from model.quantization import Quantization, of_lm_head
 from model.rope import cos_sin_table
 from model.tensor_parallel import WHOLE_MODEL, Shard
 from model.weights import WHOLE, Checkpoint
@@ -52,7 +52,9 @@ def load_decoder_weights(
     def tensor(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         return checkpoint.tensor(name, rows, columns).to(device=device, dtype=dtype).contiguous()
 
-    def linear_by_rows(rows_of: dict[str, slice], *, has_bias: bool) -> Linear:
+    def linear_by_rows(
+        rows_of: dict[str, slice], *, has_bias: bool, quantization: Quantization = quantization
+    ) -> Linear:
         """One projection that computes all of these, each for its rows."""
 
         def fused(kind: str) -> Tensor:
@@ -87,7 +89,11 @@ def load_decoder_weights(
         )
 
     is_tied = config.tie_word_embeddings
-    lm_head = linear_by_rows({"model.embed_tokens" if is_tied else "lm_head": vocabulary}, has_bias=False)
+    lm_head = linear_by_rows(
+        {"model.embed_tokens" if is_tied else "lm_head": vocabulary},
+        has_bias=False,
+        quantization=of_lm_head(quantization),
+    )
     return DecoderWeights(
         embedding=lm_head if is_tied else tensor("model.embed_tokens.weight", vocabulary),
         first_token=vocabulary.start,

@@ -34,12 +34,22 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
-    """Round a weight [out, in] of any float dtype to the nearest of its row's (int4: its group's) steps."""
+    """Round a weight [out, in] of any float dtype to the nearest of its row's (int4: its group's) steps.
+
+    Scales of int4 are numbers that bf16 can hold, so that kernels may store them in two bytes.
+    """
     rows, columns = weight.shape
     group_size = columns if bits == 8 else min(INT4_GROUP, columns)
     padding = -columns % group_size
     groups = functional.pad(weight.float(), (0, padding)).view(rows, -1, group_size)
     scales = groups.abs().amax(dim=2) / (127 if bits == 8 else 7)
+    if bits == 4:
+        scales = scales.bfloat16().float()
     scales = torch.where(scales > 0, scales, 1.0)  # a group of zeros
     values = (groups / scales[:, :, None]).round_().clamp_(-127 if bits == 8 else -8, 127 if bits == 8 else 7)
     return QuantizedWeight(values.to(torch.int8).view(rows, -1)[:, :columns].contiguous(), scales, group_size, bits)
+
+
+def of_lm_head(quantization: Quantization) -> Quantization:
+    """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
+    return "int8" if quantization == "int4" else quantization
