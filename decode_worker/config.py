@@ -14,6 +14,7 @@ class DecodeConfig:
     max_batch: int = 256  # requests in one step
     max_waiting: int = 1024  # requests that wait for blocks or a prefill worker; more are refused with status 429
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
+    run_ahead: bool = True  # schedule a step while the one before it runs, so that the engine never waits for it
     offer_wait_s: float = 30.0  # a request whose prefill worker has not begun by then is computed here
     max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy
     integrity_interval_s: float = 10.0  # an idle worker checks its block accounting at most this often

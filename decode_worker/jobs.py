@@ -1,6 +1,6 @@
 """What the decode scheduler keeps of a request, and what it decides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from model.sequence import SequenceState
@@ -26,7 +26,8 @@ class DecodeJob:
     wants_transfer: bool  # its KV comes from a prefill worker
     is_offered: bool = False  # that worker has begun, and holds all the blocks that it needs itself
     phase: Phase = Phase.WAITING
-    in_step: bool = False  # the engine may be writing into its blocks
+    # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
+    under_way: list[SequenceStep] = field(default_factory=list)
     is_receiving: bool = False  # a transfer may be writing into its blocks
     num_cached_tokens: int = 0  # found in the prefix cache on first admission
     num_preemptions: int = 0
@@ -38,6 +39,34 @@ class DecodeJob:
     @property
     def has_ended(self) -> bool:
         return self.phase is Phase.ENDED
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens whose KV is computed, or will be by the steps under way."""
+        if not self.under_way:
+            return self.sequence.num_computed
+        last = self.under_way[-1]
+        return last.start + len(last.token_ids)
+
+    @property
+    def num_under_way(self) -> int:
+        """Tokens whose KV is being computed."""
+        return self.num_scheduled - self.sequence.num_computed
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens for steps to come, one that is being drawn included: 1 for a running decode."""
+        return len(self.sequence.token_ids) + self._num_drawing - self.num_scheduled
+
+    @property
+    def is_drawing_its_last(self) -> bool:
+        """Whether a step under way draws a token that ends the request whatever it is."""
+        num_drawing = self._num_drawing
+        return num_drawing > 0 and self.sequence.num_output_tokens + num_drawing >= self.request.max_tokens
+
+    @property
+    def _num_drawing(self) -> int:
+        return sum(step.draw is not None for step in self.under_way)
 
 
 @dataclass(frozen=True, slots=True)

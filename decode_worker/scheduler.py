@@ -4,13 +4,18 @@ A request waits until its blocks are reserved (for a transfer not before it is o
 transfer, or is computed here in chunks; then it decodes, one token a step. Where blocks run out, the youngest gives all
 of its back and is computed again later, which its own cached prefix makes cheap. The oldest request therefore always
 gets on, and so does everyone in turn.
+
+A step may be scheduled while the one before it is under way ("ahead"): decodes go on with the token that is being
+drawn. One that turns out to have ended leaves a row whose token nobody takes.
 """
 
 from bisect import insort
+from collections.abc import Sequence
 
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
+from model.token_counts import is_penalised
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SampledToken, finish_reason
 
@@ -94,19 +99,30 @@ class DecodeScheduler:
         self._waiting.append(job)
         return job
 
-    def schedule(self) -> DecodeStep:
+    def schedule(self, in_flight: DecodeStep | None = None) -> DecodeStep:
         """Decide the next step: decodes, then chunks of prompts begun, then whoever can be admitted.
 
-        Marks the jobs as in a step, or receiving; `complete` or `abandon` must follow before the next call.
+        `in_flight` is the one step under way, if any. The new one, which is to run right behind it, is empty where that
+        can't be decided before its end: where somebody must give way, or a draw needs to know the tokens before it.
+        Marks the jobs as in a step, or receiving; `complete` or `abandon` must follow for each step, in order, and for
+        all but one of them before the next call.
         """
+        staying = [job for job in self._running if not job.is_drawing_its_last]
+        decodes = [job for job in staying[: self._max_batch] if job.num_unscheduled == 1]
+        if in_flight is not None and not self._can_run_ahead(in_flight, decodes):
+            return DecodeStep((), ())
+        decodes = self._make_room(decodes)
+        prompts = [job for job in staying[: self._max_batch] if job.num_unscheduled > 1]
+        follows = _drawn_for(in_flight)
         entries: list[Entry] = []
-        for job in self._running[: self._max_batch]:
-            if job.phase is Phase.RUNNING and job.sequence.num_uncomputed == 1 and self._make_room(job):
-                self._add_entry(entries, job, 1)
+        for job in decodes:
+            job.sequence.reserve(self._pool, job.num_under_way + 1)
+            self._add_entry(entries, job, 1, follows.get(job))
         budget = self._max_step_tokens - len(entries)
-        for job in self._running[: self._max_batch]:
-            if budget > 0 and not job.in_step:
+        for job in prompts:
+            if budget > 0 and job.phase is Phase.RUNNING:
                 budget -= self._add_entry(entries, job, budget)
+        num_places = self._max_batch - sum(job.phase is Phase.RUNNING for job in staying)
         reserved: list[DecodeJob] = []
         # One who just gave way can't come back in the same breath: it needs all it gave, and some of that is taken.
         for job in list(self._waiting):
@@ -114,7 +130,7 @@ class DecodeScheduler:
                 # Blocks reserved for what may still wait for blocks elsewhere could end in a circle of workers that
                 # wait for each other.
                 continue
-            if not job.wants_transfer and (budget == 0 or len(self._running) >= self._max_batch):
+            if not job.wants_transfer and (budget == 0 or num_places <= 0):
                 break
             if not self._admit(job):
                 break  # nobody overtakes one that is ready: a large request would starve behind small ones
@@ -122,6 +138,7 @@ class DecodeScheduler:
                 reserved.append(job)
             else:
                 budget -= self._add_entry(entries, job, budget)
+                num_places -= 1
         return DecodeStep(tuple(entries), tuple(reserved))
 
     def reserve_offered(self) -> tuple[DecodeJob, ...]:
@@ -147,8 +164,10 @@ class DecodeScheduler:
         progress: list[Progress] = []
         for entry, token in zip(step.entries, sampled, strict=True):
             job, sequence = entry.job, entry.job.sequence
-            job.in_step = False
-            sequence.num_computed = entry.step.start + len(entry.step.token_ids)
+            job.under_way.pop(0)
+            # Of one that was ended, a step ahead may have computed a token that it never got.
+            end = min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids))
+            sequence.num_computed = end
             sequence.publish_full_blocks(self._pool)
             if job.has_ended:
                 self._release_if_unused(job)
@@ -159,7 +178,7 @@ class DecodeScheduler:
     def abandon(self, step: DecodeStep) -> None:
         """Account for a step that failed: the engine is dead and touches nothing any more."""
         for entry in step.entries:
-            entry.job.in_step = False
+            entry.job.under_way.pop(0)
             self._release_if_unused(entry.job)
 
     def verified(self, job: DecodeJob, first_token: SampledToken) -> Progress | None:
@@ -207,18 +226,26 @@ class DecodeScheduler:
         job.phase = Phase.ENDED
         self._release_if_unused(job)
 
-    def _make_room(self, job: DecodeJob) -> bool:
-        """Reserve the block that a job's next token needs; False where the job itself had to give way."""
-        while job.sequence.blocks_needed(1) > self._pool.free_blocks:
-            youngest = self._running[-1]
-            self._running.remove(youngest)
+    def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
+        if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
+            return False  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
+        for job in _drawn_for(in_flight):
+            if is_penalised(job.request.sampling) and not (job.has_ended or job.is_drawing_its_last):
+                return False  # all wait for it: were it left out, it would get every other step only
+        return self._blocks_wanted(decodes) <= self._pool.free_blocks  # whoever gives way must be in no step
+
+    def _make_room(self, decodes: list[DecodeJob]) -> list[DecodeJob]:
+        """Have the youngest give way until there are blocks for the next token of the others, who are returned."""
+        while self._blocks_wanted(decodes) > self._pool.free_blocks:
+            youngest = self._running.pop()
             youngest.num_preemptions += 1
             self.preemptions += 1
             self._send_back(youngest)
-            if youngest is job:
-                return False
-        job.sequence.reserve(self._pool, 1)
-        return True
+            decodes = [job for job in decodes if job is not youngest]
+        return decodes
+
+    def _blocks_wanted(self, decodes: Sequence[DecodeJob]) -> int:
+        return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
 
     def _admit(self, job: DecodeJob) -> bool:
         """Reserve blocks for all tokens known so far."""
@@ -254,10 +281,11 @@ class DecodeScheduler:
         job.wants_transfer = False
         insort(self._waiting, job, key=lambda other: other.arrival)
 
-    def _add_entry(self, entries: list[Entry], job: DecodeJob, budget: int) -> int:
-        num_tokens = min(job.sequence.num_uncomputed, budget)
-        entries.append(Entry(job, job.sequence.step(num_tokens)))
-        job.in_step = True
+    def _add_entry(self, entries: list[Entry], job: DecodeJob, budget: int, follows: int | None = None) -> int:
+        num_tokens = min(job.num_unscheduled, budget)
+        step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+        entries.append(Entry(job, step))
+        job.under_way.append(step)
         return num_tokens
 
     def _append(self, job: DecodeJob, token: SampledToken) -> Progress:
@@ -270,5 +298,10 @@ class DecodeScheduler:
         return Progress(job, index, token, reason)
 
     def _release_if_unused(self, job: DecodeJob) -> None:
-        if job.has_ended and not job.in_step and not job.is_receiving:
+        if job.has_ended and not job.under_way and not job.is_receiving:
             job.sequence.reset(self._pool)
+
+
+def _drawn_for(step: DecodeStep | None) -> dict[DecodeJob, int]:
+    """The jobs that a step draws a token for, with the entry that does."""
+    return {} if step is None else {one.job: i for i, one in enumerate(step.entries) if one.step.draw is not None}

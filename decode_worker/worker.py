@@ -12,6 +12,7 @@ from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
 from decode_worker.jobs import DecodeJob, DecodeStep, Progress
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.steps_under_way import EndedStep, StepsUnderWay
 from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
@@ -24,7 +25,7 @@ from model.worker_numbers import WorkerCounters, worker_stats
 from protocol.clock import Clock
 from protocol.errors import RequestError, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from protocol.network import Network
-from protocol.requests import DecodeReply, GenerateRequest, SampledToken, TokenEvent
+from protocol.requests import DecodeReply, GenerateRequest, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer, Ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks
@@ -90,7 +91,11 @@ class DecodeWorker:
             integrity_interval_s=config.integrity_interval_s,
             max_step_s=config.max_step_s,
             callbacks=WorkerCallbacks(
-                step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
+                step=self._step,
+                is_busy=self._is_busy,
+                died=self._fail_all,
+                hang_up=self._token_server.close,
+                is_ahead=lambda: bool(self._under_way),
             ),
         )
         self._calls = Calls()
@@ -102,7 +107,7 @@ class DecodeWorker:
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
         self._receiving: set[asyncio.Task[None]] = set()
-        self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
+        self._under_way = StepsUnderWay(engine, clock)  # they may hold blocks of requests that have ended
         self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
@@ -178,14 +183,19 @@ class DecodeWorker:
             await self._exports.outlive()
 
     async def _step(self) -> bool:
-        step = self._schedule()
-        if not step.entries:
+        """Schedule, run, post-process; where it can, the next step is scheduled while one runs."""
+        if not self._under_way:
+            await self._under_way.begin(self._schedule())
+        if not self._under_way:
             return False
-        self._report(self._scheduler.complete(step, await self._run(step)))
+        if self._config.run_ahead:
+            await self._under_way.begin(self._schedule())
+        ended = await self._run()
+        self._report(self._scheduler.complete(ended.step, ended.sampled))
         return True
 
     def _schedule(self) -> DecodeStep:
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(self._under_way.last)
         self._begin_transfers(step.reserved)
         now = self._clock()
         for entry in step.entries:
@@ -207,22 +217,19 @@ class DecodeWorker:
                 )
                 self._receiving.add(task)
 
-    async def _run(self, step: DecodeStep) -> list[SampledToken | None]:
-        started_at = self._clock()
-        self._is_computing = True
+    async def _run(self) -> EndedStep:
         try:
-            sampled = await self._engine.step([entry.step for entry in step.entries])
+            ended = await self._under_way.first_ended()
         except Exception:
-            self._scheduler.abandon(step)
+            for step in self._under_way.give_up():
+                self._scheduler.abandon(step)
             raise
-        finally:
-            self._is_computing = False
         # A step that draws a token past the prompt computes a decode's single token; everything else is prompt.
         self._counters.count_step(
-            self._clock() - started_at,
-            sum(len(entry.step.token_ids) for entry in step.entries if len(entry.step.token_ids) > 1),
+            ended.seconds,
+            sum(len(entry.step.token_ids) for entry in ended.step.entries if len(entry.step.token_ids) > 1),
         )
-        return sampled
+        return ended
 
     def _report(self, progress: Iterable[Progress]) -> None:
         """Send one frame to each router whose requests got on, and answer the calls that are finished."""
@@ -324,4 +331,4 @@ class DecodeWorker:
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy
         has_calls = bool(len(self._calls) or self._receiving)
-        return self._is_computing or has_calls or is_exporting or self.probe.is_busy
+        return bool(self._under_way) or has_calls or is_exporting or self.probe.is_busy

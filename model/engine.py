@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from model.runner import ModelRunner
-from model.step import OnLayer, SequenceStep
+from model.step import OnLayer, SequenceStep, with_drawn_tokens
 from protocol.errors import WorkerLost
 from protocol.requests import SampledToken
 
@@ -29,6 +29,7 @@ class ThreadEngine:
             1, thread_name_prefix="engine", initializer=torch.set_num_threads, initargs=(threads or usable_cores(),)
         )
         self._failure: BaseException | None = None
+        self._drawn: Sequence[SampledToken | None] = ()  # by the last step
         try:
             self._runner = self._executor.submit(build).result()
         except BaseException:
@@ -72,7 +73,9 @@ class ThreadEngine:
         if self._failure is not None:
             raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
         try:
-            return self._runner.run(batch, on_layer)
+            drawn = self._runner.run(with_drawn_tokens(batch, self._drawn), on_layer)
+            self._drawn = drawn
+            return drawn
         except Exception as error:
             self._failure = error
             raise WorkerLost(f"an engine step failed: {type(error).__name__}: {error}") from error

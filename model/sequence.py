@@ -97,27 +97,33 @@ class SequenceState:
         self._num_published = 0
         pool.release(released)
 
-    def step(self, num_tokens: int) -> SequenceStep:
+    def step(self, num_tokens: int, *, start: int | None = None, follows: int | None = None) -> SequenceStep:
         """The next `num_tokens` uncomputed tokens as part of an engine step, with a draw if they are the last.
 
-        The step refers to this sequence's own lists: they must not change before the engine is done with it.
+        While earlier steps of this sequence are under way, `start` is where the last of them ends; and if it draws,
+        `follows` is its index in its batch: what it draws is then the one token of this step.
+        The step refers to this sequence's own lists: until the engine is done with it, they may only grow, and nothing
+        may be appended to `token_ids` where `counts` are given.
         Raises ValueError where there are fewer tokens, or blocks for fewer.
         """
-        if not 1 <= num_tokens <= self.num_uncomputed:
-            raise ValueError(f"{num_tokens} tokens asked for, {self.num_uncomputed} left to compute")
-        if self.blocks_needed(num_tokens) > 0:
-            raise ValueError(f"the step lacks {self.blocks_needed(num_tokens)} blocks")
-        start, end = self.num_computed, self.num_computed + num_tokens
+        start = self.num_computed if start is None else start
+        num_drawn = 0 if follows is None else 1  # by the step before
+        end, last = start + num_tokens, len(self.token_ids) + num_drawn
+        if not 1 <= num_tokens <= last - start or num_drawn * num_tokens > 1:
+            raise ValueError(f"{num_tokens} tokens asked for, {last - start} left to compute")
+        if end > len(self.block_ids) * self.block_size:
+            raise ValueError(f"{len(self.block_ids)} blocks don't hold {end} tokens")
         draw = None
-        if end == len(self.token_ids):
+        if end == last:
             draw = Draw(
                 sampling=self.request.sampling,
                 history=self.token_ids,
                 num_prompt_tokens=self.request.num_prompt_tokens,
-                forbidden=forbidden_tokens(self.request, self.num_output_tokens),
+                forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drawn),
                 counts=self._counts_for_draw(),
             )
-        return SequenceStep(token_ids=self.token_ids[start:end], start=start, block_ids=self.block_ids, draw=draw)
+        token_ids = self.token_ids[start:end] if follows is None else (0,)
+        return SequenceStep(token_ids=token_ids, start=start, block_ids=self.block_ids, draw=draw, follows=follows)
 
     def _counts_for_draw(self) -> TokenCounts | None:
         if self._token_counts is None and is_penalised(self.request.sampling):

@@ -1,7 +1,7 @@
 """What one engine step takes and gives. No torch here: schedulers and simulations use these too."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from model.token_counts import TokenCounts
@@ -16,6 +16,9 @@ class SequenceStep:
     start: int  # the position of the first of them; KV of all before it is in `block_ids`
     block_ids: Sequence[int]  # the block table; covers start + len(token_ids) tokens
     draw: "Draw | None"  # None: a chunk that does not end the prompt; no logits are computed
+    # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
+    # step can be handed over while the one before it runs.
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,9 @@ class Draw:
     """How to draw the token at position `start + len(token_ids)`."""
 
     sampling: SamplingParams
-    history: Sequence[int]  # all token ids so far, prompt first, for the penalties
+    # All token ids so far, prompt first, for the penalties. It may grow meanwhile, and lacks the token of an entry that
+    # `follows`: a draw with penalties is never part of such an entry.
+    history: Sequence[int]
     num_prompt_tokens: int  # how many of `history` are the prompt
     forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
     counts: TokenCounts | None = None  # of `history`, where penalties need them; None: counted when they are needed
@@ -34,15 +39,36 @@ OnLayer = Callable[[int], None]
 
 
 class Engine(Protocol):
-    """Runs steps, one at a time. Live: `model/engine.py`, on its own thread. Simulated: tests/simulation."""
+    """Runs steps, one after the other, in the order in which they are asked for; the next may be before one has ended.
+
+    Live: `model/engine.py`, on its own thread. Simulated: tests/simulation.
+    """
 
     async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
         """Compute KV for the batch into the cache and draw tokens; one result per entry, None where it draws none.
 
         All `on_layer` calls are made before this returns. Cancelling the caller does not stop a step under way:
-        the step runs to its end, and the next call waits for it. A raised error means that the engine is dead.
+        the step runs to its end, and the next call waits for it. A raised error means that the engine is dead, and
+        does nothing of what it still has been asked for.
         """
 
     @property
     def num_broken_rows(self) -> int:
         """Rows of logits so far that held NaN or +inf: 0 with a sound model and cache."""
+
+
+def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToken | None]) -> Sequence[SequenceStep]:
+    """The batch with what the step before it has `drawn` in the place of tokens that were not known yet.
+
+    Raises ValueError for an entry that follows one without a token.
+    """
+    if all(one.follows is None for one in batch):
+        return batch
+    return [one if one.follows is None else replace(one, token_ids=_drawn_by(one.follows, drawn)) for one in batch]
+
+
+def _drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> tuple[int]:
+    token = drawn[entry] if entry < len(drawn) else None
+    if token is None:
+        raise ValueError(f"entry {entry} of the step before drew no token to go on from")
+    return (token.token_id,)

@@ -18,19 +18,22 @@ class StepLoop:
     """Calls `step` again and again; it returns whether there was anything to do, and `idle` is called where not.
 
     The first exception ends the loop for good: `died` is called with it, and `check_health` raises from then on. It
-    also raises while a step takes longer than `max_step_s`.
+    also raises while a step takes longer than `max_step_s`. `is_ahead` tells whether `step` has begun a step whose end
+    only its next call will see: the loop doesn't end before that.
     """
 
     def __init__(
         self,
         *,
         step: Callable[[], Awaitable[bool]],
+        is_ahead: Callable[[], bool],
         idle: Callable[[], None],
         died: Callable[[Exception], None],
         clock: Clock,
         max_step_s: float,
     ):
         self._step = step
+        self._is_ahead = is_ahead
         self._idle = idle
         self._died = died
         self._clock = clock
@@ -59,7 +62,7 @@ class StepLoop:
             raise WorkerLost(f"a step has not ended in {self._max_step_s:g} s")
 
     async def stop(self) -> None:
-        """Let the step under way finish, and end. May be called more than once.
+        """Let the steps under way finish, and end. May be called more than once.
 
         A step that is stuck is left alone, with the blocks that it may write into: only the process's end ends it.
         """
@@ -67,8 +70,9 @@ class StepLoop:
         self._work.set()
         if self._task is None:
             return
-        _, stuck = await asyncio.wait({self._task}, timeout=max(0.0, self._step_time_left()))
-        if stuck:
+        while not self._task.done() and (time_left := self._step_time_left()) > 0:  # each has its own time
+            await asyncio.wait({self._task}, timeout=time_left)
+        if not self._task.done():
             _log.error("a step has not ended in %g s: the worker stops without it", self._max_step_s)
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -80,7 +84,7 @@ class StepLoop:
 
     async def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping or self._is_ahead():
                 self._work.clear()
                 self._step_began = self._clock()
                 has_stepped = await self._step()

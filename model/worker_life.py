@@ -22,6 +22,7 @@ class WorkerCallbacks:
     is_busy: Callable[[], bool]  # whether any call, transfer or trial is under way
     died: Callable[[str], None]  # the engine died, for this reason: fail every request
     hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
+    is_ahead: Callable[[], bool] = lambda: False  # whether `step` has begun another step than the one it saw end
 
 
 class WorkerLife:
@@ -46,7 +47,14 @@ class WorkerLife:
         self._clock = clock
         self._integrity_interval_s = integrity_interval_s
         self._callbacks = callbacks
-        self._loop = StepLoop(step=callbacks.step, idle=self._idle, died=self._died, clock=clock, max_step_s=max_step_s)
+        self._loop = StepLoop(
+            step=callbacks.step,
+            is_ahead=callbacks.is_ahead,
+            idle=self._idle,
+            died=self._died,
+            clock=clock,
+            max_step_s=max_step_s,
+        )
         self._quiet = asyncio.Event()  # set where the step loop finds that nothing is under way, and at its end
         self._is_stepping = False
         self._is_draining = False
@@ -81,7 +89,7 @@ class WorkerLife:
             await self._quiet.wait()
 
     async def stop(self) -> None:
-        """Step no more; a step under way finishes first, unless it is stuck. May be called more than once."""
+        """Step no more; steps under way finish first, unless one is stuck. May be called more than once."""
         self._is_draining = True
         await self._loop.stop()
         if self._hanging_up is not None:

@@ -453,6 +453,77 @@ def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new():
     play(script, role="decode", max_step_s=5.0)
 
 
+def test_a_worker_whose_engine_hangs_stops_without_the_steps_that_it_has_asked_for():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.005)
+        rig.engine.released.clear()
+        await asyncio.sleep(0.005)
+        began = asyncio.get_running_loop().time()
+        await rig.worker.stop()
+        assert 4.9 < asyncio.get_running_loop().time() - began < 5.1
+        with pytest.raises(WorkerLost):
+            await call
+        assert rig.pool.owned_blocks > 0, "the step that hangs may write into them"
+        (job,) = {entry.job for step in rig.worker._under_way.give_up() for entry in step.entries}
+        job.sequence.reset(rig.pool)
+
+    play(script, role="decode", max_step_s=5.0)
+
+
+def test_a_stopping_worker_sees_the_steps_that_it_has_asked_for_to_their_end():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.01)
+        rig.engine.released.clear()
+        await asyncio.sleep(1.0)
+        stopping = begin(rig.worker.stop())
+        await asyncio.sleep(1.0)
+        assert len(rig.worker._under_way) == 2
+        num_steps = rig.engine.num_steps
+        rig.engine.released.set()
+        await stopping
+        assert rig.engine.num_steps == num_steps + 1
+        assert rig.pool.owned_blocks == 0
+        await asyncio.gather(call, return_exceptions=True)
+
+    play(script, role="decode", max_step_s=5.0)
+
+
+def test_a_step_behind_one_that_takes_long_has_its_own_time():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=3), None))
+        for _ in range(3):
+            rig.engine.released.clear()
+            await asyncio.sleep(4.0)
+            rig.engine.released.set()
+            await asyncio.sleep(0.002)
+            rig.worker.check_health()
+        await call
+
+    play(script, role="decode", max_step_s=5.0)
+
+
+def test_tokens_are_the_same_whether_steps_run_ahead_or_not():
+    answers, ahead = [], []
+    for run_ahead in (True, False):
+
+        async def script(rig: Rig) -> None:
+            await asyncio.gather(
+                *(
+                    rig.worker.decode(a_request(10 + i, f"{i}", max_tokens=20, stop_token_ids=(i,)), None)
+                    for i in range(6)
+                )
+            )
+            await a_moment()
+            answers.append(rig.events())
+            ahead.append(rig.engine.num_steps_ahead)
+
+        play(script, role="decode", run_ahead=run_ahead, num_blocks=16)
+    assert answers[0] == answers[1]
+    assert ahead[0] > ahead[1] == 0
+
+
 def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
     async def script(rig: Rig) -> None:
         call = begin(rig.worker.decode(a_request(), None))

@@ -11,7 +11,7 @@ import torch
 import model.load
 from model.engine import ThreadEngine
 from model.load import EngineConfig, load_engine, resolve_dtype
-from model.step import Draw, SequenceStep
+from model.step import Draw, SequenceStep, with_drawn_tokens
 from protocol.errors import ConfigError, WorkerLost
 from protocol.requests import SampledToken, SamplingParams
 
@@ -90,6 +90,35 @@ async def test_a_cancelled_step_runs_to_its_end_and_the_next_one_waits(
     assert await following == [SampledToken(2)]
     assert layers == announced  # nobody wants to hear of the cancelled step any more
     assert len(runner.threads) == 1
+
+
+async def test_steps_asked_for_while_one_runs_follow_in_order_and_go_on_with_what_it_drew(
+    engine: ThreadEngine, runner: FakeRunner
+) -> None:
+    steps = [asyncio.create_task(engine.step(BATCH))]
+    steps += [asyncio.create_task(engine.step([SequenceStep([0], 1, [0], None, follows=0)])) for _ in range(2)]
+    await asyncio.to_thread(runner.entered.wait, 30)
+    runner.gate.set()
+    assert await asyncio.gather(*steps) == [[SampledToken(1)], [SampledToken(2)], [SampledToken(3)]]
+    assert [tuple(step.token_ids) for (step,) in runner.ran] == [(1,), (1,), (2,)]
+
+
+async def test_a_step_behind_one_that_fails_does_nothing(engine: ThreadEngine, runner: FakeRunner) -> None:
+    runner.error = RuntimeError("out of memory")
+    steps = [asyncio.create_task(engine.step(BATCH)) for _ in range(2)]
+    await asyncio.to_thread(runner.entered.wait, 30)
+    runner.gate.set()
+    first, second = await asyncio.gather(*steps, return_exceptions=True)
+    assert "out of memory" in str(first)
+    assert "dead since" in str(second)
+    assert runner.ran == []
+
+
+def test_a_step_that_follows_where_nothing_was_drawn_is_refused() -> None:
+    step = SequenceStep([0], 1, [0], None, follows=0)
+    for drawn in ([], [None]):
+        with pytest.raises(ValueError, match="drew no token"):
+            with_drawn_tokens([step], drawn)
 
 
 def test_broken_rows_are_the_runners(engine: ThreadEngine) -> None:

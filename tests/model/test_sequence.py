@@ -201,7 +201,9 @@ def test_stop_tokens_are_forbidden_until_the_minimum_is_out() -> None:
     assert forbidden == [STOP, STOP, ()]
 
 
-@pytest.mark.parametrize(("num_tokens", "message"), [(0, "left to compute"), (11, "left to compute"), (9, "lacks 1")])
+@pytest.mark.parametrize(
+    ("num_tokens", "message"), [(0, "left to compute"), (11, "left to compute"), (9, "2 blocks don't hold 9 tokens")]
+)
 def test_an_impossible_step_is_refused(num_tokens: int, message: str) -> None:
     sequence = SequenceState(request(10), BLOCK_SIZE)
     sequence.reserve(BlockPool(8, BLOCK_SIZE), 8)

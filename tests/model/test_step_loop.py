@@ -13,7 +13,7 @@ from tests.simulation.virtual_loop import run_virtually
 def make_loop(step: Callable[[], Awaitable[bool]], died: Callable[[Exception], None] = lambda _: None) -> StepLoop:
     """Must be called inside a running event loop, whose time it goes by."""
     clock = asyncio.get_running_loop().time
-    return StepLoop(step=step, idle=lambda: None, died=died, clock=clock, max_step_s=5.0)
+    return StepLoop(step=step, is_ahead=lambda: False, idle=lambda: None, died=died, clock=clock, max_step_s=5.0)
 
 
 def test_it_steps_while_there_is_work_and_again_when_woken():

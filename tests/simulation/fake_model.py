@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import xxhash
 
-from model.step import Engine, OnLayer, SequenceStep
+from model.step import Engine, OnLayer, SequenceStep, with_drawn_tokens
+from model.token_counts import is_penalised
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
-from tests.simulation.fake_store import POSITION_BYTES, FakeStore
+from tests.simulation.fake_store import POSITION_BYTES, FakeStore, Grip
 
 VOCAB = 61
 _TOKEN = struct.Struct("<II")
@@ -58,7 +59,10 @@ def expected_tokens(request: GenerateRequest, num_layers: int) -> list[int]:
 
 
 class FakeEngine(Engine):
-    """Takes virtual time by tokens and layers, and writes each layer's KV at the end of that layer's time."""
+    """Takes virtual time by tokens and layers, and writes each layer's KV at the end of that layer's time.
+
+    A step may be asked for while another is under way, and waits for it. From then on its blocks must stay its own.
+    """
 
     num_broken_rows = 0
 
@@ -67,32 +71,59 @@ class FakeEngine(Engine):
         self._num_layers = store.layout.num_layers
         self._step_s = step_s
         self._token_s = token_s
-        self._is_stepping = False
+        self._turn = asyncio.Lock()  # whose waiters get it in the order in which they came
+        self._num_under_way = 0
+        self._drawn: list[SampledToken | None] = []  # by the last step
+        self._is_dead = False
         self.fail_at_step: int | None = None
         self.released = asyncio.Event()  # a step under way waits for it; cleared, the engine is wedged
         self.released.set()
         self.num_steps = 0
+        self.num_steps_ahead = 0  # of them, asked for while another was under way
 
     async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
-        if self._is_stepping:
-            raise RuntimeError("two steps at once")
         if not batch:
             raise RuntimeError("an empty step")
-        self._is_stepping = True
+        if self._num_under_way == 2:
+            raise RuntimeError("three steps at once")
+        self.num_steps_ahead += self._num_under_way
+        self._num_under_way += 1
+        for one in batch:
+            if one.draw is not None and is_penalised(one.draw.sampling) and len(one.draw.history) != _end(one):
+                raise RuntimeError("a draw with penalties whose history is not known yet")
+        tables = [tuple(one.block_ids[: -(-_end(one) // self._store.layout.block_size)]) for one in batch]
+        grips = [self._store.grip(table) for table in tables]
+        try:
+            async with self._turn:
+                if self._is_dead:
+                    raise RuntimeError("the fake engine is dead")
+                return await self._run(batch, tables, grips, on_layer)
+        finally:
+            self._num_under_way -= 1
+
+    async def _run(
+        self,
+        batch: Sequence[SequenceStep],
+        tables: Sequence[Sequence[int]],
+        grips: Sequence[Grip],
+        on_layer: OnLayer | None,
+    ) -> list[SampledToken | None]:
         self.num_steps += 1
         await self.released.wait()
+        batch = with_drawn_tokens(batch, self._drawn)
         layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._num_layers
         for layer in range(self._num_layers):
             await asyncio.sleep(layer_s)
             if self.num_steps == self.fail_at_step:
+                self._is_dead = True
                 raise RuntimeError("the fake engine was told to fail")
-            for one in batch:
-                self._store.touch(one.block_ids, "a step uses")
+            for one, table, grip in zip(batch, tables, grips, strict=True):
+                self._store.touch(table, "a step uses", grip)
                 self._compute(one, layer)
             if on_layer is not None:
                 on_layer(layer)
-        self._is_stepping = False
-        return [self._draw(one) for one in batch]
+        self._drawn = [self._draw(one) for one in batch]
+        return self._drawn
 
     def _compute(self, one: SequenceStep, layer: int) -> None:
         store = self._store
@@ -108,8 +139,12 @@ class FakeEngine(Engine):
     def _draw(self, one: SequenceStep) -> SampledToken | None:
         if one.draw is None:
             return None
-        num_positions = one.start + len(one.token_ids)
-        if num_positions != len(one.draw.history):
+        num_positions = _end(one)
+        if num_positions != len(one.draw.history) and one.follows is None:
             raise RuntimeError("a draw whose history is not what was computed")
         kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._num_layers)]
         return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden))
+
+
+def _end(one: SequenceStep) -> int:
+    return one.start + len(one.token_ids)

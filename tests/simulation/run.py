@@ -51,6 +51,7 @@ class Report:
     links_lost: int = 0
     pulled_tokens: int = 0
     steps: int = 0
+    steps_ahead: int = 0
     virtual_s: float = 0.0
 
     def add(self, other: "Report") -> None:
@@ -196,6 +197,7 @@ class _Simulation:
             if process.store.violations:
                 raise InvariantBroken(f"{process.host}: " + "; ".join(process.store.violations))
             self._report.count(process.worker.stats())
+            self._report.steps_ahead += process.engine.num_steps_ahead
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:

@@ -108,6 +108,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_step_tokens=max_batch + draw.choice((0, 1, 15, 60)),
             max_batch=max_batch,
             watermark=draw.choice((0.0, 0.05, 0.2)),
+            run_ahead=draw.random() < 0.8,
             offer_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
             integrity_interval_s=0.0,
         ),
@@ -139,7 +140,9 @@ def _make_arrivals(draw: random.Random, num_routers: int, num_layers: int) -> tu
                         router_id="",
                         token_ids=prompt,
                         num_prompt_tokens=len(prompt),
-                        sampling=SamplingParams(seed=draw.randrange(1000)),
+                        sampling=SamplingParams(
+                            seed=draw.randrange(1000), presence_penalty=draw.choice((0.0, 0.0, 0.0, 0.5))
+                        ),
                         max_tokens=max_tokens,
                         min_tokens=draw.choice((0, 0, min(3, max_tokens))),
                         stop_token_ids=stop,

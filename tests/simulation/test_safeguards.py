@@ -1,13 +1,14 @@
 """The simulation is worth something: with one safeguard switched off, it goes red within a few hundred seeds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.scheduler import DecodeJob, DecodeScheduler
+from decode_worker.jobs import DecodeJob, DecodeStep
+from decode_worker.scheduler import DecodeScheduler
 from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.outgoing import OutgoingTransfer
 from model.block_pool import BlockPool
@@ -42,13 +43,22 @@ def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
 
 
 def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
-    if job.has_ended and not job.in_step:
+    if job.has_ended and not job.under_way:
         job.sequence.reset(scheduler._pool)
 
 
 def _release_in_the_middle_of_a_step(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     if job.has_ended and not job.is_receiving:
         job.sequence.reset(scheduler._pool)
+
+
+def _release_before_a_step_ahead_has_ended(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+    if job.has_ended and len(job.under_way) < 2 and not job.is_receiving:
+        job.sequence.reset(scheduler._pool)
+
+
+def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
+    return True
 
 
 def _release_while_sending(scheduler: PrefillScheduler, job: PrefillJob) -> None:
@@ -97,6 +107,13 @@ SABOTAGES = [
         "_release_if_unused",
         _release_in_the_middle_of_a_step,
     ),
+    Sabotage(
+        "blocks are freed while a step ahead will write into them",
+        DecodeScheduler,
+        "_release_if_unused",
+        _release_before_a_step_ahead_has_ended,
+    ),
+    Sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead", _never_wait_to_run_ahead),
     Sabotage(
         "blocks are freed while they are being sent", PrefillScheduler, "_release_if_unused", _release_while_sending
     ),

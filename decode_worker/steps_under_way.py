@@ -1,0 +1,66 @@
+"""The steps that the engine has been given and has not finished: one that runs, and perhaps the next behind it."""
+
+import asyncio
+from dataclasses import dataclass
+
+from decode_worker.jobs import DecodeStep
+from model.step import Engine
+from protocol.clock import Clock
+from protocol.requests import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that has run."""
+
+    step: DecodeStep
+    sampled: list[SampledToken | None]  # one for each entry
+    seconds: float  # how long it ran; time behind another step isn't counted
+
+
+class StepsUnderWay:
+    """Hands steps to an engine, and takes them back in the same order. Belongs to the worker's step loop."""
+
+    def __init__(self, engine: Engine, clock: Clock):
+        self._engine = engine
+        self._clock = clock
+        self._steps: list[DecodeStep] = []
+        self._results: list[asyncio.Task[list[SampledToken | None]]] = []  # of each step
+        self._began = 0.0  # when the first of them could begin
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def last(self) -> DecodeStep | None:
+        """The one that another step would have to wait for."""
+        return self._steps[-1] if self._steps else None
+
+    async def begin(self, step: DecodeStep) -> None:
+        """Have it run after those under way. Returns once the engine has it; does nothing for an empty step."""
+        if not step.entries:
+            return
+        if not self._steps:
+            self._began = self._clock()
+        run = self._engine.step([entry.step for entry in step.entries])
+        self._steps.append(step)
+        self._results.append(asyncio.create_task(run, name="engine step"))
+        await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking
+
+    async def first_ended(self) -> EndedStep:
+        """Wait for the step that runs. Raises what the engine raises, which then does nothing more."""
+        try:
+            sampled = await self._results[0]
+        except BaseException:
+            for result in self._results:
+                result.cancel()
+            await asyncio.gather(*self._results, return_exceptions=True)
+            raise
+        began, self._began = self._began, self._clock()
+        del self._results[0]
+        return EndedStep(self._steps.pop(0), sampled, self._began - began)
+
+    def give_up(self) -> list[DecodeStep]:
+        """Forget all steps, of an engine that has died; returns them."""
+        given_up, self._steps, self._results = self._steps, [], []
+        return given_up
