@@ -52,6 +52,10 @@ def load_decoder_weights(
     def tensor(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         return checkpoint.tensor(name, rows, columns).to(device=device, dtype=dtype).contiguous()
 
+    def kept(name: str, rows: slice = WHOLE) -> Tensor:
+        """A tensor that is used as it is: copied, or one view would keep the whole file mapped."""
+        return checkpoint.tensor(name, rows).to(device=device, dtype=dtype, copy=True)
+
     def linear_by_rows(
         rows_of: dict[str, slice], *, has_bias: bool, quantization: Quantization = quantization
     ) -> Linear:
@@ -80,10 +84,10 @@ def load_decoder_weights(
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         qkv = {f"{attention}q_proj": query_rows, f"{attention}k_proj": kv_rows, f"{attention}v_proj": kv_rows}
         return LayerWeights(
-            input_norm=tensor(f"{prefix}input_layernorm.weight"),
+            input_norm=kept(f"{prefix}input_layernorm.weight"),
             qkv=linear_by_rows(qkv, has_bias=config.attention_bias),
             output=linear_by_columns(f"{attention}o_proj", query_rows, has_bias=config.attention_bias),
-            mlp_norm=tensor(f"{prefix}post_attention_layernorm.weight"),
+            mlp_norm=kept(f"{prefix}post_attention_layernorm.weight"),
             gate_up=linear_by_rows({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, has_bias=config.mlp_bias),
             down=linear_by_columns(f"{mlp}down_proj", inner, has_bias=config.mlp_bias),
         )
@@ -95,10 +99,10 @@ def load_decoder_weights(
         quantization=of_lm_head(quantization),
     )
     return DecoderWeights(
-        embedding=lm_head if is_tied else tensor("model.embed_tokens.weight", vocabulary),
+        embedding=lm_head if is_tied else kept("model.embed_tokens.weight", vocabulary),
         first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=tensor("model.norm.weight"),
+        final_norm=kept("model.norm.weight"),
         lm_head=lm_head,
         cos_sin=cos_sin_table(config.rope, config.head_dim, max_context).to(device),
     )
