@@ -64,7 +64,10 @@ def with_drawn_tokens(batch: Sequence[SequenceStep], drawn: Sequence[SampledToke
     """
     if all(one.follows is None for one in batch):
         return batch
-    return [one if one.follows is None else replace(one, token_ids=_drawn_by(one.follows, drawn)) for one in batch]
+    return [
+        one if one.follows is None else replace(one, token_ids=_drawn_by(one.follows, drawn), follows=None)
+        for one in batch
+    ]
 
 
 def _drawn_by(entry: int, drawn: Sequence[SampledToken | None]) -> tuple[int]:

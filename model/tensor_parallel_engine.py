@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from model.rank_connections import RankConnections
-from model.step import Engine, OnLayer, SequenceStep
+from model.step import Engine, OnLayer, SequenceStep, with_drawn_tokens
 from protocol.errors import WorkerLost
 from protocol.rank_messages import RankSequence, RankStep, StepEnded
 from protocol.requests import SampledToken
@@ -17,6 +17,7 @@ class TensorParallelEngine:
         self._own = own
         self._ranks = ranks
         self._turn = asyncio.Lock()
+        self._drawn: list[SampledToken | None] = []  # by the last step: the other ranks draw nothing
 
     @property
     def num_broken_rows(self) -> int:
@@ -45,10 +46,11 @@ class TensorParallelEngine:
     async def _step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None) -> list[SampledToken | None]:
         async with self._turn:
             self._ranks.check()
+            batch = with_drawn_tokens(batch, self._drawn)
             self._ranks.tell(RankStep(tuple(map(_for_ranks, batch)), on_layer is not None))
-            sampled = await self._own.step(batch, on_layer)
+            self._drawn = await self._own.step(batch, on_layer)
             self._ranks.tell(StepEnded())
-            return sampled
+            return self._drawn
 
 
 def _for_ranks(step: SequenceStep) -> RankSequence:
