@@ -9,15 +9,18 @@ from torch import Tensor
 from model.backend import BatchLayout, Linear
 from model.kernels.decode_attention import decode_attention, decode_config
 from model.kernels.launch import Target
-from model.kernels.prefill_attention import prefill_attention, prefill_config
+from model.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_config
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rope_kv import rope_and_write_kv
 from model.kernels.silu_mul import silu_mul
+from model.kernels.tma_prefill import LEAST_QUERY_LEN, TmaPrefillConfig, tma_prefill_attention, tma_prefill_config
 from model.linear import PlainLinear, embed
 from model.quantization import Quantization
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
+# Among the lengths of chunks that small tiles are for.
+_SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
 
 
 class CudaBackend:
@@ -68,7 +71,7 @@ class CudaBackend:
                 decode_config(self._target, dim, q.dtype, groups, decodes, layout.max_context_len),
             )
         if tokens > decodes:
-            prefill_attention(
+            self._prefill_attention(
                 q,
                 kv_layer,
                 layout.query_starts[decodes:],
@@ -76,9 +79,34 @@ class CudaBackend:
                 layout.block_tables[decodes:],
                 layout.max_query_len,
                 out,
-                prefill_config(self._target.architecture, dim, q.dtype, heads // groups, layout.max_query_len),
+                self._prefill_config(q, kv_layer, layout.max_query_len),
             )
         return out
+
+    def _prefill_config(self, q: Tensor, kv_layer: Tensor, max_query_len: int) -> PrefillConfig | TmaPrefillConfig:
+        """The kernel and its tiles for the GPU, the cache's layout and the longest chunk."""
+        heads, dim = q.shape[1:]
+        groups, block_size = kv_layer.shape[2:4]
+        return tma_prefill_config(self._target, dim, q.dtype, block_size, max_query_len) or prefill_config(
+            self._target.architecture, dim, q.dtype, heads // groups, max_query_len
+        )
+
+    def _prefill_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_query_len: int,
+        out: Tensor,
+        config: PrefillConfig | TmaPrefillConfig,
+    ) -> None:
+        tensors = (q, kv_layer, query_starts, context_lens, block_tables)
+        if isinstance(config, TmaPrefillConfig):
+            tma_prefill_attention(*tensors, out, self._target, config)
+        else:
+            prefill_attention(*tensors, max_query_len, out, config)
 
     def _compile_once(self, q: Tensor, kv_layer: Tensor) -> None:
         """Compile every variant of the attention kernels for these shapes, by launching each on an empty sequence.
@@ -99,8 +127,8 @@ class CudaBackend:
         for most_tokens in (1, _MANY):
             decode = decode_config(self._target, dim, q.dtype, groups, 1, most_tokens)
             decode_attention(one, kv_layer, nothing[:1], table, out, decode)
-            prefill = prefill_config(self._target.architecture, dim, q.dtype, heads // groups, most_tokens)
-            prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, out, prefill)
+        for prefill in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
+            self._prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, out, prefill)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -20,6 +20,7 @@ class Target:
 
     architecture: Architecture
     multiprocessors: int
+    specializes_warps: bool = False  # Triton 3.6 and 3.7 give loads and products warps of their own on sm_90 only
 
     @classmethod
     def of(cls, capability: tuple[int, int], multiprocessors: int) -> "Target":
@@ -32,7 +33,7 @@ class Target:
         if capability in ((8, 0), (8, 7)):
             return cls(Architecture.AMPERE, multiprocessors)
         if capability[0] in (9, 10):
-            return cls(Architecture.HOPPER, multiprocessors)
+            return cls(Architecture.HOPPER, multiprocessors, specializes_warps=capability[0] == 9)
         return cls(Architecture.SMALL, multiprocessors)
 
     @classmethod
@@ -42,7 +43,8 @@ class Target:
         return cls.of((properties.major, properties.minor), properties.multi_processor_count)
 
 
-H100 = Target(Architecture.HOPPER, multiprocessors=132)
+H100 = Target(Architecture.HOPPER, multiprocessors=132, specializes_warps=True)
+B200 = Target(Architecture.HOPPER, multiprocessors=148)
 A100 = Target(Architecture.AMPERE, multiprocessors=108)
 
 

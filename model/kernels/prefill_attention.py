@@ -21,9 +21,14 @@ class PrefillConfig:
     num_stages: int  # depth of the loop's software pipeline
 
 
-# For 16-bit types, by architecture and padded head dimension; the least sufficient row wins. Chosen from what
-# compiles without spills within the shared memory. A load through the block table takes two levels of the pipeline,
-# table entry and then keys, so 3 stages hold one step in use and one in flight on Hopper (5 elsewhere).
+# For 16-bit types, by architecture and head dimension; the least sufficient row wins. Chosen from what compiles without
+# spills within the shared memory; predicted, not measured. A load through the block table takes two levels of the
+# pipeline, table entry and then keys, so 3 stages hold one step in use and one in flight on Hopper (5 elsewhere).
+#
+# A tile of M rows does M operations for each byte of keys and values that it loads. At M = 128 an A100's 312 TFLOP/s
+# ask 2.4 TB/s of its second-level cache, which is why M is 128 wherever sums (M D / threads), scores and weights
+# (1.5 M N / threads) fit beside the addresses in 255 registers: at D = 128, N = 64 and 256 threads, 64 + 48. A head of
+# 80 or 96 keeps masks of its padding too, and takes half the keys a step on Ampere.
 _CONFIGS: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
     Architecture.HOPPER: (
         (128, PrefillConfig(128, 128, 8, 3)),
@@ -31,6 +36,7 @@ _CONFIGS: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
     ),
     Architecture.AMPERE: (
         (64, PrefillConfig(128, 64, 4, 5)),
+        (96, PrefillConfig(128, 32, 8, 5)),
         (128, PrefillConfig(128, 64, 8, 5)),
         (256, PrefillConfig(64, 32, 8, 5)),
     ),

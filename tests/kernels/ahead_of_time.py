@@ -1,18 +1,21 @@
 """Compile the CUDA backend's kernels for a GPU that is not there, and report what came out.
 
-`python ahead_of_time.py 90` runs the backend's operations on tensors without data, catches each launch with its real
-arguments, compiles it for that compute capability, and prints one JSON object a launch. So what is compiled is what the
-backend would launch, divisibility of arguments included. Run it without TRITON_INTERPRET.
+`python ahead_of_time.py 90 attention` runs a family of operations on tensors without data, catches each launch with
+its real arguments, compiles it for that compute capability, and prints one JSON object a launch. So what is compiled is
+what the backend would launch, divisibility of arguments included. Run it without TRITON_INTERPRET.
+
+A family is a function that launches its kernels as the engine would, over a set of shapes that covers the tables of
+launch configurations; `FAMILIES` names them all.
 """
 
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model.backend import BatchLayout
 from model.cuda_backend import CudaBackend
 from model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
 from model.kernels.kv_encode import decode_units, encode_units
 from model.kernels.kv_pack import copy_units, packed_places, paged_places
-from model.kernels.launch import A100, H100, Target
+from model.kernels.launch import A100, B200, H100, Target
 
-TARGETS = {80: A100, 90: H100, 89: Target.of((8, 9), 142)}
+TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -39,7 +43,17 @@ _POINTERS = {
     torch.uint8: "*u8",
 }
 _OPTIONS = {"num_warps", "num_stages"}
-_DESCRIBED = ("HEAD_DIM", "BLOCK_SIZE", "BLOCK_M", "BLOCK_N", "HEADS_PER_GROUP", "SPLIT", "HIDDEN", "ADD")
+_DESCRIBED = (
+    "HEAD_DIM",
+    "BLOCK_SIZE",
+    "BLOCK_M",
+    "BLOCK_N",
+    "HEADS_PER_GROUP",
+    "SPLIT",
+    "SPECIALIZED",
+    "HIDDEN",
+    "ADD",
+)
 
 
 @contextmanager
@@ -58,32 +72,70 @@ def caught_launches() -> Iterator[list[tuple[JITFunction, dict[str, Any]]]]:
         JITFunction.run = original
 
 
-def run_backend(target: Target, head_dim: int, block_size: int, heads: int, groups: int, dtype: torch.dtype) -> None:
-    """One step of three decodes and two prompt chunks through every operation, on tensors without data."""
-    tokens, decodes = 1003, 3
-    hidden = heads * head_dim
+# Head dimension and block size: on each GPU every row of its launch tables, and large blocks as well as small ones.
+_ATTENTION_SHAPES = {
+    80: ((64, 16), (80, 128), (96, 32), (128, 16), (256, 64)),
+    89: ((64, 64), (128, 16), (256, 32)),
+    90: ((64, 64), (64, 128), (80, 128), (96, 64), (128, 16), (128, 128), (256, 64)),
+    100: ((64, 64), (80, 16), (96, 128), (128, 64), (256, 32)),
+}
 
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+
+def attention(capability: int) -> None:
+    """What the backend compiles before it first attends, and a step of decodes and chunks, in bf16 and once in fp32."""
+    for head_dim, block_size in _ATTENTION_SHAPES[capability]:
+        run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16)
+    if capability == 80:
+        run_attention(TARGETS[capability], 128, 16, torch.float32)
+
+
+def run_attention(target: Target, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    heads, groups = 32, 8
+    layout = _layout(tokens=1003, block_size=block_size)
+    q = torch.empty((1003, heads, head_dim), dtype=dtype, device="meta")
+    kv_layer = torch.empty((4096, 2, groups, block_size, head_dim), dtype=dtype, device="meta")
+    CudaBackend(target).attention(q, kv_layer, layout)
+
+
+def elementwise(capability: int) -> None:
+    """Norms, rotary embedding with the write into the cache, and the gated activation, in bf16."""
+    tokens, groups, block_size = 1003, 8, 16
+    backend = CudaBackend(TARGETS[capability])
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    layout = BatchLayout(
+    for heads, head_dim in ((32, 80), (32, 128), (16, 256)):
+        hidden = heads * head_dim
+        x = backend.rms_norm(empty(tokens, hidden), empty(hidden), 1e-5)
+        backend.add_rms_norm(x, empty(tokens, hidden), empty(hidden), 1e-5)
+        cos_sin = empty(8192, head_dim, dtype=torch.float32)
+        qkv, kv_layer = empty(tokens, (heads + 2 * groups) * head_dim), empty(4096, 2, groups, block_size, head_dim)
+        backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size))
+        backend.silu_mul(empty(tokens, 2 * 4 * hidden))
+
+
+def _layout(tokens: int, block_size: int) -> BatchLayout:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return BatchLayout(
         positions=empty(tokens, dtype=torch.int64),
         slots=empty(tokens, dtype=torch.int64),
-        query_starts=empty(6, dtype=torch.int32),
-        context_lens=empty(5, dtype=torch.int32),
-        block_tables=empty(5, 8192 // block_size, dtype=torch.int32),
-        num_decodes=decodes,
+        query_starts=empty(6),
+        context_lens=empty(5),
+        block_tables=empty(5, 8192 // block_size),
+        num_decodes=3,
         max_query_len=700,
         max_context_len=8192,
     )
-    backend = CudaBackend(target)
-    kv_layer = empty(4096, 2, groups, block_size, head_dim)
-    x = backend.rms_norm(empty(tokens, hidden), empty(hidden), 1e-5)
-    backend.add_rms_norm(x, empty(tokens, hidden), empty(hidden), 1e-5)
-    cos_sin = empty(8192, head_dim, dtype=torch.float32)
-    q = backend.rope_and_write_kv(empty(tokens, (heads + 2 * groups) * head_dim), cos_sin, kv_layer, layout)
-    backend.attention(q, kv_layer, layout)
-    backend.silu_mul(empty(tokens, 2 * 4 * hidden))
+
+
+def transfer(capability: int) -> None:
+    """The kernels of KV transfer, which are launched alike on every GPU."""
+    del capability
+    for head_dim, block_size in ((64, 16), (128, 16), (128, 128)):
+        run_transfer(head_dim, block_size, groups=8)
 
 
 def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
@@ -107,30 +159,54 @@ def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
     digest(wire, 1 << 22, 1 << 60, out)
 
 
-def compile_launch(kernel: JITFunction, arguments: dict[str, Any], capability: int) -> Any:
-    """Compile as the launcher would: pointers and integers divisible by 16 are known to be, ones are constants."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        special = not parameter.do_not_specialize
-        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
-            if special:
-                aligned[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if special and value % 16 == 0:
-                aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {name: value for name, value in arguments.items() if name in _OPTIONS}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+FAMILIES: dict[str, Callable[[int], None]] = {
+    "attention": attention,
+    "elementwise": elementwise,
+    "transfer": transfer,
+}
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """All that the compiler sees of a launch."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    aligned: tuple[tuple[int, ...], ...]
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, kernel: JITFunction, arguments: dict[str, Any]) -> "Specialization":
+        """As the launcher would: pointers and integers divisible by 16 are known to be, ones are constants."""
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int, ...], Any] = {}
+        aligned: list[tuple[int, ...]] = []
+        for index, parameter in enumerate(kernel.params):
+            value = arguments[parameter.name]
+            special = not parameter.do_not_specialize
+            if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = _POINTERS[value.dtype]
+                if special:
+                    aligned.append((index,))
+            elif isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
+            elif isinstance(value, int):
+                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+                if special and value % 16 == 0:
+                    aligned.append((index,))
+            else:
+                signature[parameter.name] = "fp32"
+        options = {name: value for name, value in arguments.items() if name in _OPTIONS}
+        return cls(kernel, signature, constants, tuple(aligned), options)
+
+    def compile(self, capability: int) -> Any:
+        aligned = {index: [["tt.divisibility", 16]] for index in self.aligned}
+        source = ASTSource(fn=self.kernel, signature=self.signature, constexprs=self.constants, attrs=aligned)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -146,27 +222,29 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled_bytes": int(stack[1]) + int(local[1])}
 
 
-def main(capability: int, head_dims: list[int], block_sizes: list[int]) -> None:
-    seen: set[str] = set()
-    for head_dim, block_size in itertools.product(head_dims, block_sizes):
-        with caught_launches() as launches:
-            run_backend(TARGETS[capability], head_dim, block_size, heads=32, groups=8, dtype=torch.bfloat16)
-            run_transfer(head_dim, block_size, groups=8)
-        for kernel, arguments in launches:
-            plain = {name: value for name, value in arguments.items() if not isinstance(value, torch.Tensor)}
-            described = {"kernel": kernel.__name__} | {k.lower(): plain[k] for k in _DESCRIBED if k in plain}
-            key = json.dumps([kernel.__name__, plain], sort_keys=True, default=str)
-            if key in seen:
-                continue
-            seen.add(key)
-            compiled = compile_launch(kernel, arguments, capability)
-            described |= resource_usage(compiled.asm["cubin"])
-            described["shared_bytes"] = compiled.metadata.shared
-            described["wgmma"] = "wgmma.mma_async" in compiled.asm["ptx"]
-            described["async_copies"] = "cp.async.cg" in compiled.asm["ptx"]
-            described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", compiled.asm["ptx"]))
-            print(json.dumps(described), flush=True)
+def main(capability: int, family: str) -> None:
+    seen: list[Specialization] = []
+    with caught_launches() as launches:
+        FAMILIES[family](capability)
+    for kernel, arguments in launches:
+        special = Specialization.of(kernel, arguments)
+        if special in seen:
+            continue
+        seen.append(special)
+        described = {"kernel": kernel.__name__, "types": [t for t in special.signature.values() if t.startswith("*")]}
+        described |= {name.lower(): arguments[name] for name in _DESCRIBED if name in arguments}
+        compiled = special.compile(capability)
+        ptx = compiled.asm["ptx"]
+        described |= resource_usage(compiled.asm["cubin"])
+        described["shared_bytes"] = compiled.metadata.shared
+        described["wgmma"] = "wgmma.mma_async" in ptx
+        described["tcgen05"] = "tcgen05.mma" in ptx
+        described["tma"] = "cp.async.bulk.tensor" in ptx
+        described["async_copies"] = "cp.async.cg" in ptx
+        described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
+        described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
+        print(json.dumps(described), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",")], [int(b) for b in sys.argv[3].split(",")])
+    main(int(sys.argv[1]), sys.argv[2])

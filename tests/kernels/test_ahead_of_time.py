@@ -9,50 +9,68 @@ from typing import Any
 
 import pytest
 
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # a program's most
-KERNELS = {
-    "rms_norm_kernel",
-    "rope_kv_kernel",
-    "silu_mul_kernel",
-    "prefill_attention_kernel",
-    "decode_attention_kernel",
-    "merge_segments_kernel",
-    "copy_units_kernel",
-    "encode_units_kernel",
-    "decode_units_kernel",
-    "digest_parts_kernel",
-    "digest_units_kernel",
-    "digest_kernel",
-}
-
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 COPYING = {"copy_units_kernel", "digest_parts_kernel", "digest_units_kernel"}
 
 
-def compiled(capability: int, head_dims: str, block_sizes: str, cache: Path) -> list[dict[str, Any]]:
+def compiled(family: str, capability: int, cache: Path) -> list[dict[str, Any]]:
+    """The launches of a family, each without spills and within the GPU's shared memory."""
     script = Path(__file__).parent / "ahead_of_time.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(script.parents[2])}
-    command = [sys.executable, str(script), str(capability), head_dims, block_sizes]
+    command = [sys.executable, str(script), str(capability), family]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("capability", "head_dims", "block_sizes"),
-    [(80, "64,128", "16"), (90, "64,128", "16"), (90, "128", "128"), (89, "128", "16")],
-)
-def test_kernels_compile_without_spills_within_shared_memory(
-    capability: int, head_dims: str, block_sizes: str, tmp_path: Path
-) -> None:
-    kernels = compiled(capability, head_dims, block_sizes, tmp_path)
-    assert {kernel["kernel"] for kernel in kernels} == KERNELS
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
         assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
+    return kernels
+
+
+def names(kernels: list[dict[str, Any]]) -> set[str]:
+    return {kernel["kernel"] for kernel in kernels}
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_are(
+    capability: int, tmp_path: Path
+) -> None:
+    kernels = compiled("attention", capability, tmp_path)
+    paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
+    by_tma = {"tma_prefill_attention_kernel"} if capability >= 90 else set()
+    assert names(kernels) == paged | by_tma
+    dims = {64, 128, 256} if capability == 89 else {64, 80, 96, 128, 256}
+    for name in ("prefill_attention_kernel", "decode_attention_kernel"):
+        assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
+    for kernel in kernels:
+        prefill = kernel["kernel"].endswith("prefill_attention_kernel")
+        assert kernel["tma"] == (kernel["kernel"] in by_tma), kernel
         # Without asynchronous copies the loop over the keys would wait for memory at every step.
-        assert kernel["async_copies"] == kernel["kernel"].endswith("attention_kernel"), kernel
+        copies = kernel["kernel"] in ("prefill_attention_kernel", "decode_attention_kernel")
+        assert kernel["async_copies"] == copies, kernel
+        assert kernel["wgmma"] == (prefill and capability == 90), kernel
+        assert kernel["tcgen05"] == (prefill and capability == 100), kernel
+        # Triton 3.6 and 3.7 specialise warps for sm_100 too, but these spill there: the table does not ask for it.
+        assert kernel["warps_specialized"] == (kernel["tma"] and capability == 90), kernel
+    # Of 256 dimensions, what a tile holds does not fit the registers on sm_100: `prefill_attention_kernel` takes them.
+    narrow, all_dims = {64, 96, 128}, {64, 80, 96, 128, 256}
+    dims_by_tma = {80: set(), 89: set(), 90: all_dims, 100: narrow}[capability]
+    assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] in by_tma} == dims_by_tma
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("elementwise", capability, tmp_path)
+    assert names(kernels) == {"rms_norm_kernel", "rope_kv_kernel", "silu_mul_kernel"}
+    for kernel in kernels:
+        assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path: Path) -> None:
+    kernels = compiled("transfer", capability, tmp_path)
+    assert names(kernels) == COPYING | {"encode_units_kernel", "decode_units_kernel", "digest_kernel"}
+    for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
-        on_hopper = capability == 90 and kernel["kernel"] == "prefill_attention_kernel"
-        assert kernel["wgmma"] == on_hopper, kernel

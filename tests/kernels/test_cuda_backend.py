@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 from safetensors.torch import save_file
 
+from model import cuda_backend
 from model.backend import Backend
 from model.config import load_model_config, parse_model_config
 from model.cuda_backend import CudaBackend
@@ -47,6 +49,31 @@ def test_backend_attention_gives_each_kind_of_sequence_to_its_kernel(kind: str, 
     case = paged_case(LENGTHS[kind], heads=6, groups=2, dim=64, dtype=dtype)
     actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
     assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout))
+
+
+def test_long_chunks_over_large_blocks_beside_decodes_are_right() -> None:
+    case = paged_case([(1, 33), (1, 130), (70, 70), (3, 90)], heads=4, groups=2, block_size=64, dtype=torch.float16)
+    actual = CudaBackend(H100).attention(case.q, case.kv_layer, case.layout)
+    assert_close(actual, ReferenceBackend().attention(case.q, case.kv_layer, case.layout))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1), (8, 1)])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
+    heads: int, groups: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[object] = set()
+    for name in ("prefill_attention", "tma_prefill_attention"):
+        monkeypatch.setattr(cuda_backend, name, lambda *arguments: launched.add(arguments[-1]))
+    case = paged_case([(1, 5)], heads=heads, groups=groups, block_size=block_size, dtype=torch.float16)
+    backend = CudaBackend(H100)
+    backend.attention(case.q, case.kv_layer, case.layout)
+    at_first = set(launched)
+    for length in (*range(2, 300), 1000, 100_000):
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        layout = replace(case.layout, query_starts=starts, num_decodes=0, max_query_len=length)
+        backend.attention(case.q, case.kv_layer, layout)
+    assert launched == at_first
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
