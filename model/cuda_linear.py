@@ -1,7 +1,7 @@
 """Projections on a GPU: which kernel multiplies how many tokens.
 
 Up to MOST_TOKENS tokens a projection is bound by reading its weights, and the skinny kernel reads them; beyond, cuBLAS
-is hard to beat. Quantised weights are nobody's but our kernels'. Nothing here synchronises with the host, and a launch
+is hard to beat. Quantised weights are for our kernels alone. Nothing here synchronises with the host, and a launch
 depends on shapes alone, so that all of it can be captured in CUDA graphs.
 """
 

@@ -25,7 +25,8 @@ class PackedWeight:
     """A QuantizedWeight in the kernels' form."""
 
     packed: Tensor  # uint8 [out, in] of eight bits; [out, 64 * blocks of 128 columns] of four
-    scales: Tensor  # fp32 [out] of eight bits; [2 * blocks, out] of four, each odd one a sixteenth of its group's
+    # fp32 [out] of eight bits; bf16 [2 * blocks, out] of four, each odd one a sixteenth of its group's
+    scales: Tensor
     rows: int
     columns: int
     bits: Literal[8, 4]
@@ -34,7 +35,8 @@ class PackedWeight:
 def pack(weight: QuantizedWeight) -> PackedWeight:
     """Where int4 columns don't fill the last block, it ends with zeros of scale 0.
 
-    Raises ValueError for other groups than a row of int8 and INT4_GROUP columns of int4.
+    Raises ValueError for other groups than a row of int8 and INT4_GROUP columns of int4, and for scales of int4 that
+    are no bf16 numbers.
     """
     rows, columns = weight.values.shape
     if weight.bits == 8:
@@ -43,13 +45,15 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         return PackedWeight(_unsigned(weight.values, BYTE_ZERO), weight.scales[:, 0].contiguous(), rows, columns, 8)
     if weight.group_size != INT4_GROUP and weight.scales.shape[1] > 1:
         raise ValueError(f"int4 kernels take groups of {INT4_GROUP} columns, not {weight.group_size}")
+    if not torch.equal(weight.scales, weight.scales.bfloat16().float()):
+        raise ValueError("int4 kernels take scales that bf16 can hold")
     nibbles = functional.pad(_unsigned(weight.values, NIBBLE_ZERO), (0, -columns % (2 * INT4_GROUP)), value=NIBBLE_ZERO)
     low, high = nibbles.view(rows, -1, 2, INT4_GROUP).unbind(2)
     packed = (low | (high << 4)).view(rows, -1)
     groups = 2 * packed.shape[1] // INT4_GROUP
     scales = functional.pad(weight.scales, (0, groups - weight.scales.shape[1])).T.contiguous()
     scales[1::2] /= 16
-    return PackedWeight(packed, scales, rows, columns, 4)
+    return PackedWeight(packed, scales.bfloat16(), rows, columns, 4)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -57,8 +61,9 @@ def unpack(weight: PackedWeight) -> Tensor:
     if weight.bits == 8:
         return (weight.packed.float() - BYTE_ZERO) * weight.scales[:, None]
     blocks = weight.packed.view(weight.rows, -1, 1, INT4_GROUP)
-    values = torch.cat((blocks & 15, blocks & 240), dim=2).float() - NIBBLE_ZERO * torch.tensor([[1], [16]])
-    return (values * weight.scales.T.view(weight.rows, -1, 2, 1)).view(weight.rows, -1)[:, : weight.columns]
+    values = torch.cat((blocks & 15, blocks >> 4), dim=2).float() - NIBBLE_ZERO
+    values[:, :, 1] *= 16
+    return (values * weight.scales.T.float().view(weight.rows, -1, 2, 1)).view(weight.rows, -1)[:, : weight.columns]
 
 
 def _unsigned(values: Tensor, zero: int) -> Tensor:

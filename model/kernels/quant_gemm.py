@@ -198,28 +198,25 @@ def int4_gemm_kernel(
     next_high = tl.load(following + num_rows)
     for step in range(begin, end):
         both = tl.load(packed_at + step * BYTES)
+        # The compiler reads weights and x steps ahead, but not what is two bytes wide.
+        low_scale, high_scale = next_low[:, None].to(tl.float32), next_high[:, None].to(tl.float32)
+        following = scales + 2 * tl.minimum((step + 1) // STEPS, blocks - 1) * num_rows + real_rows
+        next_low = tl.load(following)
+        next_high = tl.load(following + num_rows)
         low, high = widen(both, 0x0F, _NIBBLE_ZERO), widen(both, 0xF0, 16 * _NIBBLE_ZERO)
-        block = step // STEPS
-        first = 2 * block * SCALE_GROUP + step % STEPS * BYTES
+        first = step // STEPS * 2 * SCALE_GROUP + step % STEPS * BYTES
         if SCALE_SUMS:
-            # The compiler reads ahead what goes into the matrix instruction. These don't: one step ahead.
-            low_scale, high_scale = next_low, next_high
-            following = scales + 2 * tl.minimum((step + 1) // STEPS, blocks - 1) * num_rows + real_rows
-            next_low = tl.load(following)
-            next_high = tl.load(following + num_rows)
             low_x = load_x(x_rows, real, first + lanes, num_columns, WHOLE_STEPS)
-            acc += tl.dot(low.to(low_x.dtype), low_x, input_precision=PRECISION) * low_scale[:, None]
+            acc += tl.dot(low.to(low_x.dtype), low_x, input_precision=PRECISION) * low_scale
             high_x = load_x(x_rows, real, first + SCALE_GROUP + lanes, num_columns, WHOLE_STEPS)
-            acc += tl.dot(high.to(high_x.dtype), high_x, input_precision=PRECISION) * high_scale[:, None]
+            acc += tl.dot(high.to(high_x.dtype), high_x, input_precision=PRECISION) * high_scale
         else:
-            scales_at = scales + 2 * block * num_rows + real_rows
-            low *= tl.load(scales_at)[:, None]
-            high *= tl.load(scales_at + num_rows)[:, None]
             both_lanes = tl.arange(0, BLOCK_K)
             columns = first + both_lanes // BYTES * SCALE_GROUP + both_lanes % BYTES
             x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
             # [rows, BYTES, 2] -> [rows, BLOCK_K], one half after the other: no more than other names for registers.
-            w = tl.join(low.to(x_tile.dtype), high.to(x_tile.dtype)).permute(0, 2, 1).reshape(BLOCK_N, BLOCK_K)
+            w = tl.join((low * low_scale).to(x_tile.dtype), (high * high_scale).to(x_tile.dtype))
+            w = w.permute(0, 2, 1).reshape(BLOCK_N, BLOCK_K)
             acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
     store_tile(acc, bias, y, sums, arrived, tile, split, rows, tokens, num_rows, num_tokens, SPLITS, HAS_BIAS)
 

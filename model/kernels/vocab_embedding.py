@@ -54,7 +54,7 @@ def vocab_embedding_kernel(
         group = columns // GROUP
         row_bytes: tl.constexpr = (COLUMNS + 2 * GROUP - 1) // (2 * GROUP) * GROUP
         byte = tl.load(table + row * row_bytes + group // 2 * GROUP + columns % GROUP, mask=inside, other=0)
-        scale = tl.load(scales + group * num_rows + row, mask=inside, other=0.0)
+        scale = tl.load(scales + group * num_rows + row, mask=inside, other=0.0).to(tl.float32)
         high = group % 2 == 1
         # The high half stands for 16 times its value.
         value = tl.where(high, (byte & 0xF0).to(tl.float32) - 16 * ZERO, (byte & 0x0F).to(tl.float32) - ZERO) * scale

@@ -36,12 +36,14 @@ def test_packing_loses_nothing(columns: int, bits: Literal[8, 4]) -> None:
     assert packed.packed.numel() <= 5 * (columns if bits == 8 else 64 * -(-columns // 128))
 
 
-def test_groups_that_no_kernel_knows_are_refused() -> None:
+def test_groups_and_scales_that_no_kernel_knows_are_refused() -> None:
     values = torch.zeros(2, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match="one scale a row, not 2"):
         pack(QuantizedWeight(values, torch.ones(2, 2), 32, 8))
     with pytest.raises(ValueError, match="groups of 64 columns, not 32"):
         pack(QuantizedWeight(values, torch.ones(2, 2), 32, 4))
+    with pytest.raises(ValueError, match="bf16"):
+        pack(QuantizedWeight(values, torch.full((2, 1), 0.3), 64, 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
