@@ -28,8 +28,11 @@ class DecodeConfig:
 
 
 # For 16-bit types, by architecture and padded head dimension; the least sufficient row wins: keys a step, warps,
-# stages. Each two stages past the third keep one more step of keys and values in flight (the table's entries take
-# a level of the pipeline): enough bytes to hide the memory's latency, within the shared memory of two programs.
+# stages. Predicted, not measured: a key is multiplied by the queries of one group only, some 4 operations a byte, so
+# what counts are bytes in flight. Each two stages past the third keep one more step of keys and values (32 KiB on
+# Hopper, 16 on Ampere) in flight, as the table's entries take a level of the pipeline; two programs of 104 and 54 KiB
+# fit a multiprocessor: 2 x 2 x 32 KiB in flight beside what is in use. An H100 needs 3.35 TB/s x 0.7 us / 132 = 18 KiB
+# for its bandwidth, an A100 13: several times that, since loads come in bursts.
 _CONFIGS: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
     Architecture.HOPPER: ((64, (128, 4, 7)), (128, (64, 4, 7)), (256, (32, 4, 7))),
     Architecture.AMPERE: ((64, (64, 4, 7)), (128, (32, 4, 7)), (256, (32, 4, 5))),
@@ -38,6 +41,8 @@ _CONFIGS: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
 _FP32_CONFIGS = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+_MOST_WAVES = 4  # of programs; more segments would even out little more, and each starts with a wait for memory
+_NEARLY = 1.05  # as good as the best, if it takes fewer segments
 MOST_SEGMENTS = 128
 _LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
 _MERGE_SEGMENTS = 16  # segments a step of the merging kernel
@@ -46,14 +51,26 @@ _MERGE_SEGMENTS = 16  # segments a step of the merging kernel
 def decode_config(
     target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
 ) -> DecodeConfig:
-    """The table's row for a batch, and as many segments as still run at once. Raises ValueError for too wide heads."""
+    """The table's row for a batch, and the number of segments. Raises ValueError for too wide heads."""
     table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS[target.architecture]
     for widest, (block_n, warps, stages) in table:
         if head_dim <= widest:
-            fit = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // (num_sequences * groups)
-            useful = max_context_len // (block_n * _LEAST_SEGMENT_STEPS)
-            return DecodeConfig(block_n, warps, stages, max(1, min(fit, useful, MOST_SEGMENTS)))
+            at_once = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+            useful = min(max_context_len // (block_n * _LEAST_SEGMENT_STEPS), MOST_SEGMENTS)
+            return DecodeConfig(block_n, warps, stages, _num_segments(num_sequences * groups, at_once, useful))
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
+
+
+def _num_segments(programs: int, at_once: int, useful: int) -> int:
+    """How far to split contexts, at most `useful`: the fewest segments that take nearly the least time.
+
+    `programs` run for each segment, `at_once` in a wave. Waves follow each other, and each takes the time of a segment:
+    320 programs on 264 places would take two whole contexts' time, while split by 3 they take 4 waves of a third.
+    """
+    candidates = range(1, max(1, min(useful, at_once * _MOST_WAVES // programs)) + 1)
+    times = {segments: math.ceil(programs * segments / at_once) / segments for segments in candidates}
+    enough = min(times.values()) * _NEARLY
+    return next(segments for segments, time in times.items() if time <= enough)
 
 
 def decode_attention_reference(q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ head; on sm_90 one warp group issues the copies while two others multiply, each 
 works off many tiles, so that the next tile's copies run while the last one's results are written.
 
 It is for 16-bit types and blocks of a multiple of 64 tokens. Of 16 or 32 tokens, copies and products would have as few
-rows: these stay with the other kernel, and so do chunks that would leave most of a tile empty.
+rows: these stay with the other kernel, and so do chunks that would leave most of a tile empty. A tile's rows are one
+head's, not a group's: beyond a tile, packing spares no work, and Triton 3.6 does not split a packed box between halves.
 """
 
 import math

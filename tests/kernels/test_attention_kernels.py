@@ -61,6 +61,11 @@ def test_prefill_attention_is_right_after_a_cached_prefix_of_any_alignment(block
     check_prefill(case, PrefillConfig(16, block_n, num_warps=4, num_stages=2))
 
 
+def test_prefill_attention_passes_over_sequences_without_queries() -> None:
+    case = paged_case([(0, 0), (5, 20), (0, 17), (3, 3)])
+    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (16, 1), (10, 2)])
 def test_prefill_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
     case = paged_case([(1, 9), (18, 18), (17, 40)], heads=heads, groups=groups, dim=16)
@@ -128,15 +133,19 @@ def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -
     assert prefill_config(Architecture.HOPPER, 128, torch.bfloat16, 200, 16).block_m == 256
 
 
-def test_contexts_are_split_as_far_as_their_segments_run_at_once() -> None:
+def test_contexts_are_split_until_all_multiprocessors_are_about_equally_busy() -> None:
     def segments(target: Target, sequences: int, context: int) -> int:
         return decode_config(target, 128, torch.bfloat16, 8, sequences, context).num_segments
 
     assert segments(H100, 1, 100) == 1
-    assert segments(H100, 1, 16384) == 33
+    assert segments(H100, 1, 16384) == 32  # 256 programs at once, of the 264 that fit
+    assert segments(H100, 1, 1024) == 8  # no less than two steps each
     assert segments(H100, 8, 16384) == 4
+    assert segments(H100, 32, 16384) == 1
+    assert segments(H100, 40, 16384) == 3  # 320 programs would fill one wave and a fifth of a second
     assert segments(H100, 64, 16384) == 1
-    assert segments(A100, 1, 131072) == 27
+    assert segments(H100, 500, 16384) == 1
+    assert segments(A100, 1, 131072) == 26
 
 
 def test_heads_wider_than_the_tables_are_refused() -> None:

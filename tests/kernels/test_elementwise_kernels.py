@@ -79,6 +79,14 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
 
 
+def test_rope_and_kv_write_of_no_tokens_do_nothing() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    kv_layer = torch.zeros(2, 2, 1, 16, 64)
+    q = rope_and_write_kv(torch.empty(0, 4 * 64), angles(16, 64), kv_layer, nothing, nothing)
+    assert q.shape == (0, 2, 64)
+    assert not kv_layer.any()
+
+
 def test_rope_turns_each_pair_by_its_position() -> None:
     """The reference itself, against complex numbers."""
     x, positions = torch.randn(5, 2, 8), torch.tensor([0, 1, 2, 7, 30])

@@ -71,6 +71,11 @@ def test_tma_prefill_gives_each_head_its_groups_keys(heads: int, groups: int) ->
     check(case, config_of(H100, 16, 64))
 
 
+def test_tma_prefill_passes_over_sequences_without_queries() -> None:
+    case = paged_case([(0, 0), (5, 20), (0, 70), (130, 133), (0, 0)], dim=16, block_size=64, dtype=torch.float16)
+    check(case, config_of(H100, 16, 64))
+
+
 def test_tma_prefill_leaves_the_rows_before_its_sequences_alone() -> None:
     case = paged_case([(1, 70), (1, 3), (66, 66), (5, 90)], heads=2, groups=1, block_size=64, dtype=torch.float16)
     layout = case.layout
