@@ -12,6 +12,7 @@ line is one JSON object.
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,8 @@ def main() -> int:
         time_limit_s=arguments.time_limit_s or plan.time_limit_s,
         only_rows=tuple(arguments.rows),
     )
+    # A request to end this process must end the servers, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folders = Folders(arguments.peers.resolve(), arguments.shape)
     write_models(folders, arguments.servers)
     commands = [COMMANDS[name](folders, PORT + index) for index, name in enumerate(arguments.servers)]
@@ -71,9 +74,9 @@ def write_models(folders: Folders, servers: Sequence[str]) -> None:
         subprocess.run([sys.executable, script, folders.shape, folders.model], check=True)
     if "openvino" in servers and not (folders.openvino_model / "openvino_model.bin").exists():
         _say(f"exporting {folders.openvino_model}")
-        command: list[str | Path] = [folders.peers / "openvino/bin/optimum-cli", "export", "openvino"]
-        command += ["--model", folders.model, "--task", "text-generation-with-past", folders.openvino_model]
-        subprocess.run(command, check=True)
+        script = Path(__file__).resolve().parent / "export_openvino.py"
+        python = folders.peers / "openvino/bin/python"
+        subprocess.run([python, script, folders.model, folders.openvino_model], check=True)
 
 
 def run(commands: Sequence[Command], plan: Plan, folders: Folders) -> dict[str, Any]:
