@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from cluster.bench.engine import write_random_model
+from cluster.bench.engine_models import write_random_model
 from cluster.bench.handover import Exposed, Handover, measure_exposed, measure_handovers
 from cluster.bench.link_case import SHAPES, Case
 from cluster.bench.links import Ratios, measure_case, peer_process
