@@ -8,6 +8,7 @@ A family is a function that launches its kernels as the engine would, over a set
 launch configurations; `FAMILIES` names them all.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -28,10 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model.backend import BatchLayout
 from model.cuda_backend import CudaBackend
+from model.cuda_linear import CudaLinear, CudaQuantizedLinear
 from model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
 from model.kernels.kv_encode import decode_units, encode_units
 from model.kernels.kv_pack import copy_units, packed_places, paged_places
 from model.kernels.launch import A100, B200, H100, Target
+from model.kernels.split_k import SplitWorkspace
+from model.quantization import quantize
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 _POINTERS = {
@@ -48,6 +52,8 @@ _DESCRIBED = (
     "BLOCK_SIZE",
     "BLOCK_M",
     "BLOCK_N",
+    "BLOCK_T",
+    "SPLITS",
     "HEADS_PER_GROUP",
     "SPLIT",
     "SPECIALIZED",
@@ -159,9 +165,30 @@ def run_transfer(head_dim: int, block_size: int, groups: int) -> None:
     digest(wire, 1 << 22, 1 << 60, out)
 
 
+def projections(capability: int) -> None:
+    """Rows of the launch tables, bf16 in and out, columns split; on sm_90 logits, not split, and embeddings too."""
+    device = torch.device("cpu")  # weights are quantised for real, and small
+    target, workspace = TARGETS[capability], SplitWorkspace(device)
+
+    def linears(rows: int, columns: int) -> tuple[CudaLinear | CudaQuantizedLinear, ...]:
+        weight = torch.zeros((rows, columns), dtype=torch.bfloat16)
+        quantized = [CudaQuantizedLinear(quantize(weight, bits), None, target, workspace) for bits in (8, 4)]
+        return (CudaLinear(weight, None, target, workspace), *quantized)
+
+    # Where every row would take too long, the largest tiles: they need the most registers and shared memory.
+    all_tokens = (16, 32, 64, 128, 256) if capability in (80, 90) else (64, 256)
+    for linear, tokens in itertools.product(linears(64, 4096), all_tokens):
+        linear(torch.zeros((tokens, 4096), dtype=torch.bfloat16))
+    if capability == 90:
+        for linear in linears(1024, 128):
+            linear(torch.zeros((64, 128), dtype=torch.bfloat16), torch.float32)
+            linear.rows(torch.zeros(3, dtype=torch.int64), torch.bfloat16)
+
+
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
     "elementwise": elementwise,
+    "projections": projections,
     "transfer": transfer,
 }
 

@@ -74,3 +74,26 @@ def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path
     for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_are(
+    capability: int, tmp_path: Path
+) -> None:
+    kernels = compiled("projections", capability, tmp_path)
+    products = {"skinny_gemm_kernel", "int8_gemm_kernel", "int4_gemm_kernel"}
+    assert names(kernels) == products | ({"vocab_embedding_kernel"} if capability == 90 else set())
+    for kernel in kernels:
+        if kernel["kernel"] not in products:
+            continue
+        # Without asynchronous copies each step would wait for memory.
+        assert kernel["async_copies"], kernel
+        # Tiles of fewer than 64 rows take the matrix instructions of a warp.
+        assert kernel["wgmma"] == (capability == 90 and kernel["block_n"] >= 64), kernel
+        assert kernel["tcgen05"] == (capability == 100 and kernel["block_n"] >= 64), kernel
+    for name in products:
+        tiles = [kernel for kernel in kernels if kernel["kernel"] == name]
+        assert any(kernel["splits"] > 1 for kernel in tiles)
+        # Of tokens: cuBLAS has prompts unless weights are quantised.
+        largest = 64 if name == "skinny_gemm_kernel" else 256 if capability >= 90 else 128
+        assert max(kernel["block_t"] for kernel in tiles) == largest
