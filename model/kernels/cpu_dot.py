@@ -22,20 +22,20 @@ _INTS = ir.VectorType(_INT, LANES)
 _ORDER = ir.VectorType(_INT, 2 * LANES)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bf16, which llvmlite does not name."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
-PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def is_supported() -> bool:
@@ -179,6 +179,39 @@ def interleave(typingctx: Any, first: Any, second: Any, vectors: Any, packed: An
                 pairs = builder.shuffle_vector(*rows, ir.Constant(_ORDER, order))
                 place = builder.add(packed, builder.add(across, builder.add(across, ir.Constant(wide, 64 * half))))
                 builder.store(pairs, builder.inttoptr(place, numbers.as_pointer()), align=4)
+        return ir.Constant(wide, 0)
+
+    return types.int64(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def transpose(typingctx: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
+    """16 rows of 16 numbers of 4 bytes, as columns: (source, its stride, target, its stride) -> 0.
+
+    Addresses and strides are int64, strides in bytes.
+    """
+    del typingctx, source, source_stride, target, target_stride
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del context, signature
+        source, source_stride, target, target_stride = arguments
+        wide = source.type
+
+        def at(base: Any, stride: Any, row: int) -> Any:
+            return builder.inttoptr(builder.add(base, builder.mul(stride, ir.Constant(wide, row))), _INTS.as_pointer())
+
+        rows = [builder.load(at(source, source_stride, row), align=2) for row in range(LANES)]
+        # Bit by bit of the indices: what lies off the diagonal of each square of 2 x 2 blocks changes places.
+        for bit in (1, 2, 4, 8):
+            upper = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
+            lower = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
+            for row in range(LANES):
+                if not row & bit:
+                    pair = rows[row], rows[row | bit]
+                    rows[row] = builder.shuffle_vector(*pair, ir.Constant(_INTS, upper))
+                    rows[row | bit] = builder.shuffle_vector(*pair, ir.Constant(_INTS, lower))
+        for row, value in enumerate(rows):
+            builder.store(value, at(target, target_stride, row), align=4)
         return ir.Constant(wide, 0)
 
     return types.int64(*[types.int64] * 4), codegen

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model.kernels.cpu_dot import LANES, PAIRS
+from model.kernels.cpu_dot import LANES, PAIRS, BFloat
 from model.kernels.cpu_launch import compiled
 
 TILE_ROWS = 6
@@ -121,7 +121,8 @@ def _prefetch(builder: Any, pointer: Any) -> None:
         ir.FunctionType(ir.VoidType(), (ir.IntType(8).as_pointer(), flag, flag, flag)),
         "llvm.prefetch.p0",
     )
-    read, locality, data = ir.Constant(flag, 0), ir.Constant(flag, 2), ir.Constant(flag, 1)
+    # Into the L1 cache, and on to no other: a weight is read by a few tiles in a row and then not before the next step.
+    read, locality, data = ir.Constant(flag, 0), ir.Constant(flag, 0), ir.Constant(flag, 1)
     builder.call(function, (pointer, read, locality, data))
 
 
@@ -145,6 +146,38 @@ def _make_dispatch(combine: Any) -> Any:
 
     return tile
 
+
+def _make_finish(kind: Any) -> Any:
+    """out[64] = c[64] + bias[64], rounded to `kind`, for addresses of contiguous numbers; returns 0."""
+
+    @intrinsic
+    def finish(typingctx: Any, c: Any, bias: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            c, bias, out = arguments
+            for vector in range(_VECTORS):
+                offset = ir.Constant(_WIDE, LINE_BYTES * vector)
+                left, right = (
+                    builder.load(builder.inttoptr(builder.add(base, offset), _FLOATS.as_pointer()), align=4)
+                    for base in (c, bias)
+                )
+                total = builder.fadd(left, right)
+                if isinstance(kind, ir.FloatType):
+                    place = builder.inttoptr(builder.add(out, offset), _FLOATS.as_pointer())
+                    builder.store(total, place, align=4)
+                else:
+                    offset = ir.Constant(_WIDE, LINE_BYTES // 2 * vector)
+                    halves = ir.VectorType(kind, LANES)
+                    place = builder.inttoptr(builder.add(out, offset), halves.as_pointer())
+                    builder.store(builder.fptrunc(total, halves), place, align=2)
+            return ir.Constant(_WIDE, 0)
+
+        return types.int64(*[types.int64] * 3), codegen
+
+    return finish
+
+
+finish_floats = _make_finish(ir.FloatType())
+finish_halves = _make_finish(BFloat())
 
 tile_of_pairs = _make_dispatch(_dot_pairs)
 tile_of_floats = _make_dispatch(_multiply_add)
