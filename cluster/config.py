@@ -39,6 +39,7 @@ class ModelSection:
     name: str | None = None  # what clients call it; None: the folder's name
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the workers are given GPUs
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"  # of the projections' weights, as they are loaded
     block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens; prefill and decode can have their own
     max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
 
@@ -47,12 +48,23 @@ class ModelSection:
 class WorkerResources:
     """What one worker takes of its machine."""
 
+    tensor_parallel: int = field(default=1, metadata=bounds(1, 8))  # ranks that share the model; the rest is each one's
     threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
     num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
     kv_cache_gib: float | None = field(default=None, metadata=bounds(0.001, 65536))  # None: see kv_cache_size
     num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
     # What weights, steps and cache may take of the worker's GPU, or of its part of one.
     gpu_memory_utilization: float = field(default=0.9, metadata=bounds(0.05, 1))
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a number of ranks that can't be."""
+        if self.tensor_parallel not in (1, 2, 4, 8):
+            raise ConfigError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
+        if self.tensor_parallel > 1 and self.num_gpus not in (0, 1):
+            raise ConfigError(
+                f"num_gpus: {self.num_gpus:g} for each of {self.tensor_parallel} tensor-parallel ranks: "
+                "give each one GPU, or none"
+            )
 
     @property
     def gpu_memory_share(self) -> float:
@@ -173,6 +185,12 @@ class ClusterConfig:
         return self.prefill.replicas + self.decode.replicas
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that run an engine, or a part of one."""
+        sections = (self.prefill, self.decode)
+        return sum(section.replicas * section.resources.tensor_parallel for section in sections)
+
+    @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
         sections = [self.decode.resources, *([self.prefill.resources] if self.prefill.replicas else [])]
@@ -207,8 +225,8 @@ class ClusterConfig:
         return chosen
 
     def threads(self, resources: WorkerResources) -> int:
-        """Cores for one worker's steps: what is asked for, else an equal share of this machine's."""
-        return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+        """Cores for the steps of one worker's rank: what is asked for, else an equal share of this machine's."""
+        return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
 
 
 def read_config(raw: object) -> ClusterConfig:

@@ -104,9 +104,12 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
 
 
 def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
-    sections = (config.prefill, config.decode)
-    cores = sum(section.replicas * config.threads(section.resources) for section in sections)
-    gpus = sum(section.replicas * section.resources.num_gpus for section in sections)
+    ranks = [
+        (section.replicas * section.resources.tensor_parallel, section.resources)
+        for section in (config.prefill, config.decode)
+    ]
+    cores = sum(count * config.threads(resources) for count, resources in ranks)
+    gpus = sum(count * resources.num_gpus for count, resources in ranks)
     return LocalRayOptions(
         host=order.host,
         port=order.port,

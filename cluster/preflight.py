@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.worker_parts import WorkerSettings
+from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
 
 # What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
@@ -38,6 +38,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     from model.load import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.memory import available_bytes, gibibytes
     from model.memory_plan import step_bytes_on_cpu
+    from model.tensor_parallel import check_size
     from model.weights import Checkpoint
     from router.tokenizer import TextTokenizer
 
@@ -51,13 +52,15 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         if section.replicas == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
+        ranks = engine.tensor_parallel
+        check_size(model, ranks)
         num_blocks = resolve_num_blocks(engine, model, dtype)
         resolve_max_context(engine, model, num_blocks)
-        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype)
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
-        needed += section.replicas * (cache + step + checkpoint.num_parameters * dtype.itemsize)
+        needed += section.replicas * (ranks * (cache + step) + checkpoint.num_parameters * dtype.itemsize)
     if device.type == "cpu":
-        needed += WORKER_BYTES * config.num_workers + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
+        needed += WORKER_BYTES * config.num_ranks + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         free = available_bytes(device)
         if needed > free:
             raise ConfigError(

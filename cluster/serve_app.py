@@ -18,7 +18,7 @@ from ray.serve import Application
 from cluster.config import ClusterConfig, read_config
 from cluster.router_deployment import RouterReplica, RouterSettings, router_options
 from cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
-from cluster.worker_parts import WorkerSettings
+from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
 
 SECRET_VARIABLE = "TWOSTROKE_SECRET"

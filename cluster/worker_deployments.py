@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from cluster.tensor_parallel_ranks import own_gpu, rank_options, start_actors
 from cluster.worker_directory import worker_metadata
-from cluster.worker_parts import WorkerParts, WorkerSettings, load_parts
+from cluster.worker_parts import WorkerParts, load_parts
+from cluster.worker_settings import WorkerSettings
 from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.clock import draw_epoch
@@ -47,7 +49,15 @@ class _WorkerReplica:
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
         self._network = TcpNetwork(secret)
-        self._parts = await load_parts(settings, self._peer, self._network, secret)
+        self._parts = await load_parts(
+            settings,
+            self._peer,
+            self._network,
+            secret,
+            host=ray.util.get_node_ip_address(),
+            start_ranks=start_actors,
+            gpu=own_gpu(),
+        )
         return self._parts
 
     async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
@@ -94,14 +104,14 @@ class PrefillReplica(_WorkerReplica):
         self._prefill_worker = PrefillWorker(
             peer=self._peer,
             config=config,
-            engine=parts.loaded.engine,
+            engine=parts.engine,
             store=parts.store,
             pool=parts.pool,
             network=self._network,
             sender=parts.sender,
             receiver=parts.receiver,
             clock=time.monotonic,
-            max_context=parts.loaded.max_context,
+            max_context=parts.max_context,
         )
         await self._start(self._prefill_worker)
 
@@ -124,14 +134,14 @@ class DecodeReplica(_WorkerReplica):
         self._decode_worker = DecodeWorker(
             peer=self._peer,
             config=config,
-            engine=parts.loaded.engine,
+            engine=parts.engine,
             store=parts.store,
             pool=parts.pool,
             network=self._network,
             receiver=parts.receiver,
             sender=parts.sender,
             clock=time.monotonic,
-            max_context=parts.loaded.max_context,
+            max_context=parts.max_context,
         )
         await self._start(self._decode_worker)
 
@@ -168,7 +178,7 @@ def worker_options(settings: WorkerSettings, replicas: int) -> dict[str, Any]:
         "num_replicas": replicas,
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
-        "ray_actor_options": {"num_cpus": settings.threads, "num_gpus": settings.resources.num_gpus},
+        **rank_options(settings),
         "request_router_config": {"request_router_class": "cluster.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,

@@ -1,155 +1,119 @@
-"""What every worker of the cluster is made of, loaded in the worker's own process.
+"""What every worker of the cluster is made of, loaded in the worker's own process: rank 0, and whoever it leads.
 
 torch is imported inside the function: the processes that only deploy or route load this module too.
 """
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from cluster.config import (
-    ClusterConfig,
-    DecodeSection,
-    ModelSection,
-    PrefillSection,
-    TransportChoice,
-    WorkerResources,
-    kv_cache_size,
-)
-from cluster.model_folder import resolve_model_folder
-from kvtransfer.config import TransferConfig
-from protocol.errors import ConfigError
+from cluster.led_ranks import LedRanks, StartRanks
+from cluster.rank_parts import RankParts, load_rank
+from cluster.worker_settings import WorkerSettings
+from protocol.errors import WorkerLost
 from protocol.network import Network
 from protocol.tickets import Peer
 
 if TYPE_CHECKING:
-    from kvtransfer.receiver import KVReceiver
-    from kvtransfer.sender import KVSender
+    from kvtransfer.sides import ReceivingSide, SendingSide
     from kvtransfer.store import KVStore
-    from kvtransfer.transports import Transports
     from model.block_pool import BlockPool
-    from model.load import EngineConfig, LoadedEngine
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What a worker of either role is told. Travels from the process that deploys to the worker's."""
-
-    model: ModelSection
-    resources: WorkerResources
-    max_step_tokens: int
-    max_batch: int
-    block_size: int  # tokens
-    device: Literal["cpu", "cuda"]
-    threads: int
-    transport: TransportChoice
-    tcp_streams: int
-    tcp_max_bytes_per_s: int | None
-    transfer: TransferConfig
-
-    @classmethod
-    def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
-        return cls(
-            model=config.model,
-            resources=section.resources,
-            max_step_tokens=section.worker.max_step_tokens,
-            max_batch=section.worker.max_batch,
-            block_size=section.block_size or config.model.block_size,
-            device=config.device,
-            threads=config.threads(section.resources),
-            transport=config.transport,
-            tcp_streams=config.kv_transfer.tcp_streams,
-            tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
-            transfer=config.kv_transfer.transfer,
-        )
-
-    def engine_config(self, folder: Path) -> "EngineConfig":
-        """What the engine is told."""
-        from model.load import EngineConfig
-        from model.memory_plan import StepBounds
-
-        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
-        return EngineConfig(
-            model_dir=folder,
-            device=self.device,
-            dtype=self.model.dtype,
-            block_size=self.block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            num_blocks=num_blocks,
-            gpu_memory_share=self.resources.gpu_memory_share,
-            bounds=StepBounds(self.max_step_tokens, self.max_batch),
-            threads=self.threads,
-            max_context=self.model.max_context,
-        )
+    from model.step import Engine
 
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """An engine with its cache, its block accounting, and both sides of KV transfer on the transports it has."""
+    """An engine with its cache, its block accounting, and both sides of KV transfer, over all ranks."""
 
-    loaded: "LoadedEngine"
-    store: "KVStore"  # the engine's cache, as transfers see it
+    engine: "Engine"
+    store: "KVStore"  # rank 0's cache
     pool: "BlockPool"
-    transports: "Transports"
-    sender: "KVSender"
-    receiver: "KVReceiver"
+    sender: "SendingSide"
+    receiver: "ReceivingSide"
+    max_context: int  # tokens
+    rank: RankParts  # rank 0's
+    led: LedRanks | None  # None: there are no others
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` with the reason, once a rank is lost: the worker can't go on."""
+        if self.led is not None:
+            self.led.connections.lost.add_done_callback(lambda lost: on_lost(lost.result()))
 
     async def close(self) -> None:
-        """Let go of the links, end the engine's thread after the step under way, and free the cache.
+        """End the other ranks, the links and the engine, after the step under way, and free the cache.
 
         Sender and receiver are the worker's to close, beforehand.
         """
-        await self.transports.close()
-        await asyncio.to_thread(self.loaded.engine.close)
-        self.loaded.kv_cache.close()
+        if self.led is not None:
+            await self.led.close()
+        await self.rank.close()
 
 
-async def load_parts(settings: WorkerSettings, peer: Peer, network: Network, secret: bytes) -> WorkerParts:
-    """Load the model and make the cache. Raises ConfigError with one line that a user can act on."""
-    from kvtransfer.receiver import KVReceiver
-    from kvtransfer.sender import KVSender
-    from kvtransfer.transports import make_transports
+async def load_parts(
+    settings: WorkerSettings,
+    peer: Peer,
+    network: Network,
+    secret: bytes,
+    *,
+    host: str,
+    start_ranks: StartRanks,
+    gpu: int = 0,
+) -> WorkerParts:
+    """Load the model and make the cache, on all ranks. They listen for KV on `host`.
+
+    Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
+    """
     from model.block_pool import BlockPool
-    from model.load import load_engine
 
-    config = settings.engine_config(resolve_model_folder(settings.model.path))
-    # Serve's health checks are answered on the event loop meanwhile.
-    loaded = await asyncio.to_thread(load_engine, config)
-    store: KVStore = loaded.kv_cache
-    try:
-        transports = await asyncio.to_thread(
-            make_transports,
-            settings.transport,
-            store,
-            tcp_streams=settings.tcp_streams,
-            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+    if settings.tensor_parallel == 1:
+        rank = await load_rank(settings, peer, network, secret, gpu=gpu)
+        loaded = rank.loaded
+        pool = BlockPool(loaded.num_blocks, settings.block_size)
+        return WorkerParts(
+            loaded.engine, rank.store, pool, rank.sender, rank.receiver, loaded.max_context, rank, led=None
         )
-    except ConfigError:
-        await asyncio.to_thread(loaded.engine.close)
-        loaded.kv_cache.close()
+    led = await LedRanks.start(settings, peer, network, secret, host=host, start_ranks=start_ranks)
+    try:
+        return await _lead(settings, peer, network, secret, led, gpu)
+    except BaseException:
+        await led.close()
         raise
+
+
+async def _lead(
+    settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, led: LedRanks, gpu: int
+) -> WorkerParts:
+    from kvtransfer.ranked_receiver import RankedReceiver
+    from kvtransfer.ranked_sender import RankedSender
+    from model.block_pool import BlockPool
+    from model.tensor_parallel_engine import TensorParallelEngine
+
+    ranks = led.connections
+    loading = asyncio.create_task(load_rank(settings, peer, network, secret, led.place, gpu), name="load rank 0")
+    await asyncio.wait((loading, ranks.lost), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        await led.close()  # which ends what the loading thread waits for
+        await asyncio.wait({loading})
+        if loading.exception() is None:
+            await loading.result().close()
+        raise WorkerLost(f"the worker can't start: {ranks.loss}")
+    rank = loading.result()
+    try:
+        addresses = await ranks.loaded()
+    except BaseException:
+        await led.close()
+        await rank.close()
+        raise
+    loaded = rank.loaded
     return WorkerParts(
-        loaded,
-        store,
+        TensorParallelEngine(loaded.engine, ranks),
+        rank.store,
         BlockPool(loaded.num_blocks, settings.block_size),
-        transports,
-        KVSender(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=settings.transfer,
-            clock=time.monotonic,
-        ),
-        KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=settings.transfer,
-            clock=time.monotonic,
-            secret=secret,
-        ),
+        RankedSender(rank.sender, ranks, time.monotonic),
+        RankedReceiver(rank.receiver, addresses, ranks, time.monotonic),
+        loaded.max_context,
+        rank,
+        led,
     )

@@ -55,7 +55,8 @@ class GroupRanks:
         self._words = PrefixStore("words", store)
         self._num_words = 0
         self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives
-        if device.type == "cuda":
+        self._is_nccl = device.type == "cuda"
+        if self._is_nccl:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, shard.rank, shard.size, nccl)
@@ -88,7 +89,7 @@ class GroupRanks:
 
     def leave(self) -> None:
         """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
-        if isinstance(self._group, dist.ProcessGroupNCCL):
+        if self._is_nccl:
             self._group.abort()
 
 

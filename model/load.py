@@ -47,6 +47,7 @@ class EngineConfig:
 
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Quantization = "none"  # of the projections' weights
     tensor_parallel: int = 1  # ranks that share the model
@@ -90,6 +91,8 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     made: list[tuple[TensorParallel, KVCache]] = []
 
     def build() -> ModelRunner:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where this thread's kernels go
         parallel = SingleRank() if place is None else GroupRanks(shard, place.rendezvous, device)
         backend = _backend(device)
         weights = load_decoder_weights(
@@ -148,7 +151,7 @@ def has_fast_bf16() -> bool:
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, but torch finds no CUDA device: use device cpu")
-    return torch.device(config.device)
+    return torch.device("cuda", config.gpu) if config.device == "cuda" else torch.device("cpu")
 
 
 def _backend(device: torch.device) -> Backend:

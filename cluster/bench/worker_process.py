@@ -15,7 +15,9 @@ from typing import Literal
 import msgspec
 
 from cluster.config import ModelSection, TransportChoice, WorkerResources
-from cluster.worker_parts import WorkerSettings, load_parts
+from cluster.rank_process import start_processes
+from cluster.worker_parts import load_parts
+from cluster.worker_settings import WorkerSettings
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
@@ -43,7 +45,8 @@ class Settings(msgspec.Struct, frozen=True):
     block_size: int
     transport: TransportChoice
     secret: str
-    threads: int = 1
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1
     tcp_max_bytes_per_s: int | None = None
 
 
@@ -118,6 +121,7 @@ async def serve(settings: Settings) -> None:
             max_step_tokens=config.max_step_tokens,
             max_batch=config.max_batch,
             block_size=settings.block_size,
+            tensor_parallel=settings.tensor_parallel,
             device="cpu",
             threads=settings.threads,
             transport=settings.transport,
@@ -128,8 +132,10 @@ async def serve(settings: Settings) -> None:
         peer,
         network,
         secret,
+        host=HOST,
+        start_ranks=start_processes,
     )
-    engine = NotingEngine(parts.loaded.engine)
+    engine = NotingEngine(parts.engine)
     common = {
         "peer": peer,
         "engine": engine,
@@ -139,7 +145,7 @@ async def serve(settings: Settings) -> None:
         "sender": parts.sender,
         "receiver": parts.receiver,
         "clock": time.monotonic,
-        "max_context": parts.loaded.max_context,
+        "max_context": parts.max_context,
     }
     worker: PrefillWorker | DecodeWorker
     if isinstance(config, PrefillConfig):

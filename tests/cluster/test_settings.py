@@ -10,7 +10,7 @@ import yaml
 from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
 from cluster.router_deployment import RouterSettings
 from cluster.settings import SAME_LEVEL, bounds, read_settings
-from cluster.worker_parts import WorkerSettings
+from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
 
 

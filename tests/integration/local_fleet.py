@@ -6,7 +6,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from cluster.config import ModelSection, WorkerResources
+from cluster.rank_process import start_processes
+from cluster.worker_parts import load_parts
+from cluster.worker_settings import WorkerSettings
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
@@ -44,6 +49,8 @@ class Shape:
     num_blocks: int = 2048
     dtype: str = "float32"
     num_prefill: int = 1
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
     offer_wait_s: float = 30.0
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -143,6 +150,80 @@ async def _start(
 ) -> None:
     """Add a worker to the fleet; the stack ends it and all that it stands on."""
     block_size = shape.decode_block_size or shape.block_size if role == "decode" else shape.block_size
+    peer, network = Peer(name, draw_epoch()), TcpNetwork(SECRET)
+    ranks = shape.prefill_ranks if role == "prefill" else shape.decode_ranks
+    parts = await (
+        _one_rank(stack, folder, shape, block_size, peer, network)
+        if ranks == 1
+        else _several_ranks(stack, folder, shape, block_size, peer, network, ranks)
+    )
+    worker: PrefillWorker | DecodeWorker
+    if role == "prefill":
+        config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
+        worker = PrefillWorker(peer=peer, config=config, network=network, clock=time.monotonic, **parts)
+    else:
+        worker = DecodeWorker(
+            peer=peer,
+            config=DecodeConfig(
+                max_step_tokens=shape.decode_step_tokens,
+                max_batch=min(256, shape.decode_step_tokens),
+                offer_wait_s=shape.offer_wait_s,
+            ),
+            network=network,
+            clock=time.monotonic,
+            **parts,
+        )
+    stack.push_async_callback(worker.stop)
+    fleet.infos.append(await worker.start(HOST))
+    fleet.by_peer[peer] = worker
+
+
+async def _several_ranks(
+    stack: contextlib.AsyncExitStack,
+    folder: Path,
+    shape: Shape,
+    block_size: int,
+    peer: Peer,
+    network: TcpNetwork,
+    ranks: int,
+) -> dict[str, Any]:
+    """What a worker needs, of which rank 0 is in this process, and the others in theirs."""
+    parts = await load_parts(
+        WorkerSettings(
+            model=ModelSection(path=str(folder), dtype=shape.dtype),  # type: ignore[arg-type]
+            resources=WorkerResources(num_blocks=shape.num_blocks),
+            max_step_tokens=shape.prefill_step_tokens,
+            max_batch=64,
+            block_size=block_size,
+            tensor_parallel=ranks,
+            device="cpu",
+            threads=1,
+            transport=shape.transport or "tcp",  # type: ignore[arg-type]
+            tcp_streams=4,
+            tcp_max_bytes_per_s=None,
+            transfer=shape.transfers,
+        ),
+        peer,
+        network,
+        SECRET,
+        host=HOST,
+        start_ranks=start_processes,
+    )
+    stack.push_async_callback(parts.close)
+    return {
+        "engine": parts.engine,
+        "store": parts.store,
+        "pool": parts.pool,
+        "sender": parts.sender,
+        "receiver": parts.receiver,
+        "max_context": parts.max_context,
+    }
+
+
+async def _one_rank(
+    stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, block_size: int, peer: Peer, network: TcpNetwork
+) -> dict[str, Any]:
+    """What a worker needs; without sender and receiver where there is no transport."""
     loaded = load_engine(
         EngineConfig(
             folder,
@@ -154,7 +235,7 @@ async def _start(
     )
     stack.callback(loaded.kv_cache.close)
     stack.callback(loaded.engine.close)
-    peer, network, store = Peer(name, draw_epoch()), TcpNetwork(SECRET), loaded.kv_cache
+    store = loaded.kv_cache
     sender, receiver = None, None
     if shape.transport is not None:
         transports = make_transports(shape.transport, store)
@@ -176,38 +257,11 @@ async def _start(
             clock=time.monotonic,
             secret=SECRET,
         )
-    pool = BlockPool(loaded.num_blocks, block_size)
-    worker: PrefillWorker | DecodeWorker
-    if role == "prefill":
-        worker = PrefillWorker(
-            peer=peer,
-            config=PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s),
-            engine=loaded.engine,
-            store=store,
-            pool=pool,
-            network=network,
-            sender=sender,
-            receiver=receiver,
-            clock=time.monotonic,
-            max_context=loaded.max_context,
-        )
-    else:
-        worker = DecodeWorker(
-            peer=peer,
-            config=DecodeConfig(
-                max_step_tokens=shape.decode_step_tokens,
-                max_batch=min(256, shape.decode_step_tokens),
-                offer_wait_s=shape.offer_wait_s,
-            ),
-            engine=loaded.engine,
-            store=store,
-            pool=pool,
-            network=network,
-            receiver=receiver,
-            sender=sender,
-            clock=time.monotonic,
-            max_context=loaded.max_context,
-        )
-    stack.push_async_callback(worker.stop)
-    fleet.infos.append(await worker.start(HOST))
-    fleet.by_peer[peer] = worker
+    return {
+        "engine": loaded.engine,
+        "store": store,
+        "pool": BlockPool(loaded.num_blocks, block_size),
+        "sender": sender,
+        "receiver": receiver,
+        "max_context": loaded.max_context,
+    }

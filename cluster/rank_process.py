@@ -1,0 +1,195 @@
+"""A rank of a worker, other than 0, in a process of its own: `python -m cluster.rank_process` with its order on stdin.
+
+It does as rank 0 says, and ends with its connection to rank 0, whatever it is doing then.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from cluster.led_ranks import RankOrder
+from cluster.rank_parts import RankParts, load_rank
+from kvtransfer.endings import run_until_lost
+from kvtransfer.rank_transfers import RankTransfers
+from model.group_ranks import RankPlace
+from model.step import Draw, SequenceStep
+from protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
+from protocol.messages import Message
+from protocol.network import Connection
+from protocol.rank_messages import (
+    RankFailed,
+    RankHello,
+    RankLoaded,
+    RankMessage,
+    RankStep,
+    StepEnded,
+)
+from protocol.requests import SamplingParams
+from protocol.tcp_network import TcpNetwork
+
+PATIENCE_S = 5.0
+"""How long a step may go on once rank 0 has hung up, and a process once it has been asked to end."""
+
+_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
+
+
+async def run_rank(order: RankOrder, gpu: int = 0) -> None:
+    """Be the rank until rank 0 hangs up. Where the engine's thread can't be waited for, ends the whole process."""
+    network = TcpNetwork(order.secret)
+    try:
+        connection = await network.connect(order.leader)
+    except ConnectionLost:
+        return  # rank 0 has ended meanwhile
+    try:
+        await _Rank(order, gpu, network, connection).run()
+    finally:
+        await connection.close()
+
+
+class _Rank:
+    """Reads what rank 0 says as it comes, and does it in its order."""
+
+    def __init__(self, order: RankOrder, gpu: int, network: TcpNetwork, connection: Connection):
+        self._order = order
+        self._gpu = gpu
+        self._network = network
+        self._connection = connection
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._parts: RankParts | None = None
+        self._transfers: RankTransfers | None = None
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Return when rank 0 has hung up, with all ended here."""
+        try:
+            self._connection.send(RankHello(self._order.worker, self._order.rank))
+            await run_until_lost(self._listen(), self._work())
+        except TwostrokeError as error:
+            self._tell(RankFailed(str(error)))
+        if self._parts is None or self._transfers is None:
+            _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
+        await self._transfers.close()
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping}, timeout=PATIENCE_S)
+            if not self._stepping.done():
+                _leave()  # it waits in the middle of a step for ranks that are gone
+        await self._parts.close()
+
+    async def _listen(self) -> None:
+        while True:
+            self._messages.put_nowait(await self._connection.receive())
+
+    async def _work(self) -> None:
+        order = self._order
+        place = RankPlace(order.rank, order.rendezvous)
+        parts = self._parts = await load_rank(
+            order.settings, order.worker, self._network, order.secret, place, self._gpu
+        )
+        transfers = self._transfers = RankTransfers(
+            sender=parts.sender,
+            receiver=parts.receiver,
+            num_layers=parts.store.layout.num_layers,
+            tell=self._tell,
+        )
+        (address,) = await parts.receiver.start(order.host)
+        self._connection.send(RankLoaded(address))
+        while True:
+            match await self._messages.get():
+                case RankStep() as step:
+                    await self._step_over()
+                    self._stepping = asyncio.create_task(self._step(parts, transfers, step))
+                case StepEnded():
+                    await self._step_over()
+                case RankFailed(reason):  # our own
+                    raise WorkerLost(reason)
+                case message:
+                    transfers.handle(message)
+
+    async def _step(self, parts: RankParts, transfers: RankTransfers, step: RankStep) -> None:
+        transfers.step_began()
+        batch = [
+            SequenceStep(each.token_ids, each.start, each.block_ids, _DRAWN_ELSEWHERE if each.draws else None)
+            for each in step.sequences
+        ]
+        try:
+            await parts.loaded.engine.step(batch, transfers.layer_done if step.tells_layers else None)
+        except WorkerLost as error:
+            self._messages.put_nowait(RankFailed(str(error)))
+        else:
+            transfers.step_ended()
+
+    async def _step_over(self) -> None:
+        """Wait for the step under way, which a cancelled call leaves alone."""
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping})
+            self._stepping = None
+
+    def _tell(self, message: RankMessage) -> None:
+        with contextlib.suppress(ConnectionLost):  # then nobody is there to be told
+            self._connection.send(message)
+
+
+def _leave() -> NoReturn:
+    """End this process at once."""
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class ProcessRanks:
+    """Implements StartedRanks with plain processes of this machine."""
+
+    def __init__(self, on_ended: Callable[[str], None]):
+        self._on_ended = on_ended
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def add(self, order: RankOrder) -> None:
+        """Start the rank's process."""
+        # Not on its command line, which everybody can read: the order holds the cluster's secret.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cluster.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
+        )
+        self._processes.append(process)
+        self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
+        if process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(order))
+            process.stdin.close()
+
+    async def close(self) -> None:
+        """As StartedRanks.close."""
+        _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S + 1.0)
+        if left:
+            for process in self._processes:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.wait(left)
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        self._on_ended(f"rank {rank} has ended with code {await process.wait()}")
+
+
+async def start_processes(orders: Sequence[RankOrder], on_ended: Callable[[str], None]) -> ProcessRanks:
+    """A cluster.led_ranks.StartRanks."""
+    ranks = ProcessRanks(on_ended)
+    try:
+        for order in orders:
+            await ranks.add(order)
+    except BaseException:
+        await ranks.close()
+        raise
+    return ranks
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
+    asyncio.run(run_rank(msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What a worker is told of the configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cluster.config import (
+    ClusterConfig,
+    DecodeSection,
+    ModelSection,
+    PrefillSection,
+    TransportChoice,
+    WorkerResources,
+    kv_cache_size,
+)
+from kvtransfer.config import TransferConfig
+
+if TYPE_CHECKING:
+    from model.load import EngineConfig
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker of either role is told. Travels from the process that deploys to the worker's ranks."""
+
+    model: ModelSection
+    resources: WorkerResources
+    max_step_tokens: int
+    max_batch: int
+    block_size: int  # tokens
+    tensor_parallel: int  # ranks
+    device: Literal["cpu", "cuda"]
+    threads: int
+    transport: TransportChoice
+    tcp_streams: int
+    tcp_max_bytes_per_s: int | None
+    transfer: TransferConfig
+
+    @classmethod
+    def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
+        return cls(
+            model=config.model,
+            resources=section.resources,
+            max_step_tokens=section.worker.max_step_tokens,
+            max_batch=section.worker.max_batch,
+            block_size=section.block_size or config.model.block_size,
+            tensor_parallel=section.resources.tensor_parallel,
+            device=config.device,
+            threads=config.threads(section.resources),
+            transport=config.transport,
+            tcp_streams=config.kv_transfer.tcp_streams,
+            tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
+            transfer=config.kv_transfer.transfer,
+        )
+
+    def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
+        """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
+        from model.load import EngineConfig
+        from model.memory_plan import StepBounds
+
+        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
+        return EngineConfig(
+            model_dir=folder,
+            device=self.device,
+            gpu=gpu,
+            dtype=self.model.dtype,
+            quantization=self.model.quantization,
+            tensor_parallel=self.tensor_parallel,
+            block_size=self.block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+            gpu_memory_share=self.resources.gpu_memory_share,
+            bounds=StepBounds(self.max_step_tokens, self.max_batch),
+            threads=self.threads,
+            max_context=self.model.max_context,
+        )
