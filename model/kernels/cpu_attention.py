@@ -2,7 +2,8 @@
 
 Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs that walks the block table once, with the
 online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
-In bf16, where the CPU has the instructions and the shape fits, cpu_decode does the same in tiles.
+In bf16, where the CPU has the instructions and the shape fits, cpu_decode does the same in tiles. Where there are too
+few pairs for the cores, their contexts are shared in segments (cpu_segments).
 Prefill chunks: the context is gathered sequence by sequence, then flash attention: ours in bf16 where the CPU has the
 instructions (cpu_prefill), else torch's.
 Reference: model/kernels/cpu_reference.py.
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.backend import BatchLayout
-from model.kernels import cpu_decode, cpu_dot, cpu_prefill
+from model.kernels import cpu_decode, cpu_dot, cpu_prefill, cpu_segments
 from model.kernels.cpu_floats import exponential, store, widen
 from model.kernels.cpu_launch import (
     KernelPair,
@@ -29,23 +30,25 @@ from model.kernels.cpu_launch import (
     take_items,
 )
 from model.kernels.cpu_launcher import Launcher
+from model.kernels.cpu_segments import keep, merge, num_segments
 
 
 @compiled
-def _attend(queries, kv, head, table, context, block_size, out):
-    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32, its first entries; out [R, D].
+def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, weight_sum):
+    """queries fp32 [R, D], scaled; kv [blocks, 2, G, block_size, D]; table int32; tokens `begin`, which begins a block,
+    to `context`. Results fp32: sums [R, D], maxima and sums of weights [R].
 
     Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
     """
     group, dim = queries.shape
-    best = np.full(group, np.float32(-np.inf))
-    weight_sum = np.zeros(group, np.float32)
-    mixed = np.zeros((group, dim), np.float32)
+    best[:] = np.float32(-np.inf)
+    weight_sum[:] = np.float32(0)
+    mixed[:] = np.float32(0)
     scores = np.zeros((group, block_size + 3), np.float32)
     wide = np.empty((block_size + 3, dim), np.float32)  # keys, then values, of one block in fp32
     blocks = (context + block_size - 1) // block_size
     run_bytes = block_size * dim * kv.itemsize
-    for index in range(blocks):
+    for index in range(begin // block_size, blocks):
         block = table[index]
         if index + 1 < blocks:
             # A head's part of a block is too short for the hardware to see a stream in it.
@@ -109,35 +112,59 @@ def _attend(queries, kv, head, table, context, block_size, out):
                         + third * wide[token + 2, i]
                         + fourth * wide[token + 3, i]
                     )
-    for query in range(group):
-        for i in range(dim):
-            store(out[query], i, mixed[query, i] / weight_sum[query])
 
 
 @compiled
 def _decode(words, q, kv, out):
-    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale."""
+    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale,
+    sequences, segment tokens, partials."""
     items, grain = words[1], words[2]
-    heads, kv_heads, dim, block_size = words[8], words[9], words[10], words[11]
-    sequences, group = items // kv_heads, heads // kv_heads
+    heads, kv_heads, dim, block_size, sequences = words[8], words[9], words[10], words[11], words[15]
+    tokens, partials, group = words[16], words[17], heads // kv_heads
     scale = float_of_bits(np.uint32(words[14]))
     q, out = carray(q, (sequences, heads, dim)), carray(out, (sequences, heads, dim))
     kv = carray(kv, (words[12], 2, kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     queries = np.empty((group, dim), np.float32)
+    mixed, part = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
+    best, part_best = np.empty(group, np.float32), np.empty(group, np.float32)
+    weight_sum, part_weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
+    most, segments = items // (sequences * kv_heads), np.int64(1)
+    if partials != 0:
+        segments = num_segments(contexts, tokens)
+        items = sequences * kv_heads * segments
     while True:
         begin = take_items(words)
         if begin >= items:
             return
         for item in range(begin, min(begin + grain, items)):
-            sequence, head = item // kv_heads, item % kv_heads
-            first = head * group
+            pair, segment = item // segments, item % segments
+            sequence, head = pair // kv_heads, pair % kv_heads
+            first, table, context = head * group, tables[sequence], np.int64(contexts[sequence])
             for query in range(group):
                 for i in range(dim):
                     queries[query, i] = widen(q[sequence, first + query, i]) * scale
-            table, context, rows = tables[sequence], np.int64(contexts[sequence]), out[sequence, first : first + group]
-            _attend(queries, kv, head, table, context, block_size, rows)
+            if partials != 0:
+                start = segment * tokens
+                if start < context:
+                    end = min(start + tokens, context)
+                    _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
+                    keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
+                continue
+            best[:] = np.float32(-np.inf)
+            weight_sum[:] = np.float32(0)
+            mixed[:] = np.float32(0)
+            for start in range(0, context, tokens):
+                end = min(start + tokens, context)
+                _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
+                for row in range(group):
+                    best[row], weight_sum[row] = merge(
+                        mixed[row], best[row], weight_sum[row], part[row], part_best[row], part_weight_sum[row]
+                    )
+            for row in range(group):
+                for i in range(dim):
+                    store(out[sequence, first + row], i, mixed[row, i] / weight_sum[row])
 
 
 def _decode_fp32(words):
@@ -156,23 +183,29 @@ def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: Ba
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
     use_tiles = q.dtype == torch.bfloat16 and cpu_decode.is_supported(dim, block_size)
     kernel = cpu_decode.kernel() if use_tiles else _DECODE.of(q.dtype)
+    count, heads = layout.num_decodes, q.shape[1]
+    plan = cpu_segments.plan(launcher, count * kv_heads, heads // kv_heads, dim, block_size, layout.max_context_len)
     launcher.run(
         kernel,
-        layout.num_decodes * kv_heads,
+        plan.num_items,
         1,
         q.data_ptr(),
         kv_layer.data_ptr(),
         out.data_ptr(),
         layout.block_tables.data_ptr(),
         layout.context_lens.data_ptr(),
-        q.shape[1],
+        heads,
         kv_heads,
         dim,
         block_size,
         num_blocks,
         layout.block_tables.shape[1],
         float_bits(dim**-0.5),
+        count,
+        plan.tokens,
+        plan.address,
     )
+    cpu_segments.combine(launcher, plan, layout.context_lens, count, kv_heads, out)
 
 
 def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:

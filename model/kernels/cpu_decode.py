@@ -22,6 +22,7 @@ from model.kernels.cpu_launch import (
     take_items,
 )
 from model.kernels.cpu_prefill import KEY_PADDING, soften
+from model.kernels.cpu_segments import keep, merge, num_segments
 
 CHUNK_TOKENS = 128  # keys and values of a chunk stay in the L1 cache
 
@@ -72,71 +73,95 @@ def _mix(probabilities, probability_stride, packed, pairs, dim, mixed):
         )
 
 
+@compiled
+def _attend(words, query, head, table, begin, context, scratch, mixed, best, weight_sum):
+    """All query heads of a KV head, from the address `query` on, over the tokens `begin` to `context`.
+
+    scratch: scores, probabilities, packed values, zeros. Results fp32: sums [rows, D], maxima and sums of weights.
+    """
+    scores, probabilities, packed, nothing = scratch
+    kv_heads, dim, block_size = words[9], words[10], words[11]
+    head_bytes = block_size * dim * 2
+    group = scores.shape[0]
+    mixed[:] = np.float32(0)
+    best[:] = np.float32(-np.inf)
+    weight_sum[:] = np.float32(0)
+    for start in range(begin, context, CHUNK_TOKENS):
+        count = min(CHUNK_TOKENS, context - start)
+        for token in range(0, count, LANES):
+            keys = _place(words, table, head, start + token)
+            values = keys + kv_heads * head_bytes
+            following = _place(words, table, head, min(start + token + LANES, context - 1))
+            _score(query, group, keys, values, following, dim, scores.ctypes.data + 4 * token, 4 * CHUNK_TOKENS)
+        width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
+        scale = float_of_bits(np.uint32(words[14]))
+        for row in range(group):
+            best[row], weight_sum[row] = soften(
+                scores[row], count, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
+            )
+        for token in range(0, count, LANES):
+            values = _place(words, table, head, start + token) + kv_heads * head_bytes
+            place = packed.ctypes.data + token * 2 * dim
+            _pack(values, min(LANES, count - token), nothing.ctypes.data, dim, place)
+        for row in range(0, mixed.shape[0], TILE_ROWS):
+            _mix(
+                probabilities.ctypes.data + row * 2 * CHUNK_TOKENS,
+                2 * CHUNK_TOKENS,
+                packed.ctypes.data,
+                (count + 1) // 2,
+                dim,
+                mixed.ctypes.data + row * 4 * dim,
+            )
+
+
 def _decode(words):
-    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale."""
+    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale,
+    sequences, segment tokens, partials."""
     items, grain = words[1], words[2]
-    heads, kv_heads, dim, block_size = words[8], words[9], words[10], words[11]
-    sequences, group = items // kv_heads, heads // kv_heads
-    scale = float_of_bits(np.uint32(words[14]))
+    heads, kv_heads, dim, sequences, tokens, partials = words[8], words[9], words[10], words[15], words[16], words[17]
+    group = heads // kv_heads
     out = carray(as_halves(words[5]), (sequences, heads, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     rows = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    scores = np.empty((group, CHUNK_TOKENS), np.float32)
-    probabilities = np.zeros((rows, CHUNK_TOKENS), np.uint16)
-    packed = np.empty((CHUNK_TOKENS // 2, dim), np.uint32)
-    mixed = np.empty((rows, dim), np.float32)
-    best, weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
-    nothing = np.zeros(dim, np.uint16)
-    head_bytes = block_size * dim * 2
+    scratch = (
+        np.empty((group, CHUNK_TOKENS), np.float32),
+        np.zeros((rows, CHUNK_TOKENS), np.uint16),
+        np.empty((CHUNK_TOKENS // 2, dim), np.uint32),
+        np.zeros(dim, np.uint16),
+    )
+    mixed, part = np.empty((group, dim), np.float32), np.empty((rows, dim), np.float32)
+    best, part_best = np.empty(group, np.float32), np.empty(group, np.float32)
+    weight_sum, part_weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
+    most, segments = items // (sequences * kv_heads), np.int64(1)
+    if partials != 0:
+        segments = num_segments(contexts, tokens)
+        items = sequences * kv_heads * segments
     while True:
         begin = take_items(words)
         if begin >= items:
             return
         for item in range(begin, min(begin + grain, items)):
-            sequence, head = item // kv_heads, item % kv_heads
-            table, context = tables[sequence], int(contexts[sequence])
+            pair, segment = item // segments, item % segments
+            sequence, head = pair // kv_heads, pair % kv_heads
+            table, context = tables[sequence], np.int64(contexts[sequence])
             query = words[3] + (sequence * heads + head * group) * dim * 2
+            if partials != 0:
+                start = segment * tokens
+                if start < context:
+                    end = min(start + tokens, context)
+                    _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
+                    keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
+                continue
             mixed[:] = np.float32(0)
             best[:] = np.float32(-np.inf)
             weight_sum[:] = np.float32(0)
-            for start in range(0, context, CHUNK_TOKENS):
-                count = min(CHUNK_TOKENS, context - start)
-                for token in range(0, count, LANES):
-                    keys = _place(words, table, head, start + token)
-                    following = _place(words, table, head, min(start + token + LANES, context - 1))
-                    _score(
-                        query,
-                        group,
-                        keys,
-                        keys + kv_heads * head_bytes,
-                        following,
-                        dim,
-                        scores.ctypes.data + 4 * token,
-                        4 * CHUNK_TOKENS,
-                    )
-                width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
+            for start in range(0, context, tokens):
+                end = min(start + tokens, context)
+                _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
                 for row in range(group):
-                    best[row], weight_sum[row] = soften(
-                        scores[row], count, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
-                    )
-                for token in range(0, count, LANES):
-                    values = _place(words, table, head, start + token) + kv_heads * head_bytes
-                    _pack(
-                        values,
-                        min(LANES, count - token),
-                        nothing.ctypes.data,
-                        dim,
-                        packed.ctypes.data + token * 2 * dim,
-                    )
-                for row in range(0, rows, TILE_ROWS):
-                    _mix(
-                        probabilities.ctypes.data + row * 2 * CHUNK_TOKENS,
-                        2 * CHUNK_TOKENS,
-                        packed.ctypes.data,
-                        (count + 1) // 2,
-                        dim,
-                        mixed.ctypes.data + row * 4 * dim,
+                    best[row], weight_sum[row] = merge(
+                        mixed[row], best[row], weight_sum[row], part[row], part_best[row], part_weight_sum[row]
                     )
             for row in range(group):
                 for i in range(dim):

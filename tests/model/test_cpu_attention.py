@@ -35,6 +35,31 @@ def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: i
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (40, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contexts_shared_in_segments_give_the_same_bits(dtype: torch.dtype, dim: int, block_size: int) -> None:
+    """More threads than sequences and heads, contexts of one segment and of several."""
+    generator = torch.Generator().manual_seed(0)
+    contexts = [1, 511, 2000]
+    steps = [
+        SequenceStep([0], context - 1, range(128 * row, 128 * (row + 1)), None) for row, context in enumerate(contexts)
+    ]
+    layout = make_layout(steps, block_size, CPU)
+    q = torch.randn(3, 3, dim, generator=generator).to(dtype)
+    kv_layer = (torch.randn(384, 2, 1, block_size, dim, generator=generator) * 3).to(dtype)
+    whole, shared = torch.empty_like(q), torch.empty_like(q)
+    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, whole)
+    torch.set_num_threads(3)
+    try:
+        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, shared)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(whole, shared)
+    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(shared, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (150, 33), (3, 2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
