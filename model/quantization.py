@@ -5,6 +5,7 @@ W[o, i] = values[o, i] * scales[o, i // group_size]. Symmetric, without zero poi
 int8 has one group a row, int4 groups of 64 columns (as Dettmers & Zettlemoyer 2023 found 4 bits to need).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,3 +54,23 @@ def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
 def of_lm_head(quantization: Quantization) -> Quantization:
     """How the LM head is held, and with it a tied embedding: what decides between tokens gets no less than 8 bits."""
     return "int8" if quantization == "int4" else quantization
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, quantization: Quantization) -> int:
+    """Of a model whose checkpoint's tensors have these shapes, once it is loaded in `dtype`."""
+    head = "lm_head.weight" if "lm_head.weight" in shapes else "model.embed_tokens.weight"
+    total = 0
+    for name, shape in shapes.items():
+        how = of_lm_head(quantization) if name == head else quantization if name.endswith("_proj.weight") else "none"
+        total += _tensor_bytes(shape, dtype, how)
+    return total
+
+
+def _tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
+    count = torch.Size(shape).numel()
+    if quantization == "none":
+        return count * dtype.itemsize
+    rows, columns = shape
+    if quantization == "int8":
+        return count + rows * torch.float32.itemsize
+    return count // 2 + rows * -(-columns // INT4_GROUP) * torch.bfloat16.itemsize

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from model.quantization import quantize
+from model.quantization import quantize, weight_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -29,3 +29,20 @@ def test_a_row_of_zeros_stays_zero(bits: Literal[8, 4]) -> None:
 def test_int4_scales_fit_into_bf16() -> None:
     scales = quantize(torch.randn(4, 256), 4).scales
     assert torch.equal(scales, scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied: bool) -> None:
+    shapes = {
+        "model.embed_tokens.weight": (100, 128),
+        "model.norm.weight": (128,),
+        "model.layers.0.mlp.down_proj.weight": (128, 192),
+        "model.layers.0.mlp.down_proj.bias": (128,),
+    }
+    if not is_tied:
+        shapes["lm_head.weight"] = (100, 128)
+    norms, table, head = 2 * 128 * 2, 0 if is_tied else 100 * 128 * 2, 100 * 128 + 100 * 4
+    plain = sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
+    assert weight_bytes(shapes, torch.bfloat16, "none") == plain
+    assert weight_bytes(shapes, torch.bfloat16, "int8") == norms + table + head + 128 * 192 + 128 * 4
+    assert weight_bytes(shapes, torch.bfloat16, "int4") == norms + table + head + 128 * 96 + 128 * 3 * 2

@@ -1,0 +1,21 @@
+"""What quantising costs the bundled model: a small part of what `twostroke bench accuracy` measures."""
+
+import math
+import statistics
+
+import torch
+
+from cluster.bench import accuracy
+from model.bundled import BUNDLED_MODEL_DIR
+
+
+def test_quantised_weights_keep_the_bundled_models_perplexity() -> None:
+    torch.set_num_threads(1)
+    windows = accuracy.held_out_text(BUNDLED_MODEL_DIR, 256, 8, files=12)
+    plain, int8, int4 = (
+        math.exp(statistics.fmean(accuracy.window_losses(BUNDLED_MODEL_DIR, windows, quantization)))
+        for quantization in ("none", "int8", "int4")
+    )
+    assert 5 < plain < 20
+    assert abs(int8 / plain - 1) < 0.005
+    assert 1 < int4 / plain < 1.05
