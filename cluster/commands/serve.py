@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--name", help="what clients call the model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), help="of the weights (default: none)")
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
@@ -80,6 +81,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         ("model", "path"): arguments.model,
         ("model", "name"): arguments.name,
         ("model", "dtype"): arguments.dtype,
+        ("model", "quantization"): arguments.quantization,
         ("prefill", "replicas"): arguments.prefill,
         ("decode", "replicas"): arguments.decode,
         ("kv_transfer", "transport"): arguments.transport,
