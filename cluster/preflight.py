@@ -38,6 +38,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     from model.load import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.memory import available_bytes, gibibytes
     from model.memory_plan import step_bytes_on_cpu
+    from model.quantization import weight_bytes
     from model.tensor_parallel import check_size
     from model.weights import Checkpoint
     from router.tokenizer import TextTokenizer
@@ -58,7 +59,9 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         resolve_max_context(engine, model, num_blocks)
         cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
-        needed += section.replicas * (ranks * (cache + step) + checkpoint.num_parameters * dtype.itemsize)
+        needed += section.replicas * (
+            ranks * (cache + step) + weight_bytes(checkpoint.shapes, dtype, engine.quantization)
+        )
     if device.type == "cpu":
         needed += WORKER_BYTES * config.num_ranks + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         free = available_bytes(device)
@@ -67,4 +70,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
                 f"too little memory: {config.num_workers} workers and Ray need {gibibytes(needed)}, but only "
                 f"{gibibytes(free)} are free: lower kv_cache_gib or replicas, or take a smaller model"
             )
-    return f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device.type}"
+    held = str(dtype).removeprefix("torch.")
+    if config.model.quantization != "none":
+        held += f" with {config.model.quantization} weights"
+    return f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"
