@@ -26,7 +26,7 @@ from model.memory_plan import (
     step_bytes_on_cpu,
 )
 from model.peak_step import measure_gpu
-from model.quantization import Quantization
+from model.quantization import Quantization, weight_bytes
 from model.runner import ModelRunner, TokenSampler
 from model.sampler import Sampler
 from model.step import Draw, SequenceStep
@@ -249,7 +249,7 @@ def _check_memory(
     step = step_bytes_on_cpu(model, config.bounds, dtype) if device.type == "cpu" else 0  # a GPU's is measured later
     check_memory(
         device.type,
-        weights=checkpoint.num_parameters * dtype.itemsize // config.tensor_parallel,
+        weights=weight_bytes(checkpoint.shapes, dtype, config.quantization) // config.tensor_parallel,
         cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel),
         step=step,
         free=available_bytes(device),
