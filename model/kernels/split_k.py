@@ -101,9 +101,12 @@ def store_tile(
         mine = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
         if mine:
             acc = tl.zeros_like(acc)
-            for other in tl.static_range(SPLITS):
-                # From the second-level cache: nothing else has seen the others' sums.
-                acc += tl.load(sums + other * in_split + at, mask=inside, other=0.0, cache_modifier=".cg")
+            AT_ONCE: tl.constexpr = 4 if SPLITS > 4 else SPLITS  # on their way to registers, of which more would spill
+            for first in range(0, SPLITS, AT_ONCE):
+                for other in tl.static_range(AT_ONCE):
+                    # From the second-level cache: nothing else has seen the others' sums.
+                    sum_at = sums + (first + other) * in_split + at
+                    acc += tl.load(sum_at, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
     if mine:
         if HAS_BIAS:
