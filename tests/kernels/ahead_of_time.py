@@ -81,8 +81,8 @@ def caught_launches() -> Iterator[list[tuple[JITFunction, dict[str, Any]]]]:
 # Head dimension and block size: on each GPU every row of its launch tables, and large blocks as well as small ones.
 _ATTENTION_SHAPES = {
     80: ((64, 16), (80, 128), (96, 32), (128, 16), (256, 64)),
-    89: ((64, 64), (128, 16), (256, 32)),
-    90: ((64, 64), (64, 128), (80, 128), (96, 64), (128, 16), (128, 128), (256, 64)),
+    89: ((128, 16), (256, 32)),
+    90: ((64, 128), (80, 128), (96, 64), (128, 16), (128, 128), (256, 64)),
     100: ((64, 64), (80, 16), (96, 128), (128, 64), (256, 32)),
 }
 
