@@ -11,7 +11,7 @@ from loadtests.server_process import Command, ServerFailed, ServerProcess
 # Answers any request, and leaves a child in a session of its own, which no signal to the group would reach.
 SERVER = """
 import http.server, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
