@@ -47,8 +47,8 @@ class LedRanks:
 
     def __init__(self, connections: RankConnections, rendezvous: "Rendezvous", processes: StartedRanks):
         self.connections = connections
+        self.processes = processes
         self._rendezvous: Rendezvous | None = rendezvous
-        self._processes = processes
 
     @classmethod
     async def start(
@@ -89,4 +89,4 @@ class LedRanks:
         """Hang up, and return when all processes have ended. May be called more than once."""
         await self.connections.close()
         self._rendezvous = None  # whoever still waits there for others is refused
-        await self._processes.close()
+        await self.processes.close()

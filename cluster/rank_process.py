@@ -149,6 +149,16 @@ class ProcessRanks:
         self._processes: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
 
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes, ended ones included."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of all processes; None while one runs, negative for one that was killed."""
+        return [process.returncode for process in self._processes]
+
     async def add(self, order: RankOrder) -> None:
         """Start the rank's process."""
         # Not on its command line, which everybody can read: the order holds the cluster's secret.

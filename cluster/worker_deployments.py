@@ -63,6 +63,7 @@ class _WorkerReplica:
     async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
         self._worker = worker
         self._info = await worker.start(ray.util.get_node_ip_address())
+        self._parts.watch(worker.engine_lost)
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """As LinkProbe.source."""

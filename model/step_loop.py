@@ -42,6 +42,7 @@ class StepLoop:
         self._work = asyncio.Event()
         self._stopping = False
         self._failure: Exception | None = None
+        self._fault: Exception | None = None  # to end the loop with
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,6 +51,11 @@ class StepLoop:
 
     def wake(self) -> None:
         """There may be something to do now."""
+        self._work.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the loop with `error` as soon as no step is under way: the engine is known to be lost."""
+        self._fault = error
         self._work.set()
 
     def check_health(self) -> None:
@@ -86,6 +92,8 @@ class StepLoop:
         try:
             while not self._stopping or self._is_ahead():
                 self._work.clear()
+                if self._fault is not None:
+                    raise self._fault
                 self._step_began = self._clock()
                 has_stepped = await self._step()
                 self._step_began = None

@@ -80,6 +80,10 @@ class WorkerLife:
         """There may be something to do now: a request, free blocks, or nothing left at all."""
         self._loop.wake()
 
+    def engine_lost(self, reason: str) -> None:
+        """The engine can't go on, though perhaps no step is under way that would tell: the worker dies of it."""
+        self._loop.fail(WorkerLost(reason))
+
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_draining = True

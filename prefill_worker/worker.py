@@ -170,6 +170,10 @@ class PrefillWorker:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._life.check_health()
 
+    def engine_lost(self, reason: str) -> None:
+        """As WorkerLife.engine_lost."""
+        self._life.engine_lost(reason)
+
     async def drain(self) -> None:
         """Take no new requests, and return once every call, transfer and trial under way has ended."""
         await self._life.drain()

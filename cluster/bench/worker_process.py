@@ -154,6 +154,7 @@ async def serve(settings: Settings) -> None:
         worker = DecodeWorker(config=config, **common)  # type: ignore[arg-type]
     calls: set[asyncio.Task[None]] = set()
     try:
+        parts.watch(worker.engine_lost)
         _say(Answer(0, info=await worker.start(HOST)))
         async for call in _calls():
             task = asyncio.create_task(_answer(worker, engine, call))

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.config import ModelSection, WorkerResources
 from cluster.rank_process import start_processes
-from cluster.worker_parts import load_parts
+from cluster.worker_parts import WorkerParts, load_parts
 from cluster.worker_settings import WorkerSettings
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
@@ -63,6 +63,7 @@ class LocalFleet:
 
     infos: list[WorkerInfo] = field(default_factory=list)
     by_peer: dict[Peer, PrefillWorker | DecodeWorker] = field(default_factory=dict)
+    parts: dict[Peer, WorkerParts] = field(default_factory=dict)  # of workers of several ranks
 
     def workers(self) -> Sequence[WorkerInfo]:
         return self.infos
@@ -155,7 +156,7 @@ async def _start(
     parts = await (
         _one_rank(stack, folder, shape, block_size, peer, network)
         if ranks == 1
-        else _several_ranks(stack, folder, shape, block_size, peer, network, ranks)
+        else _several_ranks(stack, folder, shape, block_size, peer, network, ranks, fleet)
     )
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
@@ -174,8 +175,28 @@ async def _start(
             **parts,
         )
     stack.push_async_callback(worker.stop)
+    if peer in fleet.parts:
+        fleet.parts[peer].watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))
     fleet.by_peer[peer] = worker
+
+
+def worker_settings(folder: Path, shape: Shape, block_size: int, ranks: int) -> WorkerSettings:
+    """What the ranks of a worker are told."""
+    return WorkerSettings(
+        model=ModelSection(path=str(folder), dtype=shape.dtype),  # type: ignore[arg-type]
+        resources=WorkerResources(num_blocks=shape.num_blocks),
+        max_step_tokens=shape.prefill_step_tokens,
+        max_batch=64,
+        block_size=block_size,
+        tensor_parallel=ranks,
+        device="cpu",
+        threads=1,
+        transport=shape.transport or "tcp",  # type: ignore[arg-type]
+        tcp_streams=4,
+        tcp_max_bytes_per_s=None,
+        transfer=shape.transfers,
+    )
 
 
 async def _several_ranks(
@@ -186,29 +207,18 @@ async def _several_ranks(
     peer: Peer,
     network: TcpNetwork,
     ranks: int,
+    fleet: LocalFleet,
 ) -> dict[str, Any]:
     """What a worker needs, of which rank 0 is in this process, and the others in theirs."""
     parts = await load_parts(
-        WorkerSettings(
-            model=ModelSection(path=str(folder), dtype=shape.dtype),  # type: ignore[arg-type]
-            resources=WorkerResources(num_blocks=shape.num_blocks),
-            max_step_tokens=shape.prefill_step_tokens,
-            max_batch=64,
-            block_size=block_size,
-            tensor_parallel=ranks,
-            device="cpu",
-            threads=1,
-            transport=shape.transport or "tcp",  # type: ignore[arg-type]
-            tcp_streams=4,
-            tcp_max_bytes_per_s=None,
-            transfer=shape.transfers,
-        ),
+        worker_settings(folder, shape, block_size, ranks),
         peer,
         network,
         SECRET,
         host=HOST,
         start_ranks=start_processes,
     )
+    fleet.parts[peer] = parts
     stack.push_async_callback(parts.close)
     return {
         "engine": parts.engine,

@@ -4,15 +4,22 @@ Sizes differ between prefill and decode, so KV travels over lanes of every kind:
 """
 
 import asyncio
+import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.led_ranks import LedRanks
+from cluster.rank_process import ProcessRanks, start_processes
+from protocol.errors import WorkerLost
 from protocol.requests import SamplingParams
-from tests.integration.local_fleet import Served, Shape, serve
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer
+from tests.integration.local_fleet import HOST, SECRET, Served, Shape, serve, worker_settings
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 96  # of the checkpoints that tests write
@@ -25,7 +32,6 @@ WAYS = {
     "2 to 1": replace(SHAPE, prefill_ranks=2),
     "1 to 2, through shared memory": replace(SHAPE, transport="shm", decode_ranks=2),
     "4 to 2, unequal blocks": replace(SHAPE, prefill_ranks=4, decode_ranks=2, decode_block_size=8),
-    "2 to 4": replace(SHAPE, prefill_ranks=2, decode_ranks=4),
 }
 
 
@@ -63,3 +69,53 @@ async def test_several_ranks_draw_the_tokens_that_one_draws(way: str, folder: Pa
         stats = served.fleet.stats("decode")
         assert (stats.transfers_done, stats.transfers_failed) == (2 * len(PROMPTS), 0)
         assert served.fleet.stats("prefill").transfers_failed == 0
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("at_step", [0, 3])
+async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_elsewhere(
+    at_step: int, folder: Path, expected: list[list[int]]
+) -> None:
+    async with serve(folder, replace(SHAPE, prefill_ranks=2, prefill_step_tokens=32)) as served, asyncio.timeout(60):
+        worker = served.fleet.worker("prefill")
+        (parts,) = served.fleet.parts.values()
+        assert parts.led is not None
+        assert isinstance(parts.led.processes, ProcessRanks)
+        (pid,) = parts.led.processes.pids
+        if at_step == 0:
+            os.kill(pid, signal.SIGKILL)
+            await parts.led.connections.lost
+        else:
+            step, num_steps = worker._engine.step, 0
+
+            async def kill_and_step(*args: Any) -> Any:
+                nonlocal num_steps
+                num_steps += 1
+                if num_steps == at_step:
+                    os.kill(pid, signal.SIGKILL)
+                return await step(*args)
+
+            worker._engine.step = kill_and_step  # type: ignore[method-assign]
+        assert await served.generate(PROMPTS[-1], NEW_TOKENS, GREEDY) == expected[-1]
+        with pytest.raises(WorkerLost, match="rank 1"):
+            worker.check_health()
+        await served.idle()
+    assert not alive(pid)
+
+
+async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> None:
+    settings = worker_settings(folder, SHAPE, block_size=16, ranks=2)
+    led = await LedRanks.start(
+        settings, Peer("w", 1), TcpNetwork(SECRET), SECRET, host=HOST, start_ranks=start_processes
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not led.connections._connections:  # noqa: ASYNC110  # nobody else wants to know
+                await asyncio.sleep(0.01)
+    finally:
+        await led.close()
+    assert isinstance(led.processes, ProcessRanks)
+    assert led.processes.exit_codes == [1], "it left by itself, out of a group that never formed"

@@ -56,6 +56,26 @@ def test_an_exception_ends_it_and_is_told():
     run_virtually(main())
 
 
+def test_a_lost_engine_ends_it_though_it_sleeps():
+    async def main() -> None:
+        told: list[Exception] = []
+
+        async def step() -> bool:
+            return False
+
+        loop = make_loop(step, told.append)
+        loop.start()
+        await asyncio.sleep(0.1)
+        loop.fail(WorkerLost("a rank is gone"))
+        await asyncio.sleep(0.1)
+        assert [str(error) for error in told] == ["a rank is gone"]
+        with pytest.raises(WorkerLost, match="a rank is gone"):
+            loop.check_health()
+        await loop.stop()
+
+    run_virtually(main())
+
+
 def test_idle_time_is_no_step_time():
     async def main() -> None:
         async def step() -> bool:
