@@ -30,7 +30,7 @@ PLANS = {
     "small": Plan(
         MODEL_NAME, vocab_size=31_990, output_tokens=128, rounds=5, time_limit_s=480.0, request_limit_s=120.0
     ),
-    "1b": Plan(MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=900.0, request_limit_s=240.0),
+    "1b": Plan(MODEL_NAME, vocab_size=128_000, output_tokens=64, rounds=3, time_limit_s=840.0, request_limit_s=240.0),
 }
 """Time limits are those of the comparison itself; the servers' start comes on top."""
 
