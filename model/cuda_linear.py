@@ -17,9 +17,9 @@ from model.kernels.split_k import MOST_TOKENS, SplitWorkspace
 from model.kernels.vocab_embedding import vocab_embedding
 from model.quantization import QuantizedWeight
 
-# Of each row of the launch tables one number of tokens, the most.
-_BUCKETS = (16, 32, MOST_TOKENS)
-_MANY_BUCKETS = (*_BUCKETS, 128, 256)
+# Numbers of tokens that reach each row of the launch tables: of skinny products, and of quantised ones.
+_FEW_TOKENS = (1, 17, 33)
+_ANY_TOKENS = (*_FEW_TOKENS, 65, 129)
 
 
 class CudaLinear:
@@ -35,24 +35,26 @@ class CudaLinear:
         self._target = target
         self._workspace = workspace
         self.out_features, self.in_features = weight.shape
+        self._compiled: set[torch.dtype] = set()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear; sums are fp32 and rounded once, to `out_dtype`."""
-        tokens = x.shape[0]
+        """As Linear; sums are fp32 and rounded once, to `out_dtype`.
+
+        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        """
         out_dtype = out_dtype or x.dtype
-        if tokens > MOST_TOKENS:
+        if out_dtype not in self._compiled:
+            self._compiled.add(out_dtype)
+            for tokens in _FEW_TOKENS:
+                self(x.new_zeros((tokens, self.in_features)), out_dtype)
+        if x.shape[0] > MOST_TOKENS:
             return self._many(x, out_dtype)
-        config = skinny_config(self._target, x.dtype, tokens, self.out_features, self.in_features)
+        config = skinny_config(self._target, x.dtype, x.shape[0], self.out_features, self.in_features)
         return skinny_gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
 
     def rows(self, indices: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
         """W[indices - first], for int64 [T] -> [T, in]; zeros for an index outside."""
         return vocab_embedding(indices, self._weight, first, dtype)
-
-    def compile(self, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
-        """Have every kernel compiled that a call with x of `dtype` could need, so that no request waits for it."""
-        for tokens in _BUCKETS:
-            self(torch.zeros((tokens, self.in_features), dtype=dtype, device=self._weight.device), out_dtype)
 
     def _many(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if out_dtype == x.dtype:
@@ -74,17 +76,18 @@ class CudaQuantizedLinear:
         self._target = target
         self._workspace = workspace
         self.out_features, self.in_features = weight.values.shape
+        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear; sums are fp32 and rounded once, to `out_dtype`."""
+        """As CudaLinear, with x of any float dtype."""
+        out_dtype = out_dtype or x.dtype
+        if (x.dtype, out_dtype) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype))
+            for tokens in _ANY_TOKENS:
+                self(x.new_zeros((tokens, self.in_features)), out_dtype)
         config = quant_config(self._target, x.dtype, self._weight.bits, x.shape[0], self.out_features, self.in_features)
-        return quant_gemm(x, self._weight, self._bias, out_dtype or x.dtype, self._workspace, config)
+        return quant_gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
 
     def rows(self, indices: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
         """W[indices - first], for int64 [T] -> [T, in]; zeros for an index outside."""
         return vocab_embedding(indices, self._weight, first, dtype)
-
-    def compile(self, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
-        """Have every kernel compiled that a call with x of `dtype` could need, so that no request waits for it."""
-        for tokens in _MANY_BUCKETS:
-            self(torch.zeros((tokens, self.in_features), dtype=dtype, device=self._weight.packed.device), out_dtype)

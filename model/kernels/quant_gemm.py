@@ -18,10 +18,10 @@ from model.kernels.packed_weight import PackedWeight, unpack
 from model.kernels.split_k import MOST_TOKENS, GemmConfig, SplitWorkspace, store_tile, with_splits
 from model.quantization import INT4_GROUP
 
-# For 16-bit types, by architecture and bits; the first row with room for the tokens wins, or the last. Steps of int4
-# take 128 columns, its blocks. In flight on a Hopper multiprocessor: with up to 16 tokens 2 programs x 5 x 8 KiB of
-# int8 = 80 KiB or 3 x 6 x 4 KiB of int4 = 72 KiB. Tiles of many tokens spread the widening, about four instructions a
-# weight, over as many columns as the registers hold sums for.
+# For 16-bit types, by architecture and bits; the first row with room for the tokens wins, or the last. In flight on a
+# Hopper multiprocessor, two steps fewer than there are stages: with up to 16 tokens 2 programs x 4 x 8 KiB of int8 = 64
+# KiB, or 2 x 5 x 4 KiB of int4 = 40. Tiles of many tokens spread the widening, three to five instructions a weight,
+# over as many tokens as the registers hold sums for.
 _CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
     (Architecture.HOPPER, 8): (
         GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
@@ -62,6 +62,7 @@ _CONFIGS: dict[tuple[Architecture, int], tuple[GemmConfig, ...]] = {
         GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
     ),
 }
+# fp32 multiplies on the ordinary lanes, on any GPU.
 _FP32_CONFIGS = (GemmConfig(16, 16, 128, num_warps=4, num_stages=3), GemmConfig(32, 16, 128, num_warps=4, num_stages=2))
 _BYTE_ZERO = tl.constexpr(packed_weight.BYTE_ZERO)
 _NIBBLE_ZERO = tl.constexpr(packed_weight.NIBBLE_ZERO)
@@ -78,7 +79,7 @@ def quant_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dt
 def widen(unsigned, MASK: tl.constexpr, ZERO: tl.constexpr):
     """uint8 -> fp32 `(unsigned & MASK) - ZERO`, exact: as the low bits of 2^23 it is a float already.
 
-    Conversion instructions run at a quarter of an addition's rate or less, and would bound a decode step.
+    Conversion instructions run at a fraction of an addition's rate, and would bound a decode step.
     """
     return ((unsigned.to(tl.uint32) & MASK) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 

@@ -15,7 +15,8 @@ from model.kernels.split_k import GemmConfig, SplitWorkspace, store_tile, with_s
 # For 16-bit types, by architecture; the first row with room for the tokens wins. Up to 16 tokens, tiles of 16 rows: out
 # = 4096 gives 256 of them, which is balanced (two on nearly each of 132) without a split. From there on x counts: each
 # tile reads it again, from the second-level cache, which gives about twice the memory's bandwidth; so x may be half of
-# a tile's bytes at most. In flight on a Hopper multiprocessor: 2 programs x 7 x 4 KiB = 56 KiB, 2 x 3 x 16 = 96, 96.
+# a tile's bytes at most. In flight on a Hopper multiprocessor, two steps fewer than there are stages: 2 programs x 6 x
+# 4 KiB = 48 KiB, 2 x 2 x 16 = 64, 2 x 32 = 64.
 _CONFIGS: dict[Architecture, tuple[GemmConfig, ...]] = {
     Architecture.HOPPER: (
         GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2),

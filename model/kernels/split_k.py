@@ -3,7 +3,7 @@
 A decode step's projections are bound by memory: each weight is read once and multiplied by a few tokens. What counts is
 that every multiprocessor reads the same share, and keeps enough bytes on their way. By Little's law those are bandwidth
 x latency: about 3.35 TB/s x 0.7 us / 132 = 18 KB a multiprocessor on an H100, 4.8 x 0.7 / 132 = 26 KB on an H200,
-2.0 x 0.6 / 108 = 11 KB on an A100; the launch tables keep twice to four times that.
+2.0 x 0.6 / 108 = 11 KB on an A100; the launch tables keep 1.5 to 4 times that.
 
 A projection with few rows has too few tiles for that, so its columns are split. Which program comes last differs from
 run to run, but it adds the sums of all from memory in the order of the columns: the result does not depend on it, and

@@ -95,15 +95,33 @@ def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4]) -> Non
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("tokens", [1, 17, 64, 70, 150])
-def test_quantized_linears_compute_with_the_dequantized_weight(tokens: int, bits: Literal[8, 4]) -> None:
-    generator = torch.Generator().manual_seed(tokens)
+def test_quantized_linears_compute_with_the_dequantized_weight(bits: Literal[8, 4]) -> None:
+    generator = torch.Generator().manual_seed(bits)
     weight = quantize(torch.randn((72, 200), generator=generator) / 14, bits)
-    x, bias = torch.randn((tokens, 200), generator=generator).half(), torch.randn(72, generator=generator).half()
-    linear = CudaQuantizedLinear(weight, bias, H100, SplitWorkspace(x.device))
-    expected = x.float() @ weight.dequantized(torch.float32).T + bias.float()
-    assert_close(linear(x), expected.half(), scale=2)
+    bias = torch.randn(72, generator=generator).half()
+    linear = CudaQuantizedLinear(weight, bias, H100, SplitWorkspace(bias.device))
+    for tokens in (1, 17, 64, 70, 150):
+        x = torch.randn((tokens, 200), generator=generator).half()
+        expected = x.float() @ weight.dequantized(torch.float32).T + bias.float()
+        assert_close(linear(x), expected.half(), scale=2)
     assert (linear.in_features, linear.out_features) == (200, 72)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_first_call_compiles_every_tile(bits: Literal[8, 4], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, torch.dtype]] = []
+
+    def launch(x: Tensor, *arguments: object) -> Tensor:
+        *_, out_dtype, _, config = arguments
+        launched.append((config.block_t, out_dtype))
+        return torch.zeros(len(x), 8)
+
+    monkeypatch.setattr("model.cuda_linear.quant_gemm", launch)
+    linear = CudaQuantizedLinear(quantize(torch.zeros(8, 128), bits), None, H100, SplitWorkspace(torch.device("cpu")))
+    for out_dtype in (torch.bfloat16, torch.float32):
+        launched.clear()
+        linear(torch.zeros(3, 128, dtype=torch.bfloat16), out_dtype)
+        assert launched == [(block_t, out_dtype) for block_t in (16, 32, 64, 128, 256, 16)]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
