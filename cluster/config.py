@@ -105,6 +105,7 @@ class DecodeSection:
             max_batch=1,
             max_waiting=1,
             offer_wait_s=_NOT_AT_ONCE_S,
+            swap_gib=0,
             max_step_s=_NOT_AT_ONCE_S,
             token_channel=_WORKER_CHANNEL,
         ),

@@ -18,7 +18,7 @@ from cluster.rank_parts import RankParts, load_rank
 from kvtransfer.endings import run_until_lost
 from kvtransfer.rank_transfers import RankTransfers
 from model.group_ranks import RankPlace
-from model.step import Draw, SequenceStep
+from model.step import BlockCopy, Draw, SequenceStep
 from protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
 from protocol.messages import Message
 from protocol.network import Connection
@@ -117,8 +117,9 @@ class _Rank:
             SequenceStep(each.token_ids, each.start, each.block_ids, _DRAWN_ELSEWHERE if each.draws else None)
             for each in step.sequences
         ]
+        copies = [BlockCopy(copy.is_out, copy.cache_blocks, copy.host_blocks) for copy in step.copies]
         try:
-            await parts.loaded.engine.step(batch, transfers.layer_done if step.tells_layers else None)
+            await parts.loaded.engine.step(batch, transfers.layer_done if step.tells_layers else None, copies)
         except WorkerLost as error:
             self._messages.put_nowait(RankFailed(str(error)))
         else:

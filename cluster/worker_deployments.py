@@ -143,6 +143,7 @@ class DecodeReplica(_WorkerReplica):
             sender=parts.sender,
             clock=time.monotonic,
             max_context=parts.max_context,
+            swap_space=parts.rank.loaded.swap_space,
         )
         await self._start(self._decode_worker)
 

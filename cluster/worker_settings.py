@@ -35,6 +35,7 @@ class WorkerSettings:
     tcp_streams: int
     tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
+    swap_bytes: int = 0  # of host memory, on each rank
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
@@ -51,6 +52,7 @@ class WorkerSettings:
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
+            swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
         )
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
@@ -69,6 +71,7 @@ class WorkerSettings:
             block_size=self.block_size,
             kv_cache_bytes=kv_cache_bytes,
             num_blocks=num_blocks,
+            swap_bytes=self.swap_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),
             threads=self.threads,

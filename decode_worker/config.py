@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from decode_worker.preemption import Preemption
 from protocol.errors import ConfigError
 from protocol.token_server import TokenServerConfig
 
@@ -14,6 +15,8 @@ class DecodeConfig:
     max_batch: int = 256  # requests in one step
     max_waiting: int = 1024  # requests that wait for blocks or a prefill worker; more are refused with status 429
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
+    preemption: Preemption = "auto"  # what becomes of a request's KV where blocks run out; auto: by estimated cost
+    swap_gib: float = 0.0  # host memory for KV of such requests; 0: all are computed again
     run_ahead: bool = True  # schedule a step while the one before it runs, so that the engine never waits for it
     offer_wait_s: float = 30.0  # a request whose prefill worker has not begun by then is computed here
     max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy
@@ -32,5 +35,9 @@ class DecodeConfig:
         for name in ("offer_wait_s", "max_step_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be above 0")
+        if self.swap_gib < 0:
+            raise ConfigError(f"decode.swap_gib is {self.swap_gib}: it must be at least 0")
+        if self.preemption == "swap" and self.swap_gib == 0:
+            raise ConfigError("decode.preemption is swap, but decode.swap_gib 0 leaves no memory for it: raise it")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"decode.watermark is {self.watermark}: it must be at least 0 and less than 1")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from model.sequence import SequenceState
-from model.step import SequenceStep
+from model.step import BlockCopy, SequenceStep
 from protocol.requests import FinishReason, GenerateRequest, SampledToken, TokenEvent
 
 
@@ -15,6 +15,14 @@ class Phase(Enum):
     TRANSFERRING = auto()  # holds the prompt's blocks; their KV is on its way
     RUNNING = auto()  # in every step that has room for it, with a chunk of tokens not computed yet or its last token
     ENDED = auto()  # finished, failed or aborted
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedKV:
+    """KV of a job in host memory."""
+
+    block_ids: tuple[int, ...]  # of host memory, in the order of their tokens
+    num_computed: int  # tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +37,8 @@ class DecodeJob:
     # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
     under_way: list[SequenceStep] = field(default_factory=list)
     is_receiving: bool = False  # a transfer may be writing into its blocks
+    is_copying: bool = False  # the engine may be copying between its blocks and those of `swapped`
+    swapped: SwappedKV | None = None
     num_cached_tokens: int = 0  # found in the prefix cache on first admission
     num_preemptions: int = 0
 
@@ -39,6 +49,17 @@ class DecodeJob:
     @property
     def has_ended(self) -> bool:
         return self.phase is Phase.ENDED
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether its blocks may be read or written now, so that they must stay its own."""
+        return bool(self.under_way) or self.is_receiving or self.is_copying
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose KV is neither in its blocks nor in host memory."""
+        num_swapped = 0 if self.swapped is None else self.swapped.num_computed
+        return len(self.sequence.token_ids) - max(self.sequence.num_computed, num_swapped)
 
     @property
     def num_scheduled(self) -> int:
@@ -78,14 +99,28 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """A job's KV on its way between the cache and host memory."""
+
+    job: DecodeJob
+    copy: BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What to run next, and which jobs now hold the blocks that their transfer may fill.
+    """What to run next, after the `swaps`, and which jobs now hold the blocks that their transfer may fill.
 
     `reserved` jobs: the first `sequence.num_computed` tokens are cached here already, and need not be sent.
     """
 
     entries: tuple[Entry, ...]
     reserved: tuple[DecodeJob, ...]
+    swaps: tuple[Swap, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the engine to do."""
+        return not self.entries and not self.swaps
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A request waits until its blocks are reserved (for a transfer not before it is offered); then its KV comes by the
 transfer, or is computed here in chunks; then it decodes, one token a step. Where blocks run out, the youngest gives all
-of its back and is computed again later, which its own cached prefix makes cheap. The oldest request therefore always
-gets on, and so does everyone in turn.
+of its back: it is computed again later, which its own cached prefix makes cheap, or its KV is copied to host memory and
+back. The oldest request therefore always gets on, and so does everyone in turn.
 
 A step may be scheduled while the one before it is under way ("ahead"): decodes go on with the token that is being
 drawn. One that turns out to have ended leaves a row whose token nobody takes.
@@ -12,7 +12,9 @@ drawn. One that turns out to have ended leaves a row whose token nobody takes.
 from bisect import insort
 from collections.abc import Sequence
 
-from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress
+from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
+from decode_worker.preemption import PreemptionPolicy
+from decode_worker.swapped_blocks import SwappedBlocks, num_blocks_with_kv
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
 from model.token_counts import is_penalised
@@ -36,8 +38,12 @@ class DecodeScheduler:
         watermark_blocks: int,
         max_context: int,
         max_waiting: int,
+        preemption: PreemptionPolicy,
+        swapped: SwappedBlocks,
     ):
         self._pool = pool
+        self._preemption = preemption
+        self._swapped = swapped
         self._max_step_tokens = max_step_tokens
         self._max_batch = max_batch
         self._watermark_blocks = watermark_blocks
@@ -51,6 +57,7 @@ class DecodeScheduler:
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
         self.preemptions = 0  # counter
+        self.swaps = 0  # counter: of them, those whose KV went to host memory
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +72,7 @@ class DecodeScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens still to be computed here before their requests decode."""
-        local = sum(job.sequence.num_uncomputed for job in self._waiting if not job.wants_transfer)
+        local = sum(job.num_to_compute for job in self._waiting if not job.wants_transfer)
         return local + sum(job.sequence.num_uncomputed for job in self._running if job.sequence.num_uncomputed > 1)
 
     def add(self, request: GenerateRequest, *, wants_transfer: bool) -> DecodeJob:
@@ -104,14 +111,17 @@ class DecodeScheduler:
 
         `in_flight` is the one step under way, if any. The new one, which is to run right behind it, is empty where that
         can't be decided before its end: where somebody must give way, or a draw needs to know the tokens before it.
-        Marks the jobs as in a step, or receiving; `complete` or `abandon` must follow for each step, in order, and for
-        all but one of them before the next call.
+        Where somebody is swapped out, it does nothing else: what that frees is known when it has ended.
+        Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
+        and for all but one of them before the next call.
         """
         staying = [job for job in self._running if not job.is_drawing_its_last]
         decodes = [job for job in staying[: self._max_batch] if job.num_unscheduled == 1]
         if in_flight is not None and not self._can_run_ahead(in_flight, decodes):
             return DecodeStep((), ())
-        decodes = self._make_room(decodes)
+        decodes, swapped_out = self._make_room(decodes)
+        if swapped_out is not None:
+            return DecodeStep((), (), (swapped_out,))
         prompts = [job for job in staying[: self._max_batch] if job.num_unscheduled > 1]
         follows = _drawn_for(in_flight)
         entries: list[Entry] = []
@@ -124,6 +134,7 @@ class DecodeScheduler:
                 budget -= self._add_entry(entries, job, budget)
         num_places = self._max_batch - sum(job.phase is Phase.RUNNING for job in staying)
         reserved: list[DecodeJob] = []
+        swapped_in: list[Swap] = []
         # One who just gave way can't come back in the same breath: it needs all it gave, and some of that is taken.
         for job in list(self._waiting):
             if job.wants_transfer and not job.is_offered:
@@ -137,9 +148,11 @@ class DecodeScheduler:
             if job.wants_transfer:
                 reserved.append(job)
             else:
+                if (swap := self._swapped.swap_in(job)) is not None:
+                    swapped_in.append(swap)
                 budget -= self._add_entry(entries, job, budget)
                 num_places -= 1
-        return DecodeStep(tuple(entries), tuple(reserved))
+        return DecodeStep(tuple(entries), tuple(reserved), tuple(swapped_in))
 
     def reserve_offered(self) -> tuple[DecodeJob, ...]:
         """Reserve the blocks of offered jobs whose turn it is; may be called while a step is under way.
@@ -161,6 +174,8 @@ class DecodeScheduler:
 
         Jobs whose token finishes them are ended.
         """
+        for swap in step.swaps:
+            self._copied(swap)
         progress: list[Progress] = []
         for entry, token in zip(step.entries, sampled, strict=True):
             job, sequence = entry.job, entry.job.sequence
@@ -177,6 +192,9 @@ class DecodeScheduler:
 
     def abandon(self, step: DecodeStep) -> None:
         """Account for a step that failed: the engine is dead and touches nothing any more."""
+        for swap in step.swaps:
+            swap.job.is_copying = False
+            self._release_if_unused(swap.job)
         for entry in step.entries:
             entry.job.under_way.pop(0)
             self._release_if_unused(entry.job)
@@ -229,20 +247,45 @@ class DecodeScheduler:
     def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
         if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
             return False  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
+        if in_flight.swaps:
+            return False  # nobody knows yet which blocks that frees
         for job in _drawn_for(in_flight):
             if is_penalised(job.request.sampling) and not (job.has_ended or job.is_drawing_its_last):
                 return False  # all wait for it: were it left out, it would get every other step only
         return self._blocks_wanted(decodes) <= self._pool.free_blocks  # whoever gives way must be in no step
 
-    def _make_room(self, decodes: list[DecodeJob]) -> list[DecodeJob]:
-        """Have the youngest give way until there are blocks for the next token of the others, who are returned."""
+    def _make_room(self, decodes: list[DecodeJob]) -> tuple[list[DecodeJob], Swap | None]:
+        """Have the youngest give way until there are blocks for the next token of the others, who are returned.
+
+        One whose KV is to be kept frees its blocks only when it has been copied: with it, this ends for now.
+        """
         while self._blocks_wanted(decodes) > self._pool.free_blocks:
             youngest = self._running.pop()
             youngest.num_preemptions += 1
             self.preemptions += 1
+            swap = self._swap_out(youngest)
             self._send_back(youngest)
+            if swap is not None:
+                return [], swap
             decodes = [job for job in decodes if job is not youngest]
-        return decodes
+        return decodes, None
+
+    def _swap_out(self, job: DecodeJob) -> Swap | None:
+        num_tokens = job.sequence.num_computed
+        num_blocks = num_blocks_with_kv(job, self._pool.block_size)
+        if not self._preemption.should_swap(num_tokens, num_blocks, self._swapped.free_blocks):
+            return None
+        self.swaps += 1
+        return self._swapped.swap_out(job)
+
+    def _copied(self, swap: Swap) -> None:
+        job = swap.job
+        job.is_copying = False
+        if swap.copy.is_out:
+            job.sequence.reset(self._pool)
+        else:
+            self._swapped.release(job)
+        self._release_if_unused(job)
 
     def _blocks_wanted(self, decodes: Sequence[DecodeJob]) -> int:
         return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
@@ -276,7 +319,8 @@ class DecodeScheduler:
 
     def _send_back(self, job: DecodeJob) -> None:
         """Back to the queue, at its old place in the order of arrival; what is lost will be computed here."""
-        job.sequence.reset(self._pool)
+        if not job.is_copying:
+            job.sequence.reset(self._pool)
         job.phase = Phase.WAITING
         job.wants_transfer = False
         insort(self._waiting, job, key=lambda other: other.arrival)
@@ -298,8 +342,9 @@ class DecodeScheduler:
         return Progress(job, index, token, reason)
 
     def _release_if_unused(self, job: DecodeJob) -> None:
-        if job.has_ended and not job.under_way and not job.is_receiving:
+        if job.has_ended and not job.is_in_use:
             job.sequence.reset(self._pool)
+            self._swapped.release(job)
 
 
 def _drawn_for(step: DecodeStep | None) -> dict[DecodeJob, int]:

@@ -38,11 +38,11 @@ class StepsUnderWay:
 
     async def begin(self, step: DecodeStep) -> None:
         """Have it run after those under way. Returns once the engine has it; does nothing for an empty step."""
-        if not step.entries:
+        if step.is_empty:
             return
         if not self._steps:
             self._began = self._clock()
-        run = self._engine.step([entry.step for entry in step.entries])
+        run = self._engine.step([entry.step for entry in step.entries], copies=[swap.copy for swap in step.swaps])
         self._steps.append(step)
         self._results.append(asyncio.create_task(run, name="engine step"))
         await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking

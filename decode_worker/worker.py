@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
 from decode_worker.jobs import DecodeJob, DecodeStep, Progress
+from decode_worker.preemption import PreemptionPolicy, Rate
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.steps_under_way import EndedStep, StepsUnderWay
+from decode_worker.swapped_blocks import SwappedBlocks
 from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
@@ -21,7 +23,7 @@ from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
 from model.worker_life import WorkerCallbacks, WorkerLife
-from model.worker_numbers import WorkerCounters, worker_stats
+from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers, WorkerCounters, worker_stats
 from protocol.clock import Clock
 from protocol.errors import RequestError, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from protocol.network import Network
@@ -36,9 +38,9 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """Runs one engine's steps. `receiver` is None where no KV ever comes: every prompt is computed here.
 
-    `sender` is None where no cached prefix is sent to others. `max_context` is the model's, in tokens. Pool, store and
-    engine belong to this worker alone while it runs; `start` starts the receiver, `stop` closes receiver and sender and
-    leaves the others to their maker.
+    `sender` is None where no cached prefix is sent to others. `max_context` is the model's, in tokens. `swap_space` is
+    the engine's; None where preempted requests' KV is not kept. Pool, store and engine belong to this worker alone
+    while it runs; `start` starts the receiver, `stop` closes receiver and sender and leaves the others to their maker.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class DecodeWorker:
         sender: SendingSide | None,
         clock: Clock,
         max_context: int,
+        swap_space: HostBlocks | None = None,
     ):
         self._peer = peer
         self._config = config
@@ -64,6 +67,10 @@ class DecodeWorker:
         self._sender = sender
         self._clock = clock
         self._max_context = max_context
+        self._swap_space = swap_space
+        swap_pool = None if swap_space is None else BlockPool(swap_space.num_blocks, pool.block_size)
+        self._swapped = SwappedBlocks(swap_pool)
+        self._preemption = PreemptionPolicy(config.preemption, 0 if swap_space is None else swap_space.block_bytes)
         self._scheduler = DecodeScheduler(
             pool,
             max_step_tokens=config.max_step_tokens,
@@ -71,6 +78,8 @@ class DecodeWorker:
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_context=max_context,
             max_waiting=config.max_waiting,
+            preemption=self._preemption,
+            swapped=self._swapped,
         )
         self._token_server = TokenServer(
             peer=peer,
@@ -86,7 +95,7 @@ class DecodeWorker:
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,
-            pool=pool,
+            pools=(pool,) if swap_pool is None else (pool, swap_pool),
             clock=clock,
             integrity_interval_s=config.integrity_interval_s,
             max_step_s=config.max_step_s,
@@ -159,7 +168,7 @@ class DecodeWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = [side.stats for side in (self._receiver, self._sender) if side is not None]
-        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
+        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine, self._swap_numbers())
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
@@ -229,10 +238,12 @@ class DecodeWorker:
                 self._scheduler.abandon(step)
             raise
         # A step that draws a token past the prompt computes a decode's single token; everything else is prompt.
-        self._counters.count_step(
-            ended.seconds,
-            sum(len(entry.step.token_ids) for entry in ended.step.entries if len(entry.step.token_ids) > 1),
-        )
+        num_computed = sum(len(entry.step.token_ids) for entry in ended.step.entries if len(entry.step.token_ids) > 1)
+        self._counters.count_step(ended.seconds, num_computed)
+        if num_computed:
+            self._preemption.computing.count(num_computed, ended.seconds)
+        if self._swap_space is not None:
+            self._preemption.copying = Rate(self._swap_space.num_bytes, self._swap_space.seconds)
         return ended
 
     def _report(self, progress: Iterable[Progress]) -> None:
@@ -331,6 +342,12 @@ class DecodeWorker:
             index = call.job.sequence.num_output_tokens
             self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
             self._abort(call, reason, WorkerLost(reason))
+
+    def _swap_numbers(self) -> SwapNumbers:
+        if self._swap_space is None:
+            return NO_SWAPS
+        space = self._swap_space
+        return SwapNumbers(self._scheduler.swaps, space.num_bytes, space.seconds, self._swapped.owned_blocks)
 
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from model.runner import ModelRunner
-from model.step import OnLayer, SequenceStep, with_drawn_tokens
+from model.step import BlockCopy, OnLayer, SequenceStep, with_drawn_tokens
 from protocol.errors import WorkerLost
 from protocol.requests import SampledToken
 
@@ -36,7 +36,12 @@ class ThreadEngine:
             self._executor.shutdown()
             raise
 
-    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
         """As model.step.Engine.step.
 
         Raises WorkerLost when the step fails, and at every call after that. `on_layer` is not called any more once
@@ -56,7 +61,8 @@ class ThreadEngine:
 
         # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
         try:
-            return await loop.run_in_executor(self._executor, self._run, batch, None if on_layer is None else announce)
+            told = None if on_layer is None else announce
+            return await loop.run_in_executor(self._executor, self._run, batch, told, copies)
         finally:
             wanted.clear()
 
@@ -69,10 +75,19 @@ class ThreadEngine:
         """End the thread, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None) -> list[SampledToken | None]:
+    def _run(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: Callable[[int], None] | None,
+        copies: Sequence[BlockCopy],
+    ) -> list[SampledToken | None]:
         if self._failure is not None:
             raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
         try:
+            if copies:
+                self._runner.copy_blocks(copies)
+                if not batch:
+                    return []
             drawn = self._runner.run(with_drawn_tokens(batch, self._drawn), on_layer)
             self._drawn = drawn
             return drawn

@@ -16,7 +16,7 @@ from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
 from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
 from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
-from model.memory import available_bytes
+from model.memory import available_bytes, gibibytes
 from model.memory_plan import (
     DEFAULT_BOUNDS,
     StepBounds,
@@ -30,6 +30,7 @@ from model.quantization import Quantization, weight_bytes
 from model.runner import ModelRunner, TokenSampler
 from model.sampler import Sampler
 from model.step import Draw, SequenceStep
+from model.swap_space import SwapSpace
 from model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
 from model.weights import Checkpoint
 from protocol.errors import ConfigError
@@ -54,6 +55,7 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
+    swap_bytes: int = 0  # of host memory, for KV of requests that give way
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     bounds: StepBounds = DEFAULT_BOUNDS
     threads: int | None = None  # cores that a step may use; None: all
@@ -70,6 +72,7 @@ class LoadedEngine:
     model_config: ModelConfig
     num_blocks: int
     max_context: int  # tokens of prompt and output together
+    swap_space: SwapSpace | None = None
 
 
 def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedEngine:
@@ -88,7 +91,7 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     num_blocks = resolve_num_blocks(config, model_config, dtype)
     max_context = resolve_max_context(config, model_config, num_blocks)
     _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
-    made: list[tuple[TensorParallel, KVCache]] = []
+    made: list[tuple[TensorParallel, KVCache, SwapSpace | None]] = []
 
     def build() -> ModelRunner:
         if device.type == "cuda":
@@ -113,19 +116,20 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
             tp_size=shard.size,
             rank=shard.rank,
         )
-        made.append((parallel, kv_cache))
+        swap_space = _swap_space(config, kv_cache)
+        made.append((parallel, kv_cache, swap_space))
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
         captured = _captured_steps(backend, decoder, kv_cache, room) if shard.size == 1 else None
-        runner = ModelRunner(decoder, sampler, kv_cache, room, captured)
+        runner = ModelRunner(decoder, sampler, kv_cache, room, captured, swap_space)
         _warm_up(runner, config.block_size, room)
         return runner
 
     engine = ThreadEngine(build, threads=config.threads)
-    ((parallel, kv_cache),) = made
+    ((parallel, kv_cache, swap_space),) = made
     max_context = resolve_max_context(config, model_config, kv_cache.num_blocks)
     one = kv_block_bytes(model_config, config.block_size, dtype, shard.size)
     _log.info("%s", describe_cache(kv_cache.num_blocks, config.block_size, one, max_context))
-    return LoadedEngine(engine, parallel, kv_cache, model_config, kv_cache.num_blocks, max_context)
+    return LoadedEngine(engine, parallel, kv_cache, model_config, kv_cache.num_blocks, max_context, swap_space)
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -236,6 +240,19 @@ def _blocks_left_on_gpu(
         share=config.gpu_memory_share,
     )
     return _blocks_in(cache_bytes_on_gpu(memory), config, model, dtype)
+
+
+def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
+    num_blocks = config.swap_bytes // (kv_cache.block_bytes * kv_cache.num_layers)
+    if num_blocks == 0:
+        return None
+    free = available_bytes(torch.device("cpu"))
+    if config.swap_bytes > free:
+        raise ConfigError(
+            f"too little host memory: {gibibytes(config.swap_bytes)} of swap space are asked for, but only "
+            f"{gibibytes(free)} are free: lower decode.swap_gib"
+        )
+    return SwapSpace(kv_cache, num_blocks)
 
 
 def _check_memory(

@@ -13,7 +13,8 @@ from model.backend import BatchLayout
 from model.captured_steps import CapturedSteps
 from model.decoder import Decoder, Drawing
 from model.kv_cache import KVCache
-from model.step import Draw, SequenceStep
+from model.step import BlockCopy, Draw, SequenceStep
+from model.swap_space import SwapSpace
 from protocol.requests import SampledToken
 
 
@@ -36,19 +37,29 @@ class ModelRunner:
         kv_cache: KVCache,
         max_context: int,
         captured: CapturedSteps | None = None,
+        swap_space: SwapSpace | None = None,
     ):
-        """`captured` runs the decode steps that it can, over the same decoder and cache."""
+        """`captured` runs the decode steps that it can, over the same decoder and cache; `swap_space` is its."""
         self._decoder = decoder
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._max_context = max_context
         self._captured = captured
+        self._swap_space = swap_space
         self._device = kv_cache.tensors[0].device
 
     @property
     def num_broken_rows(self) -> int:
         """Rows of logits so far that held NaN or +inf."""
         return self._sampler.num_broken_rows
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Make the copies, one after the other. Raises ValueError where there is no swap space."""
+        if self._swap_space is None:
+            raise ValueError("blocks are to be copied, and there is no swap space")
+        for copy in copies:
+            self._swap_space.copy(copy)
 
     @torch.inference_mode()
     def run(

@@ -34,6 +34,15 @@ class Draw:
     counts: TokenCounts | None = None  # of `history`, where penalties need them; None: counted when they are needed
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """KV to be copied between blocks of the cache and blocks of host memory, pair by pair."""
+
+    is_out: bool  # out of the cache
+    cache_blocks: Sequence[int]
+    host_blocks: Sequence[int]
+
+
 OnLayer = Callable[[int], None]
 """Called on the event loop once a layer's KV of the whole batch is in the cache, with the layer's index, in order."""
 
@@ -44,9 +53,15 @@ class Engine(Protocol):
     Live: `model/engine.py`, on its own thread. Simulated: tests/simulation.
     """
 
-    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
         """Compute KV for the batch into the cache and draw tokens; one result per entry, None where it draws none.
 
+        Before that `copies` are made; there may be nothing but them.
         All `on_layer` calls are made before this returns. Cancelling the caller does not stop a step under way:
         the step runs to its end, and the next call waits for it. A raised error means that the engine is dead, and
         does nothing of what it still has been asked for.

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 from model.rank_connections import RankConnections
-from model.step import Engine, OnLayer, SequenceStep, with_drawn_tokens
+from model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
 from protocol.errors import WorkerLost
-from protocol.rank_messages import RankSequence, RankStep, StepEnded
+from protocol.rank_messages import RankCopy, RankSequence, RankStep, StepEnded
 from protocol.requests import SampledToken
 
 
@@ -24,7 +24,12 @@ class TensorParallelEngine:
         """As Engine.num_broken_rows: rank 0 alone has whole rows."""
         return self._own.num_broken_rows
 
-    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
         """As Engine.step. Raises WorkerLost as soon as a rank is lost, though the own part may hang for it."""
         is_wanted = True
 
@@ -33,7 +38,9 @@ class TensorParallelEngine:
                 on_layer(layer)
 
         # A task of its own: the caller may be cancelled, and the other ranks can't.
-        stepping = asyncio.create_task(self._step(batch, None if on_layer is None else deliver), name="step of rank 0")
+        stepping = asyncio.create_task(
+            self._step(batch, None if on_layer is None else deliver, copies), name="step of rank 0"
+        )
         try:
             await asyncio.wait((stepping, self._ranks.lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -43,12 +50,20 @@ class TensorParallelEngine:
             raise WorkerLost(f"an engine step failed: {self._ranks.loss}")
         return stepping.result()
 
-    async def _step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None) -> list[SampledToken | None]:
+    async def _step(
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, copies: Sequence[BlockCopy]
+    ) -> list[SampledToken | None]:
         async with self._turn:
             self._ranks.check()
             batch = with_drawn_tokens(batch, self._drawn)
-            self._ranks.tell(RankStep(tuple(map(_for_ranks, batch)), on_layer is not None))
-            self._drawn = await self._own.step(batch, on_layer)
+            self._ranks.tell(
+                RankStep(
+                    tuple(map(_for_ranks, batch)),
+                    on_layer is not None,
+                    tuple(RankCopy(copy.is_out, tuple(copy.cache_blocks), tuple(copy.host_blocks)) for copy in copies),
+                )
+            )
+            self._drawn = await self._own.step(batch, on_layer, copies)
             self._ranks.tell(StepEnded())
             return self._drawn
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class WorkerCallbacks:
 
 
 class WorkerLife:
-    """Owns a worker's step loop. `worker_id` is for messages; `pool` is checked whenever the worker is idle.
+    """Owns a worker's step loop. `worker_id` is for messages; `pools` are checked whenever the worker is idle.
 
     An idle worker's block accounting is checked at most every `integrity_interval_s`. A step longer than `max_step_s`
     is stuck.
@@ -36,14 +36,14 @@ class WorkerLife:
         self,
         *,
         worker_id: str,
-        pool: BlockPool,
+        pools: Sequence[BlockPool],
         clock: Clock,
         integrity_interval_s: float,
         max_step_s: float,
         callbacks: WorkerCallbacks,
     ):
         self._worker_id = worker_id
-        self._pool = pool
+        self._pools = pools
         self._clock = clock
         self._integrity_interval_s = integrity_interval_s
         self._callbacks = callbacks
@@ -108,9 +108,10 @@ class WorkerLife:
         now = self._clock()
         if now - self._checked_at >= self._integrity_interval_s:
             self._checked_at = now
-            self._pool.check_integrity()
-            if self._pool.owned_blocks:
-                _log.error("%d blocks are owned although the worker is idle", self._pool.owned_blocks)
+            for pool in self._pools:
+                pool.check_integrity()
+                if pool.owned_blocks:
+                    _log.error("%d blocks are owned although the worker is idle", pool.owned_blocks)
 
     def _died(self, error: Exception) -> None:
         self._callbacks.died(f"the engine of worker {self._worker_id} died: {error!r}")

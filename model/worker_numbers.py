@@ -29,6 +29,15 @@ class SchedulerNumbers(Protocol):
         """Prompt tokens still to be computed."""
 
 
+class HostBlocks(Protocol):
+    """What a worker sees of its swap space (model/swap_space.py): that of rank 0."""
+
+    num_blocks: int
+    block_bytes: int  # of all layers
+    num_bytes: int  # counter: copied, both ways
+    seconds: float  # counter
+
+
 class TransferNumbers(Protocol):
     """What either side of KV transfer counts."""
 
@@ -40,6 +49,19 @@ class TransferNumbers(Protocol):
     digest_failures: int  # counter
     retries: int  # counter
     links_lost: int  # counter
+
+
+@dataclass(frozen=True, slots=True)
+class SwapNumbers:
+    """What a worker with swap space counts."""
+
+    swaps: int = 0  # counter: requests whose KV went to host memory
+    bytes: int = 0  # counter
+    seconds: float = 0.0  # counter
+    owned_blocks: int = 0
+
+
+NO_SWAPS = SwapNumbers()
 
 
 @dataclass(slots=True)
@@ -67,6 +89,7 @@ def worker_stats(
     pool: BlockPool,
     transfers: Sequence[TransferNumbers],
     engine: Engine,
+    swaps: SwapNumbers = NO_SWAPS,
 ) -> WorkerStats:
     """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none."""
     return WorkerStats(
@@ -84,6 +107,10 @@ def worker_stats(
         steps=counters.steps,
         step_seconds=counters.step_seconds,
         preemptions=scheduler.preemptions,
+        swaps=swaps.swaps,
+        swap_bytes=swaps.bytes,
+        swap_seconds=swaps.seconds,
+        swapped_blocks=swaps.owned_blocks,
         finished_requests=counters.finished_requests,
         aborted_requests=counters.aborted_requests,
         transfers_done=sum(side.done for side in transfers),

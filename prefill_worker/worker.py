@@ -84,7 +84,7 @@ class PrefillWorker:
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,
-            pool=pool,
+            pools=(pool,),
             clock=clock,
             integrity_interval_s=config.integrity_interval_s,
             max_step_s=config.max_step_s,

@@ -66,11 +66,20 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True):
     draws: bool
 
 
+class RankCopy(msgspec.Struct, frozen=True, array_like=True):
+    """As BlockCopy, each rank between its own cache and its own host memory."""
+
+    is_out: bool
+    cache_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
 class RankStep(_RankMessage, frozen=True):
     """Run this step; the leader begins it now."""
 
     sequences: tuple[RankSequence, ...]
     tells_layers: bool  # as the leader's engine is asked to: engines may choose their way by it, and all must go one
+    copies: tuple[RankCopy, ...] = ()  # to be made before
 
 
 class StepEnded(_RankMessage, frozen=True):

@@ -132,6 +132,7 @@ _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ),
     ("kv_blocks_owned", "Blocks that a request or transfer holds; 0 when idle.", lambda stats: stats.owned_blocks),
     ("kv_blocks_total", "All blocks of the pool.", lambda stats: stats.total_blocks),
+    ("kv_swapped_blocks", "Blocks of host memory that hold a request's KV.", lambda stats: stats.swapped_blocks),
     ("kv_transfers_running", "KV transfers in flight.", lambda stats: stats.num_transfers),
 )
 
@@ -143,6 +144,9 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("engine_steps", "Engine steps.", lambda stats: stats.steps),
     ("engine_step_seconds", "Time spent in engine steps.", lambda stats: stats.step_seconds),
     ("num_preemptions", "Requests whose blocks were taken back.", lambda stats: stats.preemptions),
+    ("num_preemptions_swapped", "Of these, whose KV went to host memory.", lambda stats: stats.swaps),
+    ("kv_swap_bytes", "Bytes of KV copied to host memory and back.", lambda stats: stats.swap_bytes),
+    ("kv_swap_seconds", "Time of these copies.", lambda stats: stats.swap_seconds),
     ("worker_requests_finished", "Requests that ended by themselves.", lambda stats: stats.finished_requests),
     ("worker_requests_aborted", "Requests that were cancelled or failed.", lambda stats: stats.aborted_requests),
     ("kv_transfers", "KV transfers that succeeded.", lambda stats: stats.transfers_done),

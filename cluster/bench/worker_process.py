@@ -21,7 +21,7 @@ from cluster.worker_settings import WorkerSettings
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
 from kvtransfer.config import TransferConfig
-from model.step import Engine, OnLayer, SequenceStep
+from model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.clock import draw_epoch
@@ -91,9 +91,14 @@ class NotingEngine:
         self._began: dict[int, float] = {}
         self.moments: dict[str, Moments] = {}
 
-    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
         began = time.monotonic()
-        sampled = await self._engine.step(batch, on_layer)
+        sampled = await self._engine.step(batch, on_layer, copies)
         ended = time.monotonic()
         for entry, token in zip(batch, sampled, strict=True):
             # A prompt's chunks begin at 0, or where a cached prefix ends; only the last one draws.

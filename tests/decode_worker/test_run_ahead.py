@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.jobs import DecodeJob, DecodeStep, Phase
+from decode_worker.preemption import PreemptionPolicy
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams
 
@@ -27,6 +29,8 @@ class Rig:
             watermark_blocks=0,
             max_context=200,
             max_waiting=1024,
+            preemption=PreemptionPolicy("recompute", block_bytes=1),
+            swapped=SwappedBlocks(None),
         )
         self._num_requests = 0
 

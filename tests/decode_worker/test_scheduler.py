@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.jobs import DecodeJob, DecodeStep, Phase, Progress
+from decode_worker.preemption import PreemptionPolicy
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams
@@ -48,6 +50,8 @@ class Rig:
             watermark_blocks=watermark_blocks,
             max_context=200,
             max_waiting=max_waiting,
+            preemption=PreemptionPolicy("recompute", block_bytes=1),
+            swapped=SwappedBlocks(None),
         )
 
     def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:

@@ -17,7 +17,7 @@ def test_what_never_started_drains_and_stops_at_once():
     async def main() -> None:
         life = WorkerLife(
             worker_id="prefill-0",
-            pool=BlockPool(4, 4),
+            pools=(BlockPool(4, 4),),
             clock=asyncio.get_running_loop().time,
             integrity_interval_s=1.0,
             max_step_s=1.0,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import xxhash
 
-from model.step import Engine, OnLayer, SequenceStep, with_drawn_tokens
+from model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
 from model.token_counts import is_penalised
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
-from tests.simulation.fake_store import POSITION_BYTES, FakeStore, Grip
+from tests.simulation.fake_store import POSITION_BYTES, FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
 _TOKEN = struct.Struct("<II")
@@ -66,8 +66,16 @@ class FakeEngine(Engine):
 
     num_broken_rows = 0
 
-    def __init__(self, store: FakeStore, *, step_s: float = 0.001, token_s: float = 0.0001):
+    def __init__(
+        self,
+        store: FakeStore,
+        swap_space: FakeSwapSpace | None = None,
+        *,
+        step_s: float = 0.001,
+        token_s: float = 0.0001,
+    ):
         self._store = store
+        self._swap_space = swap_space
         self._num_layers = store.layout.num_layers
         self._step_s = step_s
         self._token_s = token_s
@@ -81,25 +89,45 @@ class FakeEngine(Engine):
         self.num_steps = 0
         self.num_steps_ahead = 0  # of them, asked for while another was under way
 
-    async def step(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
-        if not batch:
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        if not batch and not copies:
             raise RuntimeError("an empty step")
         if self._num_under_way == 2:
             raise RuntimeError("three steps at once")
         self.num_steps_ahead += self._num_under_way
         self._num_under_way += 1
         for one in batch:
-            if one.draw is not None and is_penalised(one.draw.sampling) and len(one.draw.history) != _end(one):
+            if one.draw is not None and len(one.draw.history) != _end(one) - (one.follows is not None):
+                raise RuntimeError("a draw whose history is not what is computed")
+            if one.draw is not None and one.follows is not None and is_penalised(one.draw.sampling):
                 raise RuntimeError("a draw with penalties whose history is not known yet")
         tables = [tuple(one.block_ids[: -(-_end(one) // self._store.layout.block_size)]) for one in batch]
         grips = [self._store.grip(table) for table in tables]
+        copied = [self._store.grip(copy.cache_blocks) for copy in copies]
         try:
             async with self._turn:
                 if self._is_dead:
                     raise RuntimeError("the fake engine is dead")
+                for copy, grip in zip(copies, copied, strict=True):
+                    await self._copy(copy, grip)
+                if not batch:
+                    return []
                 return await self._run(batch, tables, grips, on_layer)
         finally:
             self._num_under_way -= 1
+
+    async def _copy(self, copy: BlockCopy, grip: Grip) -> None:
+        if self._swap_space is None:
+            raise RuntimeError("there is no swap space")
+        await self.released.wait()
+        await asyncio.sleep(self._swap_space.time_for(copy))
+        self._store.touch(copy.cache_blocks, "a copy uses", grip)
+        self._swap_space.copy(copy)
 
     async def _run(
         self,
@@ -140,8 +168,6 @@ class FakeEngine(Engine):
         if one.draw is None:
             return None
         num_positions = _end(one)
-        if num_positions != len(one.draw.history) and one.follows is None:
-            raise RuntimeError("a draw whose history is not what was computed")
         kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._num_layers)]
         return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden))
 

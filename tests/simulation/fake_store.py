@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtransfer.layout import Cut
 from model.block_pool import BlockPool
+from model.step import BlockCopy
 from protocol.kv_layout import KVLayout
 
 KV_HEADS = 2
@@ -127,6 +128,34 @@ class FakeStore:
                 for memory in self.layers
             ]
         return views
+
+
+class FakeSwapSpace:
+    """More blocks beside a store's, which copies fill. Garbage at first."""
+
+    def __init__(self, store: FakeStore, *, num_blocks: int, bytes_per_s: float = 1e5):
+        self.num_blocks = num_blocks
+        self.block_bytes = sum(memory[0].nbytes for memory in store.layers)
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self._store = store
+        self._bytes_per_s = bytes_per_s
+        self._layers = [np.full((num_blocks, *memory.shape[1:]), GARBAGE, np.uint16) for memory in store.layers]
+
+    def time_for(self, copy: BlockCopy) -> float:
+        """Seconds that a copy takes."""
+        return len(copy.cache_blocks) * self.block_bytes / self._bytes_per_s
+
+    def copy(self, copy: BlockCopy) -> None:
+        """Make it at once."""
+        cache, host = list(copy.cache_blocks), list(copy.host_blocks)
+        for here, there in zip(self._store.layers, self._layers, strict=True):
+            if copy.is_out:
+                there[host] = here[cache]
+            else:
+                here[cache] = there[host]
+        self.num_bytes += len(cache) * self.block_bytes
+        self.seconds += self.time_for(copy)
 
 
 class SpoilingPool(BlockPool):

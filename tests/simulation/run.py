@@ -43,6 +43,7 @@ class Report:
     prefill_failures: int = 0
     fired: dict[str, int] = field(default_factory=dict)  # faults that hit something, by kind
     preemptions: int = 0
+    swaps: int = 0
     prefix_hits: int = 0
     transfers_done: int = 0
     transfers_failed: int = 0
@@ -66,6 +67,7 @@ class Report:
     def count(self, stats: WorkerStats) -> None:
         """Add a worker's own counters."""
         self.preemptions += stats.preemptions
+        self.swaps += stats.swaps
         self.prefix_hits += stats.prefix_hits
         self.transfers_done += stats.transfers_done
         self.transfers_failed += stats.transfers_failed
@@ -194,6 +196,8 @@ class _Simulation:
             process.pool.check_integrity()
             if process.pool.owned_blocks:
                 raise InvariantBroken(f"{process.pool.owned_blocks} blocks of {process.host} outlive it")
+            if process.worker.stats().swapped_blocks:
+                raise InvariantBroken(f"{process.host} leaves swapped KV behind: {process.worker.stats()}")
             if process.store.violations:
                 raise InvariantBroken(f"{process.host}: " + "; ".join(process.store.violations))
             self._report.count(process.worker.stats())

@@ -65,6 +65,7 @@ class Scenario:
     num_decode: int
     prefill_blocks: int
     decode_blocks: int
+    swap_blocks: int  # of a decode worker; 0: none
     prefill: PrefillConfig
     decode: DecodeConfig
     pipeline: PipelineConfig
@@ -83,7 +84,11 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     num_prefill = draw.choice((0, 1, 1, 1, 2, 2))
     max_batch = draw.choice((1, 2, 3, 8))
     num_layers = draw.choice((1, 2, 3))
-    arrivals = _make_arrivals(draw, num_routers := draw.choice((1, 1, 2)), num_layers)
+    swap_share = draw.choice((0.0, 0.5, 2.0, 2.0))
+    is_crowded = draw.random() < 0.2  # many short prompts with long answers: blocks run out while all decode
+    if is_crowded:
+        max_batch = 8
+    arrivals = _make_arrivals(draw, num_routers := draw.choice((1, 1, 2)), num_layers, is_crowded=is_crowded)
     faults = _make_faults(draw, num_prefill) if with_faults else ()
     largest = max(len(one.request.token_ids) + one.request.max_tokens for one in arrivals)
     prefill_needed, decode_needed = -(-largest // prefill_block_size), -(-largest // decode_block_size)
@@ -97,7 +102,8 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         num_prefill=num_prefill,
         num_decode=2 if any(fault.kind in DECODE_FAULTS for fault in faults) else draw.choice((1, 1, 2)),
         prefill_blocks=int(prefill_needed * draw.choice((1.0, 1.3, 2.0, 4.0))),
-        decode_blocks=int(decode_needed * draw.choice((1.0, 1.1, 1.5, 2.0, 4.0))),
+        decode_blocks=int(decode_needed * draw.choice((1.0, 1.2) if is_crowded else (1.0, 1.1, 1.5, 2.0, 4.0))),
+        swap_blocks=int(decode_needed * swap_share),
         prefill=PrefillConfig(
             max_step_tokens=draw.choice((5, 16, 33, 64, 256)),
             max_batch=draw.choice((1, 2, 8)),
@@ -108,6 +114,8 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_step_tokens=max_batch + draw.choice((0, 1, 15, 60)),
             max_batch=max_batch,
             watermark=draw.choice((0.0, 0.05, 0.2)),
+            preemption=draw.choice(("recompute", "swap", "swap", "auto")) if swap_share else "auto",
+            swap_gib=swap_share,
             run_ahead=draw.random() < 0.8,
             offer_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
             integrity_interval_s=0.0,
@@ -120,16 +128,16 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     )
 
 
-def _make_arrivals(draw: random.Random, num_routers: int, num_layers: int) -> tuple[Arrival, ...]:
+def _make_arrivals(draw: random.Random, num_routers: int, num_layers: int, *, is_crowded: bool) -> tuple[Arrival, ...]:
     stems = [_tokens(draw, draw.randint(1, 120)) for _ in range(2)]
     spread_s = draw.choice((0.0, 0.02, 0.2))
     arrivals: list[Arrival] = []
     for _ in range(draw.randint(2, 6)):
         prompt = (draw.choice(stems) if draw.random() < 0.6 else ()) + _tokens(draw, draw.choice((1, 5, 20, 80)))
-        prompt = prompt[: draw.choice((MAX_PROMPT, MAX_PROMPT, 48, 16))]
+        prompt = prompt[: draw.choice((8, 16) if is_crowded else (MAX_PROMPT, MAX_PROMPT, 48, 16))]
         at_s = draw.random() * spread_s
-        max_tokens = draw.choice((1, 2, 5, 12, 40))
-        stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1, 4))))
+        max_tokens = 40 if is_crowded else draw.choice((1, 2, 5, 12, 40))
+        stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1) if is_crowded else (0, 1, 4))))
         for _ in range(draw.choice((1, 1, 1, 2, 3))):  # choices of one prompt
             arrivals.append(
                 Arrival(

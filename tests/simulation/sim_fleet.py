@@ -19,7 +19,7 @@ from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket
 from tests.simulation.fake_model import FakeEngine
-from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric, memory_transports
 from tests.simulation.scenario import MAX_CONTEXT, Scenario
@@ -74,7 +74,10 @@ class SimFleet:
             fake_layout(num_layers=scenario.num_layers, block_size=block_size),
             num_blocks=scenario.prefill_blocks if is_prefill else scenario.decode_blocks,
         )
-        pool, engine, network = SpoilingPool(store), FakeEngine(store), self._fabric.at(host)
+        swap_space = None
+        if not is_prefill and scenario.swap_blocks:
+            swap_space = FakeSwapSpace(store, num_blocks=scenario.swap_blocks)
+        pool, engine, network = SpoilingPool(store), FakeEngine(store, swap_space), self._fabric.at(host)
         transports = memory_transports(self._links, host, store, scenario.transports)
         peer = Peer(host, self._draw.getrandbits(63))
         sender, receiver = None, None
@@ -118,6 +121,7 @@ class SimFleet:
                 sender=sender,
                 clock=loop.time,
                 max_context=MAX_CONTEXT,
+                swap_space=swap_space,
             )
         info = await worker.start(host)
         process = SimProcess(host, info, worker, store, pool, engine, transports, loop.create_future())

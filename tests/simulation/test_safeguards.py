@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.jobs import DecodeJob, DecodeStep
+from decode_worker.jobs import DecodeJob, DecodeStep, Swap
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.swapped_blocks import SwappedBlocks
 from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.outgoing import OutgoingTransfer
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
+from model.step import BlockCopy
 from prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from protocol.errors import TransferFailed
 from protocol.messages import Chunk
@@ -57,6 +59,24 @@ def _release_before_a_step_ahead_has_ended(scheduler: DecodeScheduler, job: Deco
         job.sequence.reset(scheduler._pool)
 
 
+def _release_before_the_copy(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+    is_copying, job.is_copying = job.is_copying, False
+    _send_back(scheduler, job)
+    job.is_copying = is_copying
+
+
+def _bring_back_to_the_beginning(swapped: SwappedBlocks, job: DecodeJob) -> Swap | None:
+    swap = _swap_in(swapped, job)
+    if swap is None:
+        return None
+    blocks = tuple(job.sequence.block_ids[: len(swap.copy.cache_blocks)])
+    return Swap(job, BlockCopy(False, blocks, swap.copy.host_blocks))
+
+
+def _never_give_host_blocks_back(swapped: SwappedBlocks, job: DecodeJob) -> None:
+    """Nor those of requests that have ended."""
+
+
 def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
     return True
 
@@ -90,6 +110,8 @@ def _tell_nobody(server: TokenServer, router_id: str, request_id: str) -> None:
 _end_chunk = IncomingLane.end_chunk
 _begin_chunk = IncomingLane.begin_chunk
 _publish = SequenceState.publish_full_blocks
+_send_back = DecodeScheduler._send_back
+_swap_in = SwappedBlocks.swap_in
 _release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
@@ -114,6 +136,9 @@ SABOTAGES = [
         _release_before_a_step_ahead_has_ended,
     ),
     Sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead", _never_wait_to_run_ahead),
+    Sabotage("blocks are freed before they are copied out", DecodeScheduler, "_send_back", _release_before_the_copy),
+    Sabotage("KV comes back to other blocks", SwappedBlocks, "swap_in", _bring_back_to_the_beginning),
+    Sabotage("host blocks are never freed", SwappedBlocks, "release", _never_give_host_blocks_back),
     Sabotage(
         "blocks are freed while they are being sent", PrefillScheduler, "_release_if_unused", _release_while_sending
     ),

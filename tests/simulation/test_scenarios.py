@@ -35,7 +35,7 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     # Not every seed can show everything; a hundred of them do.
     assert report.finished > 300
     assert report.cancelled > 50
-    assert report.preemptions > 0
+    assert report.preemptions > report.swaps > 0
     assert report.prefix_hits > 0
     assert report.transfers_done > 0
     assert report.pulled_tokens > 0

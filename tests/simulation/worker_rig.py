@@ -21,7 +21,7 @@ from protocol.requests import GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine
-from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
 from tests.simulation.virtual_loop import describe, run_virtually
@@ -142,13 +142,15 @@ class Rig:
                 self.frames.append(message)
 
 
-def play(script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int = 32, **config: Any) -> None:
+def play(
+    script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int = 32, swap_blocks: int = 0, **config: Any
+) -> None:
     """Run `script` with a worker; afterwards nothing of it may be left."""
 
     async def main() -> None:
-        async with _running(role, num_blocks, config) as rig:
+        async with _running(role, num_blocks, swap_blocks, config) as rig:
             await script(rig)
-        assert rig.pool.owned_blocks == 0
+        assert rig.pool.owned_blocks == rig.worker.stats().swapped_blocks == 0
         rig.pool.check_integrity()
         await asyncio.sleep(1.0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -158,12 +160,14 @@ def play(script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int
 
 
 @asynccontextmanager
-async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncIterator[Rig]:
+async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[str, Any]) -> AsyncIterator[Rig]:
     fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
     clock = asyncio.get_running_loop().time
     peer = PREFILL if role == "prefill" else DECODE
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
-    store, pool, engine, network = parts.store, parts.pool, FakeEngine(parts.store), fabric.at(peer.worker_id)
+    swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
+    store, pool, network = parts.store, parts.pool, fabric.at(peer.worker_id)
+    engine = FakeEngine(store, swap_space)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         worker = PrefillWorker(
@@ -190,6 +194,7 @@ async def _running(role: str, num_blocks: int, config: dict[str, Any]) -> AsyncI
             sender=parts.sender,
             clock=clock,
             max_context=100,
+            swap_space=swap_space,
         )
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
