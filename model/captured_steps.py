@@ -28,10 +28,11 @@ Recording takes milliseconds, so each size is recorded as it is, when it first c
 class CapturedSteps(Protocol):
     """Whole decode steps without the host's cost."""
 
-    def logits(self, batch: Sequence[SequenceStep]) -> Tensor | None:
+    def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
         """fp32 [N, vocab], until the next call; None for a batch that must run eagerly.
 
-        All of `batch` bring one token each, and draw.
+        All of `batch` bring one token each, and draw. `earlier` int64: the tokens of the step before by its entries,
+        on the device, which those of `batch` have that `follows` one; None where all are in the batch.
         """
 
 
@@ -114,8 +115,9 @@ class CpuCapturedSteps:
         except NotRecordable:
             self._max_batch = 0
 
-    def logits(self, batch: Sequence[SequenceStep]) -> Tensor | None:
-        """As CapturedSteps.logits."""
+    def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
+        """As CapturedSteps.logits; no token is ever on a device."""
+        del earlier
         count = len(batch)
         if count > self._max_batch:
             return None

@@ -7,6 +7,7 @@ the host may prepare a step while the one before runs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ class CudaGraphSteps:
         largest = self._sizes[-1]
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [
-            _Staging(DecodeInputs(largest, max_context, kv_cache.block_size, pinned=True), torch.cuda.Event())
-            for _ in range(2)
+            _Staging(DecodeInputs(largest, max_context, kv_cache.block_size, pinned=True), _event()) for _ in range(2)
         ]
         blank = self._staging[0].inputs
         self._placed = {name: torch.from_numpy(array).to(self._device) for name, array in blank.arrays().items()}
@@ -81,7 +81,7 @@ class CudaGraphSteps:
         self._placed["token_ids"].index_copy_(0, places[0], earlier[places[1]])
 
     def _capture(
-        self, decoder: Decoder, kv_cache: KVCache, size: int, pool: "tuple[int, int]"
+        self, decoder: Decoder, kv_cache: KVCache, size: int, pool: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The graph of batches of `size`, and where it leaves their logits fp32 [size, vocab]."""
         placed = {name: tensor[:size] for name, tensor in self._placed.items()}
@@ -111,6 +111,11 @@ class CudaGraphSteps:
             with torch.cuda.graph(graph, pool=pool):
                 logits = run()
         return graph, logits
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return event
 
 
 def batch_sizes(largest: int) -> list[int]:

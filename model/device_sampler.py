@@ -38,17 +38,18 @@ class DrawnTokens:
 
 
 class DeviceSampler:
-    """Draws for batches of rows over `vocab_size` on `device`, a GPU. Belongs to one thread."""
+    """Draws for batches of rows over `vocab_size` on `device`, a GPU. Belongs to one thread, but for `collect`."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._with_logprobs = Sampler(vocab_size, device)
+        self._num_broken_rows = 0
 
     @property
     def num_broken_rows(self) -> int:
-        """Those of `sample`; `DrawnTokens.wait` tells the others."""
-        return self._with_logprobs.num_broken_rows
+        """Rows so far that held NaN or +inf, of the tokens that have been collected."""
+        return self._num_broken_rows + self._with_logprobs.num_broken_rows
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """As Sampler.sample: with log-probabilities, and waiting for the device."""
@@ -66,6 +67,12 @@ class DeviceSampler:
         on_host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(both, non_blocking=True)
         return DrawnTokens(tokens, on_host, torch.cuda.current_stream(self._device).record_event())
+
+    def collect(self, drawn: DrawnTokens) -> list[int]:
+        """The tokens of `launch`; blocks until they are here. May be called on one other thread."""
+        tokens, num_broken = drawn.wait()
+        self._num_broken_rows += num_broken
+        return tokens
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory."""

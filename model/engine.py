@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from model.launched_step import DoneStep, LaunchedStep
 from model.runner import ModelRunner
-from model.step import BlockCopy, OnLayer, SequenceStep, with_drawn_tokens
+from model.step import BlockCopy, OnLayer, SequenceStep
 from protocol.errors import WorkerLost
 from protocol.requests import SampledToken
 
@@ -29,7 +30,10 @@ class ThreadEngine:
             1, thread_name_prefix="engine", initializer=torch.set_num_threads, initargs=(threads or usable_cores(),)
         )
         self._failure: BaseException | None = None
-        self._drawn: Sequence[SampledToken | None] = ()  # by the last step
+        self._earlier: LaunchedStep | None = None  # the last step
+        # Waits for what a GPU has still to do, so that the engine's thread can launch the next step meanwhile. Without
+        # a GPU it never has a thread.
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix="engine-collector")
         try:
             self._runner = self._executor.submit(build).result()
         except BaseException:
@@ -62,7 +66,10 @@ class ThreadEngine:
         # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
         try:
             told = None if on_layer is None else announce
-            return await loop.run_in_executor(self._executor, self._run, batch, told, copies)
+            launched = await loop.run_in_executor(self._executor, self._launch, batch, told, copies)
+            if launched.is_done:
+                return launched.result()
+            return await loop.run_in_executor(self._collector, self._collect, launched)
         finally:
             wanted.clear()
 
@@ -72,28 +79,37 @@ class ThreadEngine:
         return self._runner.num_broken_rows
 
     def close(self) -> None:
-        """End the thread, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
+        """End the threads, after the step under way. Steps that wait are dropped; later calls raise RuntimeError."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._collector.shutdown(wait=True)
 
-    def _run(
+    def _launch(
         self,
         batch: Sequence[SequenceStep],
         on_layer: Callable[[int], None] | None,
         copies: Sequence[BlockCopy],
-    ) -> list[SampledToken | None]:
+    ) -> LaunchedStep:
         if self._failure is not None:
             raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
         try:
             if copies:
                 self._runner.copy_blocks(copies)
                 if not batch:
-                    return []
-            drawn = self._runner.run(with_drawn_tokens(batch, self._drawn), on_layer)
-            self._drawn = drawn
-            return drawn
+                    return DoneStep([])
+            self._earlier = self._runner.launch(batch, on_layer, self._earlier)
+            return self._earlier
         except Exception as error:
-            self._failure = error
-            raise WorkerLost(f"an engine step failed: {type(error).__name__}: {error}") from error
+            raise self._failed(error) from error
+
+    def _collect(self, launched: LaunchedStep) -> list[SampledToken | None]:
+        try:
+            return launched.result()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> WorkerLost:
+        self._failure = error
+        return WorkerLost(f"an engine step failed: {type(error).__name__}: {error}")
 
 
 def usable_cores() -> int:

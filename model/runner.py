@@ -13,7 +13,8 @@ from model.backend import BatchLayout
 from model.captured_steps import CapturedSteps
 from model.decoder import Decoder, Drawing
 from model.kv_cache import KVCache
-from model.step import BlockCopy, Draw, SequenceStep
+from model.launched_step import DoneStep, LaunchedStep, LaunchingSampler, StepOnDevice
+from model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
 from model.swap_space import SwapSpace
 from protocol.requests import SampledToken
 
@@ -24,7 +25,9 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
-    num_broken_rows: int  # counter: rows that held NaN or +inf
+    @property
+    def num_broken_rows(self) -> int:
+        """Counter: rows that held NaN or +inf."""
 
 
 class ModelRunner:
@@ -53,6 +56,12 @@ class ModelRunner:
         """Rows of logits so far that held NaN or +inf."""
         return self._sampler.num_broken_rows
 
+    def run(
+        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
+    ) -> list[SampledToken | None]:
+        """As `Engine.step`. Raises ValueError as `check_batch` does."""
+        return self.launch(batch, on_layer).result()
+
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Make the copies, one after the other. Raises ValueError where there is no swap space."""
@@ -62,40 +71,66 @@ class ModelRunner:
             self._swap_space.copy(copy)
 
     @torch.inference_mode()
-    def run(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None
-    ) -> list[SampledToken | None]:
-        """As `Engine.step`. Raises ValueError as `check_batch` does."""
+    def launch(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: Callable[[int], None] | None = None,
+        earlier: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        """Begin a step after `earlier`, the one before it. Raises ValueError as `check_batch` does.
+
+        Where the sampler need not be waited for and no log-probabilities are asked for, the step may still be under way
+        on the device when this returns.
+        """
+        drawn = None if earlier is None else earlier.on_device()
+        if drawn is None:
+            batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context)
         if self._captured is not None and on_layer is None:
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
-            if len(draws) == len(batch) and (logits := self._captured.logits(batch)) is not None:
-                return [*self._sampler.sample(logits, draws, [step.start + 1 for step in batch])]
-        return self._run_eagerly(batch, on_layer)
+            if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
+                return self._sample(logits, batch, list(range(len(batch))))
+        return self._run_eagerly(batch, on_layer, drawn)
 
     def _run_eagerly(
-        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None
-    ) -> list[SampledToken | None]:
+        self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None, drawn: Tensor | None
+    ) -> LaunchedStep:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
         layout = make_layout(steps, self._kv_cache.block_size, self._device)
-        token_ids = np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
-            self._tensor(token_ids),
+            self._token_ids(steps, drawn),
             layout,
             self._kv_cache.tensors,
             Drawing(rows=self._tensor(last_rows[drawing]), sequences=self._tensor(np.array(drawing, np.int64))),
             on_layer,
         )
-        results: list[SampledToken | None] = [None] * len(batch)
-        if logits is not None:
-            draws = [draw for step in steps if (draw := step.draw) is not None]
-            positions = [steps[i].start + len(steps[i].token_ids) for i in drawing]
-            for i, token in zip(drawing, self._sampler.sample(logits, draws, positions), strict=True):
-                results[order[i]] = token
-        return results
+        if logits is None:
+            return DoneStep([None] * len(batch))
+        return self._sample(logits, batch, [order[i] for i in drawing])
+
+    def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
+        """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
+        token_ids = self._tensor(np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64))
+        following = [(row, step.follows) for row, step in enumerate(steps) if step.follows is not None]
+        if drawn is not None and following:
+            places = self._tensor(np.array(following, np.int64).T)  # single tokens come first: a row each
+            token_ids.index_copy_(0, places[0], drawn[places[1]])
+        return token_ids
+
+    def _sample(self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int]) -> LaunchedStep:
+        """Draw a token for each of `entries` of the batch, whose logits are the rows."""
+        drawing = [batch[i] for i in entries]
+        draws = [step.draw for step in drawing if step.draw is not None]
+        positions = [step.start + len(step.token_ids) for step in drawing]
+        if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
+            return StepOnDevice(self._sampler, self._sampler.launch(logits, draws, positions), entries, len(batch))
+        tokens: list[SampledToken | None] = [None] * len(batch)
+        for entry, token in zip(entries, self._sampler.sample(logits, draws, positions), strict=True):
+            tokens[entry] = token
+        return DoneStep(tokens)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -10,6 +10,7 @@ import torch
 
 import model.load
 from model.engine import ThreadEngine
+from model.launched_step import DoneStep, LaunchedStep
 from model.load import EngineConfig, load_engine, resolve_dtype
 from model.step import Draw, SequenceStep, with_drawn_tokens
 from protocol.errors import ConfigError, WorkerLost
@@ -29,7 +30,13 @@ class FakeRunner:
         self.error: Exception | None = None
         self.num_broken_rows = 2
 
-    def run(self, batch: Sequence[SequenceStep], on_layer: Callable[[int], None] | None = None) -> list[Any]:
+    def launch(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: Callable[[int], None] | None = None,
+        earlier: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         self.threads.add(threading.current_thread().name)
         if on_layer is not None:
             on_layer(0)
@@ -41,7 +48,7 @@ class FakeRunner:
         if on_layer is not None:
             on_layer(1)
         self.ran.append(batch)
-        return [SampledToken(len(self.ran))]
+        return DoneStep([SampledToken(len(self.ran))])
 
 
 @pytest.fixture
@@ -101,6 +108,73 @@ async def test_steps_asked_for_while_one_runs_follow_in_order_and_go_on_with_wha
     runner.gate.set()
     assert await asyncio.gather(*steps) == [[SampledToken(1)], [SampledToken(2)], [SampledToken(3)]]
     assert [tuple(step.token_ids) for (step,) in runner.ran] == [(1,), (1,), (2,)]
+
+
+class UnderWay:
+    """A step that a device has still to do."""
+
+    is_done = False
+
+    def __init__(self, token: int, has_ended: threading.Event):
+        self._token = token
+        self._has_ended = has_ended
+
+    def result(self) -> list[Any]:
+        if not self._has_ended.wait(30):
+            raise TimeoutError("the test never ended the step")
+        if self._token < 0:
+            raise RuntimeError("an illegal memory access")
+        return [SampledToken(self._token)]
+
+    def on_device(self) -> None:
+        return None
+
+
+class LaunchingRunner:
+    """Launches steps whose tokens come when `ends[i]` is set; a token below 0 is an error."""
+
+    num_broken_rows = 0
+
+    def __init__(self, tokens: Sequence[int]):
+        self.ends = [threading.Event() for _ in tokens]
+        self.launched: list[threading.Event] = [threading.Event() for _ in tokens]
+        self.earlier: list[LaunchedStep | None] = []
+        self._steps = [UnderWay(token, end) for token, end in zip(tokens, self.ends, strict=True)]
+
+    def launch(self, batch: Any, on_layer: Any = None, earlier: LaunchedStep | None = None) -> LaunchedStep:
+        self.earlier.append(earlier)
+        index = len(self.earlier) - 1
+        self.launched[index].set()
+        return self._steps[index]
+
+
+async def test_a_step_is_launched_while_the_device_has_still_to_end_the_one_before() -> None:
+    runner = LaunchingRunner([5, 6])
+    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
+    try:
+        steps = [asyncio.create_task(engine.step(BATCH)) for _ in range(2)]
+        assert await asyncio.to_thread(runner.launched[1].wait, 30)
+        assert not steps[0].done()
+        assert runner.earlier[0] is None
+        assert isinstance(runner.earlier[1], UnderWay)
+        runner.ends[1].set()
+        runner.ends[0].set()
+        assert await asyncio.gather(*steps) == [[SampledToken(5)], [SampledToken(6)]]
+    finally:
+        engine.close()
+
+
+async def test_a_step_that_fails_on_the_device_ends_the_engine() -> None:
+    runner = LaunchingRunner([-1, 6])
+    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
+    try:
+        runner.ends[0].set()
+        with pytest.raises(WorkerLost, match="illegal memory access"):
+            await engine.step(BATCH)
+        with pytest.raises(WorkerLost, match="dead since"):
+            await engine.step(BATCH)
+    finally:
+        engine.close()
 
 
 async def test_a_step_behind_one_that_fails_does_nothing(engine: ThreadEngine, runner: FakeRunner) -> None:

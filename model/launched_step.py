@@ -1,0 +1,78 @@
+"""A step that the runner has launched: its tokens are known, or still on a GPU, where the next step can use them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from model.step import Draw
+from protocol.requests import SampledToken
+
+if TYPE_CHECKING:  # Triton is imported only where there is a GPU
+    from model.device_sampler import DrawnTokens
+
+
+class LaunchedStep(Protocol):
+    """What `ModelRunner.launch` returns."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+
+    def result(self) -> list[SampledToken | None]:
+        """As Engine.step's; to be called once, on any one thread."""
+
+    def on_device(self) -> Tensor | None:
+        """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
+        tokens are known already."""
+
+
+@runtime_checkable
+class LaunchingSampler(Protocol):
+    """A sampler that need not be waited for: model/device_sampler.py."""
+
+    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> "DrawnTokens":
+        """Draw one token for each row, without log-probabilities."""
+
+    def collect(self, drawn: "DrawnTokens") -> list[int]:
+        """The tokens; blocks until they have come."""
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """Implements LaunchedStep for tokens that are known."""
+
+    tokens: list[SampledToken | None]
+    is_done = True
+
+    def result(self) -> list[SampledToken | None]:
+        return self.tokens
+
+    def on_device(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class StepOnDevice:
+    """Implements LaunchedStep for tokens under way."""
+
+    sampler: LaunchingSampler
+    drawn: "DrawnTokens"
+    entries: list[int]  # of the batch: whose token each row is
+    num_entries: int  # of the batch
+    is_done = False
+
+    def result(self) -> list[SampledToken | None]:
+        tokens: list[SampledToken | None] = [None] * self.num_entries
+        for entry, token in zip(self.entries, self.sampler.collect(self.drawn), strict=True):
+            tokens[entry] = SampledToken(token)
+        return tokens
+
+    def on_device(self) -> Tensor:
+        tokens = self.drawn.tokens
+        if self.entries == list(range(self.num_entries)):
+            return tokens
+        places = torch.tensor(self.entries, device=tokens.device)
+        return tokens.new_zeros(self.num_entries).index_copy_(0, places, tokens)
