@@ -77,6 +77,7 @@ class CudaBackend:
                 layout.query_starts[decodes:],
                 layout.context_lens[decodes:],
                 layout.block_tables[decodes:],
+                tokens - decodes,
                 layout.max_query_len,
                 out,
                 self._prefill_config(q, kv_layer, layout.max_query_len),
@@ -98,13 +99,14 @@ class CudaBackend:
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
+        num_tokens: int,
         max_query_len: int,
         out: Tensor,
         config: PrefillConfig | TmaPrefillConfig,
     ) -> None:
         tensors = (q, kv_layer, query_starts, context_lens, block_tables)
         if isinstance(config, TmaPrefillConfig):
-            tma_prefill_attention(*tensors, out, self._target, config)
+            tma_prefill_attention(*tensors, num_tokens, out, self._target, config)
         else:
             prefill_attention(*tensors, max_query_len, out, config)
 
@@ -128,7 +130,7 @@ class CudaBackend:
             decode = decode_config(self._target, dim, q.dtype, groups, 1, most_tokens)
             decode_attention(one, kv_layer, nothing[:1], table, out, decode)
         for prefill in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
-            self._prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, out, prefill)
+            self._prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, 1, out, prefill)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -52,9 +52,9 @@ _SPECIALIZED = (
     (128, 64, TmaPrefillConfig(64, num_warps=4, num_stages=3, specialized=True)),
     (256, 64, TmaPrefillConfig(32, num_warps=4, num_stages=2, specialized=True)),
 )
-# sm_100: specialised warps spill there, wider steps and heads too.
+# sm_100: specialised warps spill there, as do wider heads and, with Triton 3.6, a third stage at 64.
 _PLAIN = (
-    (64, 64, TmaPrefillConfig(64, num_warps=8, num_stages=3, specialized=False)),
+    (64, 64, TmaPrefillConfig(64, num_warps=8, num_stages=2, specialized=False)),
     (128, 64, TmaPrefillConfig(64, num_warps=8, num_stages=3, specialized=False)),
 )
 
@@ -79,7 +79,8 @@ def find_tile(query_starts, tile, num_sequences, search_steps, BLOCK_M: tl.const
     """The sequence that a tile of the batch belongs to, and which of its tiles it is.
 
     The tiles of sequence b begin at tokens_before(b) // BLOCK_M + b: room for each sequence's last one, which may be
-    partly empty, without knowing other lengths. So some of the batch's last tiles, or of a sequence's, may be empty.
+    partly empty, without knowing other lengths. So a sequence may be given a tile too many, which is empty. There are
+    at most ceil(tokens / BLOCK_M) + sequences - 1.
     """
     first_query = tl.load(query_starts)
     low = 0
@@ -95,7 +96,7 @@ def find_tile(query_starts, tile, num_sequences, search_steps, BLOCK_M: tl.const
 # What changes from step to step must not cause a compilation.
 @triton.jit(
     do_not_specialize=[
-        "query_starts", "context_lens", "block_tables", "num_tokens", "num_sequences", "num_tiles", "search_steps",
+        "query_starts", "context_lens", "block_tables", "num_rows", "num_sequences", "num_tiles", "search_steps",
         "table_stride",
     ]
 )  # fmt: skip
@@ -107,7 +108,7 @@ def tma_prefill_attention_kernel(
     block_tables,
     out,
     scale_log2,
-    num_tokens,
+    num_rows,
     num_sequences,
     num_tiles,
     search_steps,
@@ -123,23 +124,28 @@ def tma_prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):
-    """Each program takes every num_programs-th pair of tile and head, the tiles that see the most keys first.
+    """Programs take one pair of tile and head a wave, the tiles that see the most keys first.
+
+    Every other wave goes round the other way: who had the longest of one has the shortest of the next.
 
     kv describes [num_blocks * 2 * NUM_GROUPS, BLOCK_SIZE, HEAD_DIM] in boxes of BLOCK_N tokens: a token or dimension
     outside, on either side, is read as zero.
     """
     # Made here and not by the caller: each half's warps wait for a box of their own, and only these can Triton split.
     queries = tl.make_tensor_descriptor(
-        q, shape=[num_tokens, NUM_HEADS * HEAD_DIM], strides=[token_stride, 1], block_shape=[BLOCK_M, HEAD_DIM_PADDED]
+        q, shape=[num_rows, NUM_HEADS * HEAD_DIM], strides=[token_stride, 1], block_shape=[BLOCK_M, HEAD_DIM_PADDED]
     )
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
-    for item in tl.range(tl.program_id(0), num_tiles * NUM_HEADS, tl.num_programs(0)):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_items = num_tiles * NUM_HEADS
+    for wave in tl.range(0, (num_items + num_programs - 1) // num_programs):
+        item = wave * num_programs + tl.where(wave % 2 == 0, program, num_programs - 1 - program)
         head = item % NUM_HEADS
         group = head // (NUM_HEADS // NUM_GROUPS)
-        sequence, tile = find_tile(
-            query_starts, num_tiles - 1 - item // NUM_HEADS, num_sequences, search_steps, BLOCK_M
-        )
+        # Past the last item stands a tile past the batch's, which is empty.
+        batch_tile = tl.where(item < num_items, num_tiles - 1 - item // NUM_HEADS, num_tiles)
+        sequence, tile = find_tile(query_starts, batch_tile, num_sequences, search_steps, BLOCK_M)
         query_start = tl.load(query_starts + sequence)
         query_len = tl.load(query_starts + sequence + 1) - query_start
         context_len = tl.load(context_lens + sequence)
@@ -193,23 +199,24 @@ def tma_prefill_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    num_tokens: int,
     out: Tensor,
     target: Target,
     config: TmaPrefillConfig,
 ) -> None:
-    """As `prefill_attention`, for a contiguous kv_layer; whatever the length of a chunk."""
-    num_tokens, heads, dim = q.shape
+    """As `prefill_attention`, for a contiguous kv_layer and chunks of any length, of `num_tokens` in all."""
+    num_rows, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     sequences = context_lens.shape[0]
     padded = padded_head(dim)
     planes = kv_layer.view(-1, block_size, dim)
     kv = TensorDescriptor(planes, list(planes.shape), list(planes.stride()), [1, config.block_n, padded])
-    num_tiles = num_tokens // BLOCK_M + sequences
+    num_tiles = triton.cdiv(num_tokens, BLOCK_M) + sequences - 1
     # The setting belongs to the thread or task at hand, which need not be the one that imported this.
     triton.set_allocator(_device_memory)
     tma_prefill_attention_kernel[(min(target.multiprocessors, num_tiles * heads),)](
         q, kv, query_starts, context_lens, block_tables, out, math.log2(math.e) / math.sqrt(dim),
-        num_tokens, sequences, num_tiles, (sequences - 1).bit_length(), q.stride(0), out.stride(0),
+        num_rows, sequences, num_tiles, (sequences - 1).bit_length(), q.stride(0), out.stride(0),
         block_tables.stride(0),
         NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HEAD_DIM_PADDED=padded, BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M, BLOCK_N=config.block_n, SPECIALIZED=config.specialized,

@@ -15,7 +15,7 @@ def check(case: PagedCase, config: TmaPrefillConfig, target: Target = SMALL_HOPP
     layout = case.layout
     tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
     out = torch.full_like(case.q.flatten(1), float("nan"))
-    tma_prefill_attention(case.q, case.kv_layer, *tensors, out, target, config)
+    tma_prefill_attention(case.q, case.kv_layer, *tensors, len(case.q), out, target, config)
     assert_close(out, paged_attention_reference(case.q, case.kv_layer, *tensors))
 
 
@@ -81,7 +81,7 @@ def test_tma_prefill_leaves_the_rows_before_its_sequences_alone() -> None:
     layout = case.layout
     out = torch.full_like(case.q.flatten(1), float("nan"))
     chunks = (layout.query_starts[2:], layout.context_lens[2:], layout.block_tables[2:])
-    tma_prefill_attention(case.q, case.kv_layer, *chunks, out, SMALL_HOPPER, config_of(H100, 64, 64))
+    tma_prefill_attention(case.q, case.kv_layer, *chunks, 71, out, SMALL_HOPPER, config_of(H100, 64, 64))
     assert out[:2].isnan().all()
     whole = (layout.query_starts, layout.context_lens, layout.block_tables)
     assert_close(out[2:], paged_attention_reference(case.q, case.kv_layer, *whole)[2:])
