@@ -102,7 +102,7 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
             checkpoint, model_config, dtype, device, max_context, backend, config.quantization, shard
         )
         decoder = Decoder(model_config, weights, backend, parallel)
-        sampler = Sampler(model_config.vocab_size, device) if shard.rank == 0 else DrawnElsewhere()
+        sampler = _sampler(model_config.vocab_size, device) if shard.rank == 0 else DrawnElsewhere()
         blocks = num_blocks or _blocks_left_on_gpu(config, model_config, decoder, sampler, device, dtype, max_context)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
         digest = parallel.exchange(checkpoint.digest() if shard.rank == 0 else "")[0]
@@ -119,7 +119,7 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
         swap_space = _swap_space(config, kv_cache)
         made.append((parallel, kv_cache, swap_space))
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
-        captured = _captured_steps(backend, decoder, kv_cache, room) if shard.size == 1 else None
+        captured = _captured_steps(config, backend, decoder, kv_cache, room)
         runner = ModelRunner(decoder, sampler, kv_cache, room, captured, swap_space)
         _warm_up(runner, config.block_size, room)
         return runner
@@ -166,10 +166,24 @@ def _backend(device: torch.device) -> Backend:
     return CudaBackend()
 
 
-def _captured_steps(backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int) -> CapturedSteps | None:
+def _captured_steps(
+    config: EngineConfig, backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int
+) -> CapturedSteps | None:
     if isinstance(backend, CpuBackend):
+        if config.tensor_parallel > 1:
+            return None  # the ranks' sums are torch's
         return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
-    return None
+    from model.cuda_graphs import CudaGraphSteps
+
+    return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
+
+
+def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
+    if device.type == "cpu":
+        return Sampler(vocab_size, device)
+    from model.device_sampler import DeviceSampler  # Triton is imported only where it can run
+
+    return DeviceSampler(vocab_size, device)
 
 
 def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int | None:
