@@ -152,10 +152,9 @@ def _decode(words, q, kv, out):
                     _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
                     keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
                 continue
-            best[:] = np.float32(-np.inf)
-            weight_sum[:] = np.float32(0)
-            mixed[:] = np.float32(0)
-            for start in range(0, context, tokens):
+            end = min(tokens, context)
+            _attend(queries, kv, head, table, 0, end, block_size, mixed, best, weight_sum)
+            for start in range(tokens, context, tokens):
                 end = min(start + tokens, context)
                 _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
                 for row in range(group):

@@ -130,7 +130,7 @@ def _decode(words):
         np.empty((CHUNK_TOKENS // 2, dim), np.uint32),
         np.zeros(dim, np.uint16),
     )
-    mixed, part = np.empty((group, dim), np.float32), np.empty((rows, dim), np.float32)
+    mixed, part = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
     best, part_best = np.empty(group, np.float32), np.empty(group, np.float32)
     weight_sum, part_weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
     most, segments = items // (sequences * kv_heads), np.int64(1)
@@ -153,10 +153,8 @@ def _decode(words):
                     _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
                     keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
                 continue
-            mixed[:] = np.float32(0)
-            best[:] = np.float32(-np.inf)
-            weight_sum[:] = np.float32(0)
-            for start in range(0, context, tokens):
+            _attend(words, query, head, table, 0, min(tokens, context), scratch, mixed, best, weight_sum)
+            for start in range(tokens, context, tokens):
                 end = min(start + tokens, context)
                 _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
                 for row in range(group):
