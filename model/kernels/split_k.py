@@ -63,7 +63,7 @@ def with_splits(config: GemmConfig, target: Target, rows: int, columns: int, row
 
     def busiest(splits: int) -> float:
         programs = -(-rows // config.block_n) * splits
-        programs = config.seats * -(-programs // (config.seats * target.multiprocessors))
+        programs = max(config.seats, -(-programs // target.multiprocessors))  # an empty seat is as bad as a busy one
         share = config.block_n * row_bytes * -(-steps // splits) / steps
         if splits == 1:
             return programs * share
