@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Shape:
     prefill_ranks: int = 1
     decode_ranks: int = 1
     offer_wait_s: float = 30.0
+    swap_bytes: int = 0
+    decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     transfers: TransferConfig = field(default_factory=TransferConfig)
@@ -158,6 +160,7 @@ async def _start(
         if ranks == 1
         else _several_ranks(stack, folder, shape, block_size, peer, network, ranks, fleet)
     )
+    swap_space = parts.pop("swap_space")
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
@@ -169,9 +172,11 @@ async def _start(
                 max_step_tokens=shape.decode_step_tokens,
                 max_batch=min(256, shape.decode_step_tokens),
                 offer_wait_s=shape.offer_wait_s,
+                **shape.decode,
             ),
             network=network,
             clock=time.monotonic,
+            swap_space=swap_space,
             **parts,
         )
     stack.push_async_callback(worker.stop)
@@ -196,6 +201,7 @@ def worker_settings(folder: Path, shape: Shape, block_size: int, ranks: int) -> 
         tcp_streams=4,
         tcp_max_bytes_per_s=None,
         transfer=shape.transfers,
+        swap_bytes=shape.swap_bytes,
     )
 
 
@@ -227,6 +233,7 @@ async def _several_ranks(
         "sender": parts.sender,
         "receiver": parts.receiver,
         "max_context": parts.max_context,
+        "swap_space": parts.rank.loaded.swap_space,
     }
 
 
@@ -240,6 +247,7 @@ async def _one_rank(
             dtype=shape.dtype,  # type: ignore[arg-type]
             block_size=block_size,
             num_blocks=shape.num_blocks,
+            swap_bytes=shape.swap_bytes,
             threads=1,
         )
     )
@@ -274,4 +282,5 @@ async def _one_rank(
         "sender": sender,
         "receiver": receiver,
         "max_context": loaded.max_context,
+        "swap_space": loaded.swap_space,
     }
