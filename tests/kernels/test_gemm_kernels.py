@@ -101,4 +101,5 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     config = GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2)
     assert with_splits(config, H100, rows=256, columns=4096, row_bytes=8192).splits == 8
     assert with_splits(config, H100, rows=4096, columns=4096, row_bytes=8192).splits == 1
+    assert with_splits(config, H100, rows=6144, columns=4096, row_bytes=8192).splits == 1  # 3 each of nearly all
     assert with_splits(config, H100, rows=128256, columns=4096, row_bytes=8192).splits == 1
