@@ -1,0 +1,117 @@
+"""Rank 0's engine tells the others every step, in order, and does not wait for what can't end any more."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from model.rank_connections import RankConnections
+from model.step import BlockCopy, Draw, OnLayer, SequenceStep
+from model.tensor_parallel_engine import TensorParallelEngine
+from protocol.errors import WorkerLost
+from protocol.network import Connection
+from protocol.rank_messages import RankHello, RankSequence, RankStep, StepEnded
+from protocol.requests import SampledToken, SamplingParams
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Peer
+
+WORKER = Peer("w", 5)
+DRAW = Draw(SamplingParams(), [1, 2], 2)
+
+
+class GatedEngine:
+    """Each step draws the last token's successor, announces a layer, and ends once `gate` is open."""
+
+    num_broken_rows = 3
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.seen: list[list[int]] = []
+
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        self.seen.append([token for step in batch for token in step.token_ids])
+        await self.gate.wait()
+        if on_layer is not None:
+            on_layer(0)
+        return [None if step.draw is None else SampledToken(step.token_ids[-1] + 1) for step in batch]
+
+
+@contextlib.asynccontextmanager
+async def two_ranks() -> AsyncIterator[tuple[GatedEngine, TensorParallelEngine, RankConnections, Connection]]:
+    network = TcpNetwork(b"a secret of tests")
+    ranks = RankConnections(worker=WORKER, size=2, network=network)
+    other = await network.connect(await ranks.listen("127.0.0.1"))
+    other.send(RankHello(WORKER, 1))
+    own = GatedEngine()
+    engine = TensorParallelEngine(own, ranks)
+    while not ranks._connections:  # noqa: ASYNC110  # it has said who it is
+        await asyncio.sleep(0.001)
+    try:
+        async with asyncio.timeout(20):
+            yield own, engine, ranks, other
+    finally:
+        await ranks.close()
+        await other.close()
+
+
+async def test_a_step_is_told_before_it_ends_and_its_end_after() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        layers: list[int] = []
+        step = asyncio.create_task(engine.step([SequenceStep([7, 8], 2, [4], DRAW)], layers.append))
+        assert await other.receive() == RankStep((RankSequence((7, 8), 2, (4,), True),), True)
+        own.gate.set()
+        assert await other.receive() == StepEnded()
+        assert await step == [SampledToken(9)]
+        assert layers == [0]
+        assert engine.num_broken_rows == 3
+
+
+async def test_a_step_asked_for_early_is_told_with_the_tokens_of_the_one_before() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        first = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)]))
+        await other.receive()
+        second = asyncio.create_task(engine.step([SequenceStep([0], 3, [4], DRAW, follows=0)]))
+        own.gate.set()
+        assert await asyncio.gather(first, second) == [[SampledToken(8)], [SampledToken(9)]]
+        told = [await other.receive() for _ in range(3)]
+        assert told == [StepEnded(), RankStep((RankSequence((8,), 3, (4,), True),), False), StepEnded()]
+
+
+async def test_a_lost_rank_fails_the_step_that_hangs_for_it_and_all_later_ones() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        step = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)]))
+        await other.receive()
+        await other.close()
+        with pytest.raises(WorkerLost, match="rank 1 is lost"):
+            await step
+        with pytest.raises(WorkerLost, match="rank 1 is lost"):
+            await engine.step([SequenceStep([7], 2, [4], DRAW)])
+        own.gate.set()  # what hung comes back, and nothing more is begun
+        await asyncio.sleep(0)
+        assert own.seen == [[7]]
+
+
+async def test_a_cancelled_callers_step_runs_to_its_end_and_the_next_one_waits_for_it() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        layers: list[int] = []
+        step = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)], layers.append))
+        await other.receive()
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        following = asyncio.create_task(engine.step([SequenceStep([11], 2, [5], None)]))
+        own.gate.set()
+        assert await following == [None]
+        assert (own.seen, layers) == ([[7], [11]], [])
+        told = [await other.receive() for _ in range(3)]
+        assert told == [StepEnded(), RankStep((RankSequence((11,), 2, (5,), False),), False), StepEnded()]
