@@ -2,17 +2,15 @@
 
     /tmp/peers/openvino/bin/python loadtests/peers/openvino_server.py --model FOLDER --port 8102
 
-Runs in the peer's own environment (openvino-genai, openvino, numpy, tokenizers). A thread steps the library's
-ContinuousBatchingPipeline for as long as there is work; the event loop reads requests, turns tokens into text and
-streams them, one event a token. What it takes: POST /v1/completions with a prompt of token ids, `max_tokens` and
+Runs in the peer's own environment (openvino-genai, openvino, numpy, tokenizers). Between steps of the
+library's ContinuousBatchingPipeline the event loop reads requests, turns tokens into text and streams them, one event a
+token. What it takes: POST /v1/completions with a prompt of token ids, `max_tokens` and
 `stream: true`, always greedy and always ignoring the end-of-text token; the rest of the request is ignored.
 """
 
 import argparse
 import asyncio
 import json
-import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ import openvino_genai
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+LOOP_TURNS = 4  # between steps: accept, read, submit, write
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
@@ -38,28 +37,33 @@ class Request:
 
 
 class Engine:
-    """Steps the pipeline on a thread of its own, which alone touches it."""
+    """Steps the pipeline on the event loop itself, with room for the loop between steps.
 
-    def __init__(self, pipeline: Any, loop: asyncio.AbstractEventLoop):
+    The library keeps Python's lock while it steps: a thread of its own would starve the loop, and tokens of several
+    steps would leave at once.
+    """
+
+    def __init__(self, pipeline: Any):
         self._pipeline = pipeline
-        self._loop = loop
-        self._new: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._new: asyncio.Queue[Request] = asyncio.Queue()
         self._running: dict[Request, Any] = {}  # to the library's handles
         self._requests = 0
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit(self, request: Request) -> None:
-        """Take a request; called by the event loop."""
-        self._new.put(request)
+        """Take a request."""
+        self._new.put_nowait(request)
 
-    def _run(self) -> None:
+    async def run(self) -> None:
+        """Step for as long as there is work; never returns."""
         while True:
             if not self._running:
-                self._add(self._new.get())
+                self._add(await self._new.get())
             while not self._new.empty():
-                self._add(self._new.get())
+                self._add(self._new.get_nowait())
             self._pipeline.step()
-            self._loop.call_soon_threadsafe(_deliver, self._collect())
+            _deliver(self._collect())
+            for _ in range(LOOP_TURNS):
+                await asyncio.sleep(0)
 
     def _add(self, request: Request) -> None:
         config = openvino_genai.GenerationConfig()
@@ -179,10 +183,10 @@ async def run(arguments: argparse.Namespace) -> None:
         },
     )
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    engine = Engine(pipeline, asyncio.get_running_loop())
+    engine = Engine(pipeline)
     server = await asyncio.start_server(Server(engine, tokenizer, arguments.name).serve, "127.0.0.1", arguments.port)
     print(f"serving {arguments.model} on http://127.0.0.1:{arguments.port}/v1", flush=True)
-    await server.serve_forever()
+    await asyncio.gather(engine.run(), server.serve_forever())
 
 
 def main() -> None:
