@@ -7,20 +7,24 @@ import torch
 from torch import Tensor
 
 from model.backend import BatchLayout, Linear
+from model.cuda_linear import CudaLinear, CudaQuantizedLinear
 from model.kernels.decode_attention import decode_attention, decode_config
 from model.kernels.launch import Target
 from model.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_config
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rope_kv import rope_and_write_kv
 from model.kernels.silu_mul import silu_mul
+from model.kernels.split_k import SplitWorkspace
 from model.kernels.tma_prefill import LEAST_QUERY_LEN, TmaPrefillConfig, tma_prefill_attention, tma_prefill_config
-from model.linear import PlainLinear, embed
-from model.quantization import Quantization
+from model.kernels.vocab_embedding import vocab_embedding
+from model.quantization import Quantization, quantize
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
 # Among the lengths of chunks that small tiles are for.
 _SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
+
+CudaProjection = CudaLinear | CudaQuantizedLinear
 
 
 class CudaBackend:
@@ -39,12 +43,22 @@ class CudaBackend:
             target = Target.of_device(torch.device("cuda", torch.cuda.current_device()))
         self._target = target
         self._compiled: set[tuple[object, ...]] = set()
+        self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
-        return PlainLinear(weight, bias)
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> CudaProjection:
+        if self._workspace is None:
+            self._workspace = SplitWorkspace(weight.device)
+        if quantization == "none":
+            return CudaLinear(weight, bias, self._target, self._workspace)
+        quantized = quantize(weight, 8 if quantization == "int8" else 4)
+        return CudaQuantizedLinear(quantized, bias, self._target, self._workspace)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
-        return embed(token_ids, table, first, dtype)
+        if isinstance(table, CudaLinear | CudaQuantizedLinear):
+            return table.rows(token_ids, dtype, first)
+        if isinstance(table, Tensor):
+            return vocab_embedding(token_ids, table, first, dtype)
+        raise TypeError(f"a table of another backend: {type(table).__name__}")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

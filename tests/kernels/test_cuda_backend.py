@@ -86,9 +86,6 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(k
         tmp_path / SINGLE_FILE,
     )
     config = load_model_config(tmp_path)
-    weights = load_decoder_weights(
-        Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), 128, ReferenceBackend()
-    )
     lengths = LENGTHS[kind]
     layout, num_blocks = make_layout(lengths, block_size=16)
     token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)
@@ -98,6 +95,9 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(k
     before[:, layout.slots // 16, :, :, layout.slots % 16] = float("nan")
 
     def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = load_decoder_weights(
+            Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), 128, backend
+        )
         caches = before.clone()
         logits = Decoder(config, weights, backend, SingleRank()).forward(token_ids, layout, list(caches), drawing)
         assert logits is not None
