@@ -5,6 +5,7 @@ It does as rank 0 says, and ends with its connection to rank 0, whatever it is d
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ from protocol.rank_messages import (
 )
 from protocol.requests import SamplingParams
 from protocol.tcp_network import TcpNetwork
+
+_log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step may go on once rank 0 has hung up, and a process once it has been asked to end."""
@@ -71,6 +74,7 @@ class _Rank:
             self._connection.send(RankHello(self._order.worker, self._order.rank))
             await run_until_lost(self._listen(), self._work())
         except TwostrokeError as error:
+            _log.error("rank %d of worker %s ends: %s", self._order.rank, self._order.worker.worker_id, error)
             self._tell(RankFailed(str(error)))
         if self._parts is None or self._transfers is None:
             _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
