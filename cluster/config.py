@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from cluster.core_list import parse_cores
 from cluster.settings import SAME_LEVEL, bounds, bounds_within, instead, read_settings
 from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
@@ -50,6 +51,7 @@ class WorkerResources:
 
     tensor_parallel: int = field(default=1, metadata=bounds(1, 8))  # ranks that share the model; the rest is each one's
     threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
+    cores: str | None = None  # which ones, as `0-3,8`; None: whichever the system chooses
     num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
     kv_cache_gib: float | None = field(default=None, metadata=bounds(0.001, 65536))  # None: see kv_cache_size
     num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
@@ -65,6 +67,10 @@ class WorkerResources:
                 f"num_gpus: {self.num_gpus:g} for each of {self.tensor_parallel} tensor-parallel ranks: "
                 "give each one GPU, or none"
             )
+        if self.cores is not None and self.threads not in (None, len(parse_cores(self.cores))):
+            raise ConfigError(f"threads: {self.threads} on the cores {self.cores}: give one of the two, or as many")
+        if self.cores is not None and self.tensor_parallel > 1:
+            raise ConfigError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
 
     @property
     def gpu_memory_share(self) -> float:
@@ -227,6 +233,8 @@ class ClusterConfig:
 
     def threads(self, resources: WorkerResources) -> int:
         """Cores for the steps of one worker's rank: what is asked for, else an equal share of this machine's."""
+        if resources.cores is not None:
+            return len(parse_cores(resources.cores))
         return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
 
 

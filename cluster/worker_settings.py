@@ -13,6 +13,7 @@ from cluster.config import (
     WorkerResources,
     kv_cache_size,
 )
+from cluster.core_list import parse_cores
 from kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
@@ -75,5 +76,6 @@ class WorkerSettings:
             gpu_memory_share=self.resources.gpu_memory_share,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),
             threads=self.threads,
+            cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
             max_context=self.model.max_context,
         )

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,13 +21,15 @@ class ThreadEngine:
     The runner is built on the engine's thread: thread counts and thread pools of torch belong to the thread that asks.
     """
 
-    def __init__(self, build: Callable[[], ModelRunner], *, threads: int | None = None):
+    def __init__(
+        self, build: Callable[[], ModelRunner], *, threads: int | None = None, cores: Collection[int] | None = None
+    ):
         """Calls `build` on the new thread and waits for it; what it raises is raised here, and no thread is left.
 
-        `threads` is how many cores a step may use; None: all that this process may run on.
+        `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on.
         """
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="engine", initializer=torch.set_num_threads, initargs=(threads or usable_cores(),)
+            1, thread_name_prefix="engine", initializer=_settle, initargs=(threads, cores)
         )
         self._failure: BaseException | None = None
         self._earlier: LaunchedStep | None = None  # the last step
@@ -112,6 +114,8 @@ class ThreadEngine:
         return WorkerLost(f"an engine step failed: {type(error).__name__}: {error}")
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+def _settle(threads: int | None, cores: Collection[int] | None) -> None:
+    """Bind this thread, and the pool that torch makes for it later, which inherits its cores."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

@@ -1,6 +1,7 @@
 """From a model folder to a running engine."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,6 +60,7 @@ class EngineConfig:
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     bounds: StepBounds = DEFAULT_BOUNDS
     threads: int | None = None  # cores that a step may use; None: all
+    cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 
@@ -86,6 +88,7 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     check_size(model_config, config.tensor_parallel)
     shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
     checkpoint = Checkpoint(config.model_dir, model_config)
+    _check_cores(config)
     device = _device(config)
     dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
     num_blocks = resolve_num_blocks(config, model_config, dtype)
@@ -124,7 +127,7 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
         _warm_up(runner, config.block_size, room)
         return runner
 
-    engine = ThreadEngine(build, threads=config.threads)
+    engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
     ((parallel, kv_cache, swap_space),) = made
     max_context = resolve_max_context(config, model_config, kv_cache.num_blocks)
     one = kv_block_bytes(model_config, config.block_size, dtype, shard.size)
@@ -150,6 +153,15 @@ def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.devi
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _check_cores(config: EngineConfig) -> None:
+    usable = os.sched_getaffinity(0)
+    if config.cores is not None and not (config.cores and usable.issuperset(config.cores)):
+        raise ConfigError(
+            f"cores: {', '.join(map(str, config.cores)) or 'none'}, where this process may run on "
+            f"{', '.join(map(str, sorted(usable)))}: name some of these, or leave cores out"
+        )
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -1,8 +1,10 @@
 """The engine's thread: order of announcements, cancellation, failure and end; and loading a folder into one."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,6 +234,34 @@ def test_an_error_of_the_builder_leaves_no_thread() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
 
 
+def cores_of_threads() -> dict[str, str]:
+    """Of all threads of this process, by their ids, as the kernel writes them."""
+    return {
+        task.name: line.split()[1]
+        for task in Path("/proc/self/task").iterdir()
+        for line in (task / "status").read_text(encoding="ascii").splitlines()
+        if line.startswith("Cpus_allowed_list:")
+    }
+
+
+def test_an_engine_and_its_pool_keep_to_their_cores() -> None:
+    core = max(os.sched_getaffinity(0))
+    before = cores_of_threads()
+
+    def build() -> Any:
+        torch.set_num_threads(3)
+        torch.ones(1 << 20).sum()  # makes the pool
+        return FakeRunner()
+
+    engine = ThreadEngine(build, threads=1, cores=[core])
+    try:
+        after = cores_of_threads()
+        assert [after[thread] for thread in after.keys() - before.keys()] == [str(core)] * 3
+        assert all(after[thread] == before[thread] for thread in after.keys() & before.keys())
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) -> None:
     loaded = load_engine(EngineConfig(write_checkpoint(dtype=dtype), num_blocks=8, block_size=4, threads=1))
@@ -256,6 +286,8 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
         ({"kv_cache_bytes": 100}, "100 bytes does not hold one block"),
         ({"num_blocks": 4, "max_context": 65}, "65 tokens don't fit into 4 blocks of 16"),
         ({"num_blocks": 4, "max_context": 2000}, "1 to 1024"),
+        ({"num_blocks": 4, "cores": (0, 99999)}, "cores: 0, 99999, where this process may run on"),
+        ({"num_blocks": 4, "cores": ()}, "cores: none"),
         (
             {"kv_cache_bytes": 2**60},
             r"too little memory on cpu: weights .* \+ KV cache .* \+ largest step .* = .*, but only .* are free",
