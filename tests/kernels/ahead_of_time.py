@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from model.backend import BatchLayout
 from model.cuda_backend import CudaBackend
 from model.cuda_linear import CudaLinear, CudaQuantizedLinear
+from model.kernels.device_sampling import DrawParameters, draw_on_device
 from model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
 from model.kernels.kv_encode import decode_units, encode_units
 from model.kernels.kv_pack import copy_units, packed_places, paged_places
@@ -42,6 +43,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -185,10 +187,29 @@ def projections(capability: int) -> None:
             linear.rows(torch.zeros(3, dtype=torch.int64), torch.bfloat16)
 
 
+def sampling(capability: int) -> None:
+    """Drawing from a large vocabulary."""
+    del capability
+    rows = 64
+
+    def empty(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, dtype=dtype, device="meta")
+
+    parameters = DrawParameters(
+        temperature=empty(torch.float64),
+        top_k=empty(torch.int32),
+        top_p=empty(torch.float64),
+        log_min_p=empty(torch.float64),
+        keys=empty(torch.int64),
+    )
+    draw_on_device(torch.empty((rows, 128256), device="meta"), parameters)
+
+
 FAMILIES: dict[str, Callable[[int], None]] = {
     "attention": attention,
     "elementwise": elementwise,
     "projections": projections,
+    "sampling": sampling,
     "transfer": transfer,
 }
 

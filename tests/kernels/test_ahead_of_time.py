@@ -13,8 +13,8 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a
 COPYING = {"copy_units_kernel", "digest_parts_kernel", "digest_units_kernel"}
 
 
-def compiled(family: str, capability: int, cache: Path) -> list[dict[str, Any]]:
-    """The launches of a family, each without spills and within the GPU's shared memory."""
+def compiled(family: str, capability: int, cache: Path, most_spilled: int = 0) -> list[dict[str, Any]]:
+    """The launches of a family, each with at most so many bytes spilled and within the GPU's shared memory."""
     script = Path(__file__).parent / "ahead_of_time.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(script.parents[2])}
@@ -23,7 +23,7 @@ def compiled(family: str, capability: int, cache: Path) -> list[dict[str, Any]]:
     assert result.returncode == 0, result.stderr
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     for kernel in kernels:
-        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["spilled_bytes"] <= most_spilled, kernel
         assert kernel["shared_bytes"] < SHARED_BYTES[capability], kernel
     return kernels
 
@@ -97,3 +97,11 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
         # Of tokens: cuBLAS has prompts unless weights are quantised.
         largest = 64 if name == "skinny_gemm_kernel" else 256 if capability >= 90 else 128
         assert max(kernel["block_t"] for kernel in tiles) == largest
+
+
+def test_sampling_compiles_to_wide_loads(tmp_path: Path) -> None:
+    # ptxas keeps one number of the row's, not of its logits, in memory.
+    kernels = compiled("sampling", 90, tmp_path, most_spilled=8)
+    assert names(kernels) == {"extremes_kernel", "cut_kernel", "race_kernel", "settle_kernel"}
+    for kernel in kernels:
+        assert kernel["wide_loads"] or kernel["kernel"] == "settle_kernel", kernel
