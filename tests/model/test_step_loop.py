@@ -10,10 +10,14 @@ from protocol.errors import WorkerLost
 from tests.simulation.virtual_loop import run_virtually
 
 
-def make_loop(step: Callable[[], Awaitable[bool]], died: Callable[[Exception], None] = lambda _: None) -> StepLoop:
+def make_loop(
+    step: Callable[[], Awaitable[bool]],
+    died: Callable[[Exception], None] = lambda _: None,
+    is_ahead: Callable[[], bool] = lambda: False,
+) -> StepLoop:
     """Must be called inside a running event loop, whose time it goes by."""
     clock = asyncio.get_running_loop().time
-    return StepLoop(step=step, is_ahead=lambda: False, idle=lambda: None, died=died, clock=clock, max_step_s=5.0)
+    return StepLoop(step=step, is_ahead=is_ahead, idle=lambda: None, died=died, clock=clock, max_step_s=5.0)
 
 
 def test_it_steps_while_there_is_work_and_again_when_woken():
@@ -125,5 +129,23 @@ def test_a_step_under_way_at_the_stop_may_still_end():
         await asyncio.sleep(1.0)
         await loop.stop()
         assert len(ended) == 1
+
+    run_virtually(main())
+
+
+def test_a_step_begun_ahead_at_the_stop_may_still_end_in_its_own_time():
+    async def main() -> None:
+        ended: list[float] = []
+
+        async def step() -> bool:
+            await asyncio.sleep(4.0)
+            ended.append(asyncio.get_running_loop().time())
+            return True
+
+        loop = make_loop(step, is_ahead=lambda: len(ended) == 1)
+        loop.start()
+        await asyncio.sleep(1.0)
+        await loop.stop()
+        assert ended == [4.0, 8.0]
 
     run_virtually(main())
