@@ -22,6 +22,10 @@ from router.token_channels import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
 
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64
+"""The least that Hopper's attention kernel copies by TMA."""
+
 CPU_CACHE_GIB = 0.25
 """Of one worker's KV cache, where nothing is said and no GPU's memory sets a limit."""
 
@@ -41,7 +45,7 @@ class ModelSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the workers are given GPUs
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Literal["none", "int8", "int4"] = "none"  # of the projections' weights, as they are loaded
-    block_size: int = field(default=16, metadata=bounds(1, 1024))  # tokens; prefill and decode can have their own
+    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: as `default_block_size`
     max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
 
 
@@ -214,6 +218,13 @@ class ClusterConfig:
         if self.model.device == "cuda":
             raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
         return "cpu"
+
+    @property
+    def default_block_size(self) -> int:
+        """Tokens of a block where a worker has no size of its own."""
+        if self.model.block_size is not None:
+            return self.model.block_size
+        return GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
 
     @property
     def transport(self) -> TransportChoice:

@@ -45,7 +45,7 @@ class WorkerSettings:
             resources=section.resources,
             max_step_tokens=section.worker.max_step_tokens,
             max_batch=section.worker.max_batch,
-            block_size=section.block_size or config.model.block_size,
+            block_size=section.block_size or config.default_block_size,
             tensor_parallel=section.resources.tensor_parallel,
             device=config.device,
             threads=config.threads(section.resources),

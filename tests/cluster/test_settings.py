@@ -113,7 +113,7 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"decode": {"token_channel": {"stats_interval_s": 0}}}, "decode.token_channel.stats_interval_s: 0.0 must be"),
         ({"prefill": {"pull_wait_s": -1}}, "prefill.pull_wait_s: -1.0 must be at least 0.001"),
         ({"decode": {"max_batch": -1}}, "decode.max_batch: -1 must be at least 1"),
-        ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number, found '16'"),
+        ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number or null, found '16'"),
     ],
 )
 def test_a_wrong_configuration_names_the_setting(raw: object, beginning: str) -> None:
@@ -239,3 +239,10 @@ def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
     config = read_config({"decode": {"num_gpus": 0.5, "gpu_memory_utilization": 0.8}, "prefill": {"num_gpus": 2}})
     assert config.decode.resources.gpu_memory_share == pytest.approx(0.4)
     assert config.prefill.resources.gpu_memory_share == pytest.approx(0.9)
+
+
+def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
+    gpus = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    assert read_config({}).default_block_size == 16
+    assert read_config(gpus).default_block_size == 64
+    assert read_config({**gpus, "model": {"block_size": 32}}).default_block_size == 32
