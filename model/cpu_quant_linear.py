@@ -9,12 +9,11 @@ from torch.nn import functional
 
 from model.backend import Linear
 from model.kernels import cpu_quant, cpu_quant_tile
-from model.kernels.cpu_gemm_tile import PANEL_COLUMNS
 from model.kernels.cpu_launcher import Launcher
+from model.kernels.cpu_quant_pack import quantize_and_pack
 from model.quantization import QuantizedWeight, quantize
 
 ROWS_AN_ITEM = 256  # of activations
-ROWS_AT_A_TIME = 1024  # of a weight that is loaded: bounds what that takes beside the weights
 
 
 def make_quantized_linear(
@@ -32,25 +31,6 @@ def is_supported(dtype: torch.dtype, in_features: int) -> bool:
     return dtype == torch.bfloat16 and in_features % 8 == 0 and cpu_quant_tile.is_supported()
 
 
-def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Values uint8 [panels, bytes], as cpu_quant_tile describes them, and scales.
-
-    Scales are fp32 [out] (int8) or bf16 [panels, groups, 64] (int4). `out` must be full panels, `in` a multiple of 8.
-    """
-    rows, columns = weight.values.shape
-    panels = rows // PANEL_COLUMNS
-    if weight.bits == 8:
-        values = weight.values
-        coded = torch.where(values < 0, -values | -128, values)
-        # [panel, vector, l // 4, l % 4, step, j, e] -> [panel, step, vector, l // 4, j, l % 4, e]
-        order = coded.view(panels, 4, 4, 4, columns // 4, 2, 2).permute(0, 4, 1, 2, 5, 3, 6)
-        return order.reshape(panels, -1).view(torch.uint8), weight.scales.flatten()
-    # [panel, vector, l, step, j, e] -> [panel, step, vector, l, e, j]
-    nibbles = (weight.values + 8).view(torch.uint8).view(panels, 4, 16, columns // 8, 4, 2).permute(0, 3, 1, 2, 5, 4)
-    low, high = nibbles.reshape(panels, -1, 2).unbind(-1)
-    return low | high << 4, weight.scales.view(panels, PANEL_COLUMNS, -1).transpose(1, 2).bfloat16().contiguous()
-
-
 class CpuQuantizedLinear:
     """int8 or int4 weights for bf16 activations. Implements model.backend.Linear.
 
@@ -62,13 +42,7 @@ class CpuQuantizedLinear:
         self.out_features, self.in_features = weight.shape
         self._bits = bits
         self._launcher = launcher
-        packed = []
-        for first in range(0, self.out_features, ROWS_AT_A_TIME):
-            part = weight[first : first + ROWS_AT_A_TIME]
-            padded = functional.pad(part, (0, 0, 0, -len(part) % PANEL_COLUMNS))
-            packed.append(pack(quantize(padded, bits)))
-        self._values = torch.cat([values for values, _ in packed])
-        self._scales = torch.cat([scales for _, scales in packed])
+        self._values, self._scales = quantize_and_pack(weight.contiguous(), bits)
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

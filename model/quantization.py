@@ -23,7 +23,7 @@ class QuantizedWeight:
     """The common form; each device packs it its own way."""
 
     values: Tensor  # int8 [out, in]: -127 to 127, of four bits -8 to 7
-    scales: Tensor  # fp32 [out, groups]
+    scales: Tensor  # fp32 [out, groups], of four bits of either sign
     group_size: int  # columns; the last group may be shorter
     bits: Literal[8, 4]
 
@@ -37,18 +37,22 @@ class QuantizedWeight:
 def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
     """Round a weight [out, in] of any float dtype to the nearest of its row's (int4: its group's) steps.
 
-    Scales of int4 are numbers that bf16 can hold, so that kernels may store them in two bytes.
+    The largest of a row is 127 or -127 steps of int8. The largest of a group is -8 steps of int4, which may be negative
+    ones for that: steps of a seventh, with which -8 were never needed, make errors an eighth larger. Steps of int4 are
+    numbers that bf16 can hold, so that kernels may store them in two bytes.
     """
     rows, columns = weight.shape
     group_size = columns if bits == 8 else min(INT4_GROUP, columns)
     padding = -columns % group_size
     groups = functional.pad(weight.float(), (0, padding)).view(rows, -1, group_size)
-    scales = groups.abs().amax(dim=2) / (127 if bits == 8 else 7)
-    if bits == 4:
-        scales = scales.bfloat16().float()
-    scales = torch.where(scales > 0, scales, 1.0)  # a group of zeros
-    values = (groups / scales[:, :, None]).round_().clamp_(-127 if bits == 8 else -8, 127 if bits == 8 else 7)
-    return QuantizedWeight(values.to(torch.int8).view(rows, -1)[:, :columns].contiguous(), scales, group_size, bits)
+    if bits == 8:
+        steps, lowest, highest = groups.abs().amax(dim=2) / 127, -127, 127
+    else:
+        low, high = groups.aminmax(dim=2)
+        steps, lowest, highest = (torch.where(high > -low, high, low) / -8).bfloat16().float(), -8, 7
+    steps = torch.where(steps != 0, steps, 1.0)  # zeros stay zeros with any step
+    values = (groups / steps[:, :, None]).round_().clamp_(lowest, highest).to(torch.int8)
+    return QuantizedWeight(values.view(rows, -1)[:, :columns].contiguous(), steps, group_size, bits)
 
 
 def of_lm_head(quantization: Quantization) -> Quantization:
