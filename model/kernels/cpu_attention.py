@@ -4,8 +4,8 @@ Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs tha
 online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
 In bf16, where the CPU has the instructions and the shape fits, cpu_decode does the same in tiles. Where there are too
 few pairs for the cores, their contexts are shared in segments (cpu_segments).
-Prefill chunks: the context is gathered sequence by sequence, then flash attention: ours in bf16 where the CPU has the
-instructions (cpu_prefill), else torch's.
+Prefill chunks, sequence by sequence: flash attention, ours in bf16 where the CPU has the instructions (cpu_prefill),
+else torch's over a gathered context.
 Reference: model/kernels/cpu_reference.py.
 """
 
@@ -212,16 +212,16 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     _, _, kv_heads, block_size, dim = kv_layer.shape
     starts = layout.query_starts[layout.num_decodes :].tolist()
     contexts = layout.context_lens[layout.num_decodes :].tolist()
-    tables = layout.block_tables[layout.num_decodes :].long()
+    tables = layout.block_tables[layout.num_decodes :]
     use_tiles = q.dtype == torch.bfloat16 and cpu_dot.is_supported()
     for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
-        blocks = kv_layer[table[: -(-context // block_size)]]
+        if use_tiles:
+            cpu_prefill.attend(q[begin:end], kv_layer, table, context, out[begin:end])
+            continue
+        blocks = kv_layer[table[: -(-context // block_size)].long()]
         # [blocks, 2, G, block_size, D] -> [2, G, context, D]
         keys, values = blocks.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :context]
-        if use_tiles:
-            cpu_prefill.attend(q[begin:end], keys, values, out[begin:end])
-        else:
-            _attend_by_torch(q[begin:end], keys, values, out[begin:end])
+        _attend_by_torch(q[begin:end], keys, values, out[begin:end])
 
 
 def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:

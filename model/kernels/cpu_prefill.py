@@ -10,11 +10,18 @@ import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
-from torch.nn import functional
 
 from model.kernels.cpu_dot import LANES, TILE_ROWS, dot_tile_16, dot_tile_32, dot_tile_48, dot_tile_64
 from model.kernels.cpu_floats import exponential, largest, store
-from model.kernels.cpu_launch import Kernel, as_halves, compiled, float_bits, float_of_bits, take_items
+from model.kernels.cpu_launch import (
+    Kernel,
+    as_halves,
+    as_short_integers,
+    compiled,
+    float_bits,
+    float_of_bits,
+    take_items,
+)
 
 QUERY_TILE = 32
 KEY_TILE = 256
@@ -132,21 +139,74 @@ def _prefill(words):
                     store(out[first + row, head], i, mixed[row, i] / weight_sum[row])
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-    """Causal attention of the last rows of a context, all in contiguous bf16 but `keys` and `values` (any strides).
+def _pack(words):
+    """words: KV layer, block table, packed K and V, KV heads, head dim, padded dim, block size, tokens, padded tokens.
 
-    q and out [rows, H, D]; keys and values [G, tokens, D], those of the queries included. D is even.
+    An item is one head's part of one block; the last block's brings the zeros behind the context.
+    """
+    items, grain, kv_heads, dim, padded_dim = words[1], words[2], words[7], words[8], words[9]
+    block_size, tokens, padded_tokens = words[10], words[11], words[12]
+    blocks = items // kv_heads
+    table = carray(as_short_integers(words[4]), (blocks,))
+    packed_keys = carray(as_short_integers(words[5]), (kv_heads, dim // 2, padded_tokens))
+    packed_values = carray(as_halves(words[6]), (kv_heads, padded_tokens // 2, padded_dim, 2))
+    head_bytes = block_size * dim * 2
+    while True:
+        begin = take_items(words)
+        if begin >= items:
+            return
+        for item in range(begin, min(begin + grain, items)):
+            index, head = item // kv_heads, item % kv_heads
+            place = words[3] + (np.int64(table[index]) * 2 * kv_heads + head) * head_bytes
+            keys = carray(as_short_integers(place), (block_size, dim // 2))
+            values = carray(as_halves(place + kv_heads * head_bytes), (block_size, dim))
+            first = index * block_size
+            count = min(block_size, tokens - first)
+            for pair in range(dim // 2):
+                for token in range(count):
+                    packed_keys[head, pair, first + token] = keys[token, pair]
+            for token in range(count):
+                row, half = (first + token) // 2, (first + token) % 2
+                for i in range(dim):
+                    packed_values[head, row, i, half] = values[token, i]
+                for i in range(dim, padded_dim):
+                    packed_values[head, row, i, half] = 0
+            if index == blocks - 1:
+                for pair in range(dim // 2):
+                    for token in range(tokens, padded_tokens):
+                        packed_keys[head, pair, token] = 0
+                for token in range(tokens, padded_tokens):
+                    for i in range(padded_dim):
+                        packed_values[head, token // 2, i, token % 2] = 0
+
+
+def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor) -> None:
+    """Causal attention of the last rows of a context of `tokens`, all in contiguous bf16.
+
+    q and out [rows, H, D]; kv_layer [blocks, 2, G, block_size, D]; table int32, contiguous. D is even.
     """
     rows, heads, dim = q.shape
-    kv_heads, tokens, _ = keys.shape
+    _, _, kv_heads, block_size, _ = kv_layer.shape
     # One vector more: rows of packed keys a power of two apart would share a few sets of the L1 cache.
     padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING + LANES
     padded_dim = -(-dim // LANES) * LANES
     # Pairs along the inner dimension of each product go into one 32-bit lane: see cpu_dot.
-    packed_keys = torch.zeros((kv_heads, dim // 2, padded_tokens), dtype=torch.int32)
-    packed_keys[:, :, :tokens] = keys.contiguous().view(torch.int32).transpose(1, 2)
-    padded = functional.pad(values, (0, padded_dim - dim, 0, padded_tokens - tokens))
-    packed_values = padded.view(kv_heads, padded_tokens // 2, 2, padded_dim).transpose(2, 3).contiguous()
+    packed_keys = torch.empty((kv_heads, dim // 2, padded_tokens), dtype=torch.int32)
+    packed_values = torch.empty((kv_heads, padded_tokens // 2, padded_dim, 2), dtype=torch.bfloat16)
+    _packing_kernel().run(
+        kv_heads * -(-tokens // block_size),
+        8,
+        kv_layer.data_ptr(),
+        table.data_ptr(),
+        packed_keys.data_ptr(),
+        packed_values.data_ptr(),
+        kv_heads,
+        dim,
+        padded_dim,
+        block_size,
+        tokens,
+        padded_tokens,
+    )
     _kernel().run(
         heads * -(-rows // QUERY_TILE),
         1,
@@ -163,6 +223,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         padded_tokens,
         float_bits(dim**-0.5),
     )
+
+
+@functools.cache
+def _packing_kernel() -> Kernel:
+    return Kernel(_pack)
 
 
 @functools.cache
