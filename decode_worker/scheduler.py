@@ -13,8 +13,8 @@ from bisect import insort
 from collections.abc import Sequence
 
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
-from decode_worker.preemption import PreemptionPolicy
-from decode_worker.swapped_blocks import SwappedBlocks, num_blocks_with_kv
+from decode_worker.request_bounds import check_fits
+from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
 from model.token_counts import is_penalised
@@ -38,11 +38,9 @@ class DecodeScheduler:
         watermark_blocks: int,
         max_context: int,
         max_waiting: int,
-        preemption: PreemptionPolicy,
         swapped: SwappedBlocks,
     ):
         self._pool = pool
-        self._preemption = preemption
         self._swapped = swapped
         self._max_step_tokens = max_step_tokens
         self._max_batch = max_batch
@@ -81,24 +79,7 @@ class DecodeScheduler:
         Raises RequestError for one that could never run here to its end, and, with status 429, for one too many.
         One that gives way later is queued again whatever the number.
         """
-        if not request.token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        longest = request.num_prompt_tokens + request.max_tokens
-        if longest > self._max_context:
-            raise RequestError(
-                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed the model's "
-                f"context of {self._max_context}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        capacity = self._pool.num_blocks * self._pool.block_size
-        if longest - 1 > capacity:  # the last token's KV is never needed
-            raise RequestError(
-                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed this worker's "
-                f"whole KV cache, which holds {capacity}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+        check_fits(request, max_context=self._max_context, capacity=self._pool.num_blocks * self._pool.block_size)
         if len(self._waiting) >= self._max_waiting:
             raise RequestError(f"{self._max_waiting} requests wait here already", code="overloaded", status=429)
         job = DecodeJob(SequenceState(request, self._pool.block_size), self._num_arrived, wants_transfer)
@@ -263,20 +244,13 @@ class DecodeScheduler:
             youngest = self._running.pop()
             youngest.num_preemptions += 1
             self.preemptions += 1
-            swap = self._swap_out(youngest)
+            swap = self._swapped.swap_out(youngest)
             self._send_back(youngest)
             if swap is not None:
+                self.swaps += 1
                 return [], swap
             decodes = [job for job in decodes if job is not youngest]
         return decodes, None
-
-    def _swap_out(self, job: DecodeJob) -> Swap | None:
-        num_tokens = job.sequence.num_computed
-        num_blocks = num_blocks_with_kv(job, self._pool.block_size)
-        if not self._preemption.should_swap(num_tokens, num_blocks, self._swapped.free_blocks):
-            return None
-        self.swaps += 1
-        return self._swapped.swap_out(job)
 
     def _copied(self, swap: Swap) -> None:
         job = swap.job

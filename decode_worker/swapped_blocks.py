@@ -4,31 +4,31 @@ A job's host blocks are taken when it gives way, and go back when its KV is in t
 """
 
 from decode_worker.jobs import DecodeJob, Swap, SwappedKV
+from decode_worker.preemption import PreemptionPolicy
 from model.block_pool import BlockPool
 from model.step import BlockCopy
 
 
 class SwappedBlocks:
-    """Accounts for the blocks of `pool`; None where there is no host memory to swap to."""
+    """Accounts for the blocks of `pool`, which `policy` gives to whom it pays for; None: there is no host memory."""
 
-    def __init__(self, pool: BlockPool | None):
+    def __init__(self, pool: BlockPool | None, policy: PreemptionPolicy):
         self._pool = pool
-
-    @property
-    def free_blocks(self) -> int:
-        return 0 if self._pool is None else self._pool.free_blocks
+        self._policy = policy
 
     @property
     def owned_blocks(self) -> int:
         """Blocks that hold a job's KV: 0 on an idle worker."""
         return 0 if self._pool is None else self._pool.owned_blocks
 
-    def swap_out(self, job: DecodeJob) -> Swap:
-        """Take host blocks for all KV of a job, whose own blocks must stay until it is copied. Raises OutOfBlocks."""
+    def swap_out(self, job: DecodeJob) -> Swap | None:
+        """Take host blocks for all KV of a job, whose own blocks must stay until it is copied. None: better not."""
         if self._pool is None:
-            raise ValueError("there is no host memory to swap to")
+            return None
         sequence = job.sequence
-        num_blocks = num_blocks_with_kv(job, self._pool.block_size)
+        num_blocks = -(-sequence.num_computed // self._pool.block_size)
+        if not self._policy.should_swap(sequence.num_computed, num_blocks, self._pool.free_blocks):
+            return None
         job.swapped = SwappedKV(tuple(self._pool.allocate(num_blocks)), sequence.num_computed)
         job.is_copying = True
         return Swap(job, BlockCopy(True, tuple(sequence.block_ids[:num_blocks]), job.swapped.block_ids))
@@ -53,8 +53,3 @@ class SwappedBlocks:
         swapped, job.swapped = job.swapped, None
         if swapped is not None and self._pool is not None:
             self._pool.release(swapped.block_ids)
-
-
-def num_blocks_with_kv(job: DecodeJob, block_size: int) -> int:
-    """Of the job's blocks, those that hold KV of its tokens."""
-    return -(-job.sequence.num_computed // block_size)

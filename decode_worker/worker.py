@@ -69,8 +69,8 @@ class DecodeWorker:
         self._max_context = max_context
         self._swap_space = swap_space
         swap_pool = None if swap_space is None else BlockPool(swap_space.num_blocks, pool.block_size)
-        self._swapped = SwappedBlocks(swap_pool)
         self._preemption = PreemptionPolicy(config.preemption, 0 if swap_space is None else swap_space.block_bytes)
+        self._swapped = SwappedBlocks(swap_pool, self._preemption)
         self._scheduler = DecodeScheduler(
             pool,
             max_step_tokens=config.max_step_tokens,
@@ -78,7 +78,6 @@ class DecodeWorker:
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_context=max_context,
             max_waiting=config.max_waiting,
-            preemption=self._preemption,
             swapped=self._swapped,
         )
         self._token_server = TokenServer(

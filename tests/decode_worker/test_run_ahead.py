@@ -29,8 +29,7 @@ class Rig:
             watermark_blocks=0,
             max_context=200,
             max_waiting=1024,
-            preemption=PreemptionPolicy("recompute", block_bytes=1),
-            swapped=SwappedBlocks(None),
+            swapped=SwappedBlocks(None, PreemptionPolicy("recompute", block_bytes=1)),
         )
         self._num_requests = 0
 

@@ -50,8 +50,7 @@ class Rig:
             watermark_blocks=watermark_blocks,
             max_context=200,
             max_waiting=max_waiting,
-            preemption=PreemptionPolicy("recompute", block_bytes=1),
-            swapped=SwappedBlocks(None),
+            swapped=SwappedBlocks(None, PreemptionPolicy("recompute", block_bytes=1)),
         )
 
     def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:
