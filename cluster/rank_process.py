@@ -178,6 +178,8 @@ class ProcessRanks:
 
     async def close(self) -> None:
         """As StartedRanks.close."""
+        if not self._watches:
+            return
         _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S + 1.0)
         if left:
             for process in self._processes:

@@ -91,15 +91,7 @@ async def _lead(
     from model.tensor_parallel_engine import TensorParallelEngine
 
     ranks = led.connections
-    loading = asyncio.create_task(load_rank(settings, peer, network, secret, led.place, gpu), name="load rank 0")
-    await asyncio.wait((loading, ranks.lost), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        await led.close()  # which ends what the loading thread waits for
-        await asyncio.wait({loading})
-        if loading.exception() is None:
-            await loading.result().close()
-        raise WorkerLost(f"the worker can't start: {ranks.loss}")
-    rank = loading.result()
+    rank = await _load_rank_0(settings, peer, network, secret, led, gpu)
     try:
         addresses = await ranks.loaded()
     except BaseException:
@@ -117,3 +109,25 @@ async def _lead(
         rank,
         led,
     )
+
+
+async def _load_rank_0(
+    settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, led: LedRanks, gpu: int
+) -> RankParts:
+    """Raises ConfigError, and WorkerLost as soon as another rank is lost. No thread is left behind that loads."""
+    ranks = led.connections
+    loading = asyncio.create_task(load_rank(settings, peer, network, secret, led.place, gpu), name="load rank 0")
+    try:
+        await asyncio.wait((loading, ranks.lost), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            await led.close()  # which ends what the loading thread waits for
+            await asyncio.wait({loading})
+        return loading.result()
+    except RuntimeError as error:  # torch's own word for ranks that don't come, or are lost
+        raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
+    except asyncio.CancelledError:
+        await led.close()
+        await asyncio.wait({loading})
+        if loading.exception() is None:
+            await loading.result().close()
+        raise

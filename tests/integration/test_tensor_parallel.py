@@ -7,14 +7,16 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.led_ranks import LedRanks
+from cluster.led_ranks import LedRanks, RankOrder
 from cluster.rank_process import ProcessRanks, start_processes
+from cluster.worker_parts import load_parts
 from protocol.errors import WorkerLost
 from protocol.requests import SamplingParams
 from protocol.tcp_network import TcpNetwork
@@ -111,3 +113,19 @@ async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> N
         await led.close()
     assert isinstance(led.processes, ProcessRanks)
     assert led.processes.exit_codes == [1], "it left by itself, out of a group that never formed"
+
+
+async def test_a_worker_whose_rank_never_comes_does_not_start_and_does_not_hang(folder: Path) -> None:
+    class Nobody:
+        async def close(self) -> None:
+            """There is no process."""
+
+    async def start_nobody(orders: Sequence[RankOrder], on_ended: Callable[[str], None]) -> Nobody:
+        asyncio.get_running_loop().call_later(1.0, on_ended, "rank 1 has ended with code 1")
+        return Nobody()
+
+    settings = worker_settings(folder, SHAPE, block_size=16, ranks=2)
+    network, peer = TcpNetwork(SECRET), Peer("w", 1)
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLost, match="can't start: rank 1 has ended with code 1"):
+            await load_parts(settings, peer, network, SECRET, host=HOST, start_ranks=start_nobody)
