@@ -133,7 +133,7 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], f
     asked: list[int] = []
 
     class Counting:
-        def logits(self, batch: Any) -> Tensor | None:
+        def logits(self, batch: Any, earlier: Tensor | None = None) -> Tensor | None:
             asked.append(len(batch))
             logits = captured.logits(batch)
             assert logits is not None
@@ -166,7 +166,7 @@ def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerl
     assert captured.logits(decodes(random.Random(1), 65)) is None
 
     class Never:
-        def logits(self, batch: Any) -> Tensor | None:
+        def logits(self, batch: Any, earlier: Tensor | None = None) -> Tensor | None:
             raise AssertionError(batch)
 
     runner = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, Never())
