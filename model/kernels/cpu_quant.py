@@ -6,12 +6,14 @@ row's result does not depend on the rows beside it. Scales multiply fp32 sums: o
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import carray
 
 from model.kernels.cpu_floats import store
-from model.kernels.cpu_gemm_tile import LINE_BYTES, PANEL_COLUMNS, STEP_BYTES, TILE_ROWS, tile_of_pairs
+from model.kernels.cpu_gemm_tile import LINE_BYTES, PANEL_COLUMNS, STEP_BYTES, TILE_ROWS
 from model.kernels.cpu_launch import Kernel, as_floats, as_halves, as_integers, compiled, take_items
 from model.kernels.cpu_quant_tile import (
     DIRECT_ROWS,
@@ -19,15 +21,15 @@ from model.kernels.cpu_quant_tile import (
     INT8_STEP_COLUMNS,
     direct_int4,
     direct_int8,
-    scaled_tile,
     unpack_int4,
     unpack_int8,
+    unpacked_int4,
+    unpacked_int8,
 )
 
 GROUP = 64  # input columns that share int4 scales
 CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
 DIRECT_MOST_ROWS = 8
-INT8_LINES = 8  # cache lines of the next chunk to ask for in 8 columns of this one
 
 
 @compiled
@@ -56,62 +58,35 @@ def _write(words, sums, first_row, rows, panel, scaled):
                 store(halves, i, sums[row, i])
 
 
-def _direct_int8(words):
-    """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows."""
-    items, grain, columns, rows = words[1], words[2], words[8], words[12]
-    sums = np.empty((DIRECT_ROWS, PANEL_COLUMNS), np.float32)
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for panel in range(begin, min(begin + grain, items)):
-            packed = words[4] + panel * columns * PANEL_COLUMNS
-            for first_row in range(0, rows, DIRECT_ROWS):
-                count = min(DIRECT_ROWS, rows - first_row)
-                sums[:] = np.float32(0)
-                direct_int8(
-                    count,
-                    words[3] + first_row * 2 * columns,
-                    2 * columns,
-                    packed,
-                    columns // INT8_STEP_COLUMNS,
-                    1,
-                    0,
-                    sums.ctypes.data,
-                )
-                _write(words, sums, first_row, count, panel, True)
+def _make_direct(tile: Any, step_columns: int, group: int, panel_bytes: int, scaled: bool) -> Callable[[Any], None]:
+    """`panel_bytes` are those of a panel's input column; `scaled` says whether the tile scales groups, or we rows."""
 
+    def direct(words):
+        """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows."""
+        items, grain, columns, rows = words[1], words[2], words[8], words[12]
+        groups, rest = columns // group, columns % group
+        sums = np.empty((DIRECT_ROWS, PANEL_COLUMNS), np.float32)
+        c = sums.ctypes.data
+        while True:
+            begin = take_items(words)
+            if begin >= items:
+                return
+            for panel in range(begin, min(begin + grain, items)):
+                packed = words[4] + panel * columns * panel_bytes
+                scales = words[5] + panel * ((columns + group - 1) // group) * PANEL_COLUMNS * 2
+                for first_row in range(0, rows, DIRECT_ROWS):
+                    count = min(DIRECT_ROWS, rows - first_row)
+                    a = words[3] + first_row * 2 * columns
+                    sums[:] = np.float32(0)
+                    tile(count, a, 2 * columns, packed, group // step_columns, groups, scales, c)
+                    if rest:
+                        done = groups * group
+                        end = packed + done * panel_bytes
+                        end_scales = scales + groups * PANEL_COLUMNS * 2
+                        tile(count, a + 2 * done, 2 * columns, end, rest // step_columns, 1, end_scales, c)
+                    _write(words, sums, first_row, count, panel, not scaled)
 
-def _direct_int4(words):
-    """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows."""
-    items, grain, columns, rows = words[1], words[2], words[8], words[12]
-    groups, rest = columns // GROUP, columns % GROUP
-    sums = np.empty((DIRECT_ROWS, PANEL_COLUMNS), np.float32)
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for panel in range(begin, min(begin + grain, items)):
-            packed = words[4] + panel * columns * PANEL_COLUMNS // 2
-            scales = words[5] + panel * ((columns + GROUP - 1) // GROUP) * PANEL_COLUMNS * 2
-            for first_row in range(0, rows, DIRECT_ROWS):
-                count = min(DIRECT_ROWS, rows - first_row)
-                a = words[3] + first_row * 2 * columns
-                sums[:] = np.float32(0)
-                direct_int4(count, a, 2 * columns, packed, GROUP // INT4_STEP_COLUMNS, groups, scales, sums.ctypes.data)
-                if rest:
-                    done = groups * GROUP
-                    direct_int4(
-                        count,
-                        a + 2 * done,
-                        2 * columns,
-                        packed + done * PANEL_COLUMNS // 2,
-                        rest // INT4_STEP_COLUMNS,
-                        1,
-                        scales + groups * PANEL_COLUMNS * 2,
-                        sums.ctypes.data,
-                    )
-                _write(words, sums, first_row, count, panel, False)
+    return direct
 
 
 @compiled
@@ -121,85 +96,54 @@ def _tile_rows(rows):
     return (rows + tiles - 1) // tiles
 
 
-def _unpacked_int8(words):
-    """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows, rows an item."""
-    items, grain, columns, panels = words[1], words[2], words[8], words[11]
-    sums = np.empty((words[13], PANEL_COLUMNS), np.float32)
-    memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
-    pairs = (memory.ctypes.data + 63) // 64 * 64
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for item in range(begin, min(begin + grain, items)):
-            panel, first_row = item % panels, item // panels * words[13]
-            rows = min(words[13], words[12] - first_row)
-            height = _tile_rows(rows)
-            packed = words[4] + panel * columns * PANEL_COLUMNS
-            for column in range(0, columns, CHUNK):
-                width = min(CHUNK, columns - column)
-                unpack_int8(packed + column * PANEL_COLUMNS, width // INT8_STEP_COLUMNS, pairs)
-                following = packed + (column + width) * PANEL_COLUMNS
-                for row in range(0, rows, height):
-                    tile_of_pairs(
-                        min(height, rows - row),
-                        words[3] + ((first_row + row) * columns + column) * 2,
-                        2 * columns,
-                        pairs,
-                        width // 2,
-                        sums.ctypes.data + row * STEP_BYTES,
-                        1 if column else 0,
-                        following,
-                        0 if row else INT8_LINES,
-                    )
-            _write(words, sums, first_row, rows, panel, True)
+def _make_unpacked(
+    unpack: Any, tile: Any, step_columns: int, group: int, panel_bytes: int, scaled: bool
+) -> Callable[[Any], None]:
+    """As `_make_direct`."""
+
+    def unpacked(words):
+        """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows, rows an item."""
+        items, grain, columns, panels = words[1], words[2], words[8], words[11]
+        groups = (columns + group - 1) // group
+        sums = np.empty((words[13], PANEL_COLUMNS), np.float32)
+        memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
+        pairs = (memory.ctypes.data + 63) // 64 * 64
+        while True:
+            begin = take_items(words)
+            if begin >= items:
+                return
+            for item in range(begin, min(begin + grain, items)):
+                panel, first_row = item % panels, item // panels * words[13]
+                rows = min(words[13], words[12] - first_row)
+                height = _tile_rows(rows)
+                packed = words[4] + panel * columns * panel_bytes
+                sums[:] = np.float32(0)
+                for column in range(0, columns, CHUNK):
+                    width = min(CHUNK, columns - column)
+                    unpack(packed + column * panel_bytes, width // step_columns, pairs)
+                    scales = words[5] + (panel * groups + column // group) * PANEL_COLUMNS * 2
+                    ahead = packed + (column + width) * panel_bytes
+                    whole, rest = width // group, width % group
+                    for row in range(0, rows, height):
+                        count = min(height, rows - row)
+                        a = words[3] + ((first_row + row) * columns + column) * 2
+                        c = sums.ctypes.data + row * STEP_BYTES
+                        asked = 0 if row else 2 * panel_bytes  # the first tile asks for all of the next chunk
+                        tile(count, a, 2 * columns, pairs, group // 2, whole, scales, c, ahead, asked)
+                        if rest:
+                            done = whole * group
+                            end = pairs + done // 2 * STEP_BYTES
+                            end_scales = scales + whole * PANEL_COLUMNS * 2
+                            tile(count, a + 2 * done, 2 * columns, end, rest // 2, 1, end_scales, c, ahead, 0)
+                _write(words, sums, first_row, rows, panel, not scaled)
+
+    return unpacked
 
 
-def _unpacked_int4(words):
-    """words: x, packed, scales, bias or 0, out, in, out, whether out is fp32, panels, rows, rows an item."""
-    items, grain, columns, panels = words[1], words[2], words[8], words[11]
-    groups = (columns + GROUP - 1) // GROUP
-    sums = np.empty((words[13], PANEL_COLUMNS), np.float32)
-    memory = np.empty((CHUNK // 2 + 1) * PANEL_COLUMNS, np.uint32)
-    pairs = (memory.ctypes.data + 63) // 64 * 64
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for item in range(begin, min(begin + grain, items)):
-            panel, first_row = item % panels, item // panels * words[13]
-            rows = min(words[13], words[12] - first_row)
-            height = _tile_rows(rows)
-            packed = words[4] + panel * columns * PANEL_COLUMNS // 2
-            sums[:] = np.float32(0)
-            for column in range(0, columns, CHUNK):
-                width = min(CHUNK, columns - column)
-                unpack_int4(packed + column * PANEL_COLUMNS // 2, width // INT4_STEP_COLUMNS, pairs)
-                scales = words[5] + (panel * groups + column // GROUP) * PANEL_COLUMNS * 2
-                following = packed + (column + width) * PANEL_COLUMNS // 2
-                for row in range(0, rows, height):
-                    count = min(height, rows - row)
-                    a = words[3] + ((first_row + row) * columns + column) * 2
-                    c = sums.ctypes.data + row * STEP_BYTES
-                    ahead_stride = 0 if row else LINE_BYTES
-                    whole = width // GROUP
-                    scaled_tile(count, a, 2 * columns, pairs, GROUP // 2, whole, scales, c, following, ahead_stride)
-                    rest = width - whole * GROUP
-                    if rest:
-                        done = whole * GROUP // 2
-                        scaled_tile(
-                            count,
-                            a + 4 * done,
-                            2 * columns,
-                            pairs + done * STEP_BYTES,
-                            rest // 2,
-                            1,
-                            scales + whole * PANEL_COLUMNS * 2,
-                            c,
-                            following,
-                            0,
-                        )
-            _write(words, sums, first_row, rows, panel, False)
+_direct_int8 = _make_direct(direct_int8, INT8_STEP_COLUMNS, CHUNK, PANEL_COLUMNS, False)
+_direct_int4 = _make_direct(direct_int4, INT4_STEP_COLUMNS, GROUP, PANEL_COLUMNS // 2, True)
+_unpacked_int8 = _make_unpacked(unpack_int8, unpacked_int8, INT8_STEP_COLUMNS, CHUNK, PANEL_COLUMNS, False)
+_unpacked_int4 = _make_unpacked(unpack_int4, unpacked_int4, INT4_STEP_COLUMNS, GROUP, PANEL_COLUMNS // 2, True)
 
 
 def _look_up_int8(words):

@@ -212,24 +212,33 @@ def _make_direct(unpack: Any, columns: int, scaled: bool) -> Any:
 direct_int4 = _make_direct(_unpack_int4, INT4_STEP_COLUMNS, True)
 direct_int8 = _make_direct(_unpack_int8, INT8_STEP_COLUMNS, False)
 
-_one, _two, _three, _four, _five, _six = (_make_tile(rows, _unpacked, 2, 1, True) for rows in range(1, TILE_ROWS + 1))
+
+def _make_unpacked(lines: int, scaled: bool) -> Any:
+    one, two, three, four, five, six = (
+        _make_tile(rows, _unpacked, 2, lines, scaled) for rows in range(1, TILE_ROWS + 1)
+    )
+
+    @compiled
+    def unpacked(rows, a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride):
+        if rows == 6:
+            six(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        elif rows == 5:
+            five(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        elif rows == 4:
+            four(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        elif rows == 3:
+            three(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        elif rows == 2:
+            two(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+        else:
+            one(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+
+    return unpacked
 
 
-@compiled
-def scaled_tile(rows, a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride):
-    """As `direct`, of weights that are unpacked, a pair of input columns a step."""
-    if rows == 6:
-        _six(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
-    elif rows == 5:
-        _five(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
-    elif rows == 4:
-        _four(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
-    elif rows == 3:
-        _three(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
-    elif rows == 2:
-        _two(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
-    else:
-        _one(a, a_stride, pairs, steps, groups, scales, c, ahead, ahead_stride)
+# As `direct`, of weights that are unpacked: a pair of input columns a step, asking for the next packed ones meanwhile.
+unpacked_int4 = _make_unpacked(1, True)
+unpacked_int8 = _make_unpacked(2, False)
 
 
 def _make_unpacking(unpack: Any, columns: int) -> Any:
