@@ -107,6 +107,7 @@ class _Rank:
             match await self._messages.get():
                 case RankStep() as step:
                     await self._step_over()
+                    transfers.step_began()  # here, not in the task: what was said behind the step is next
                     self._stepping = asyncio.create_task(self._step(parts, transfers, step))
                 case StepEnded():
                     await self._step_over()
@@ -116,7 +117,6 @@ class _Rank:
                     transfers.handle(message)
 
     async def _step(self, parts: RankParts, transfers: RankTransfers, step: RankStep) -> None:
-        transfers.step_began()
         batch = [
             SequenceStep(each.token_ids, each.start, each.block_ids, _DRAWN_ELSEWHERE if each.draws else None)
             for each in step.sequences

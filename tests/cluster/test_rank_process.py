@@ -1,0 +1,152 @@
+"""A rank does what rank 0 says, in its order: above all, nothing to blocks that its own step may still write into."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cluster.rank_process
+from cluster.led_ranks import RankOrder
+from cluster.rank_process import run_rank
+from kvtransfer.stats import TransferStats
+from model.rank_connections import RankConnections
+from model.step import BlockCopy, OnLayer, SequenceStep
+from protocol.errors import WorkerLost
+from protocol.rank_messages import (
+    OpenTransfer,
+    RankCopy,
+    RankSequence,
+    RankStep,
+    RefuseTransfer,
+    StepEnded,
+    TransferReady,
+)
+from protocol.tcp_network import TcpNetwork
+from protocol.tickets import Address, Peer, Ticket
+
+SECRET = b"a secret of tests"
+WORKER = Peer("w", 5)
+TICKET = Ticket(b"t" * 16, "r", Peer("p", 1), WORKER, (Address("h", 1),))
+STEP = RankStep((RankSequence((7, 8), 2, (4,), False),), True, (RankCopy(True, (1,), (2,)),))
+
+
+class FakeParts:
+    """All that a rank loads; notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.notes: list[str] = []
+        self.noted = asyncio.Event()
+        self.store = SimpleNamespace(layout=SimpleNamespace(num_layers=2))
+        self.loaded = SimpleNamespace(engine=self)
+        self.sender = self.receiver = self
+        self.stats = TransferStats()
+        self.closed = asyncio.Event()
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+        self.noted.set()
+
+    async def step(
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, copies: Sequence[BlockCopy]
+    ) -> list[None]:
+        self.note(f"begin {list(batch[0].token_ids)}, {len(copies)} copies")
+        await self.gate.wait()
+        if "fails" in self.notes:
+            raise WorkerLost("no memory")
+        self.note("end")
+        if on_layer is not None:
+            on_layer(0)
+        return [None] * len(batch)
+
+    def open(self, *_: Any) -> "FakeParts":
+        return self
+
+    def layer_ready(self, layer: int, num_tokens: int) -> None:
+        self.note(f"layer {layer}, {num_tokens} tokens")
+
+    async def done(self) -> None:
+        await self.closed.wait()
+
+    def refuse(self, ticket: Ticket) -> None:
+        self.note("refuse")
+
+    async def start(self, host: str) -> tuple[Address]:
+        return (Address(host, 1),)
+
+    async def close(self) -> None:
+        self.closed.set()
+        self.note("close")
+
+    async def until(self, what: str) -> None:
+        while what not in self.notes:
+            self.noted.clear()
+            await self.noted.wait()
+
+
+@contextlib.asynccontextmanager
+async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeParts, RankConnections]]:
+    """Rank 1 of 2, with fake parts, in this process; and rank 0's connection to it."""
+    parts = FakeParts()
+
+    async def load(*_: Any) -> FakeParts:
+        return parts
+
+    monkeypatch.setattr(cluster.rank_process, "load_rank", load)
+    network = TcpNetwork(SECRET)
+    ranks = RankConnections(worker=WORKER, size=2, network=network)
+    leader = await ranks.listen("127.0.0.1")
+    order = RankOrder(WORKER, 1, leader, leader, "127.0.0.1", SECRET, None)  # type: ignore[arg-type]
+    rank = asyncio.create_task(run_rank(order))
+    async with asyncio.timeout(20):
+        assert await ranks.loaded() == (Address("127.0.0.1", 1),)
+        yield parts, ranks
+        parts.gate.set()
+        await ranks.close()
+        await rank
+    assert parts.notes[-1] == "close"
+
+
+async def test_what_follows_a_steps_end_waits_for_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        for message in (STEP, StepEnded(), RefuseTransfer(TICKET)):
+            ranks.tell(message)
+        await parts.until("begin [7, 8], 1 copies")
+        await asyncio.sleep(0.05)  # time enough to do it wrongly
+        assert parts.notes == ["begin [7, 8], 1 copies"]
+        parts.gate.set()
+        await parts.until("refuse")
+        assert parts.notes[1:] == ["end", "refuse"]
+
+
+async def test_what_comes_during_a_step_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        ranks.tell(STEP)
+        ranks.tell(RefuseTransfer(TICKET))
+        await parts.until("refuse")
+        await parts.until("begin [7, 8], 1 copies")
+        assert "end" not in parts.notes
+
+
+async def test_kv_of_a_step_is_ready_when_the_ranks_own_step_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        for message in (OpenTransfer(1, TICKET, 9, (4, 5, 6), 0), STEP, TransferReady(1, 9)):
+            ranks.tell(message)
+        await parts.until("begin [7, 8], 1 copies")
+        await asyncio.sleep(0.05)  # time enough to do it wrongly
+        assert parts.notes == ["begin [7, 8], 1 copies"]
+        parts.gate.set()
+        await parts.until("layer 1, 9 tokens")
+        assert parts.notes[1:] == ["end", "layer 0, 9 tokens", "layer 1, 9 tokens"]
+
+
+async def test_a_step_that_fails_is_told_and_is_the_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        parts.note("fails")
+        parts.gate.set()
+        ranks.tell(STEP)
+        assert await ranks.lost == "rank 1 failed: no memory"
+        await parts.until("close")
