@@ -9,6 +9,9 @@ from protocol.errors import WorkerLost
 from protocol.rank_messages import RankCopy, RankSequence, RankStep, StepEnded
 from protocol.requests import SampledToken
 
+BLAME_S = 0.2
+"""How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""
+
 
 class TensorParallelEngine:
     """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one."""
@@ -46,7 +49,9 @@ class TensorParallelEngine:
         finally:
             is_wanted = False
             stepping.add_done_callback(_look_at)
-        if not stepping.done():
+        if stepping.done() and stepping.exception() is not None:
+            await asyncio.wait({self._ranks.lost}, timeout=BLAME_S)
+        if self._ranks.loss is not None:
             raise WorkerLost(f"an engine step failed: {self._ranks.loss}")
         return stepping.result()
 

@@ -29,6 +29,7 @@ class GatedEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.seen: list[list[int]] = []
+        self.fault: WorkerLost | None = None
 
     async def step(
         self,
@@ -38,6 +39,8 @@ class GatedEngine:
     ) -> list[SampledToken | None]:
         self.seen.append([token for step in batch for token in step.token_ids])
         await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
         if on_layer is not None:
             on_layer(0)
         return [None if step.draw is None else SampledToken(step.token_ids[-1] + 1) for step in batch]
@@ -99,6 +102,19 @@ async def test_a_lost_rank_fails_the_step_that_hangs_for_it_and_all_later_ones()
         own.gate.set()  # what hung comes back, and nothing more is begun
         await asyncio.sleep(0)
         assert own.seen == [[7]]
+
+
+async def test_a_step_that_fails_for_a_lost_rank_says_so() -> None:
+    async with two_ranks() as (own, engine, _, other):
+        own.gate.clear()
+        step = asyncio.create_task(engine.step([SequenceStep([7], 2, [4], DRAW)]))
+        await other.receive()
+        own.fault = WorkerLost("a collective failed")
+        own.gate.set()
+        await asyncio.sleep(0)  # it has noticed first
+        await other.close()
+        with pytest.raises(WorkerLost, match="rank 1 is lost"):
+            await step
 
 
 async def test_a_cancelled_callers_step_runs_to_its_end_and_the_next_one_waits_for_it() -> None:
