@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from model.host_tensors import place
+from model.layer_announcer import Event
 from model.step import Draw
 from protocol.requests import SampledToken
 
@@ -22,7 +25,7 @@ class LaunchedStep(Protocol):
         """Whether `result` has nothing to wait for."""
 
     def result(self) -> list[SampledToken | None]:
-        """As Engine.step's; to be called once, on any one thread."""
+        """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
 
     def on_device(self) -> Tensor | None:
         """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
@@ -55,6 +58,24 @@ class DoneStep:
 
 
 @dataclass(frozen=True)
+class SilentStep:
+    """Implements LaunchedStep for a step that draws nothing, while a GPU may still compute its KV."""
+
+    computed: Event
+    device: torch.device
+    num_entries: int
+    is_done = False
+
+    def result(self) -> list[SampledToken | None]:
+        with torch.cuda.device(self.device):  # or waiting would make this thread a context on the first GPU
+            self.computed.synchronize()
+        return [None] * self.num_entries
+
+    def on_device(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
 class StepOnDevice:
     """Implements LaunchedStep for tokens under way."""
 
@@ -74,5 +95,5 @@ class StepOnDevice:
         tokens = self.drawn.tokens
         if self.entries == list(range(self.num_entries)):
             return tokens
-        places = torch.tensor(self.entries, device=tokens.device)
+        places = place(np.array(self.entries, np.int64), tokens.device)
         return tokens.new_zeros(self.num_entries).index_copy_(0, places, tokens)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.host_tensors import place
 from model.step import Draw
 from model.token_counts import TokenCounts, is_penalised
 
@@ -77,5 +78,4 @@ def _on_device(entries: Sequence[_Entry], logits: Tensor) -> tuple[tuple[Tensor,
     values = np.concatenate([values for _, _, values in entries])
     inside = (ids >= 0) & (ids < logits.shape[1])
     device = logits.device
-    where = (torch.from_numpy(rows[inside]).to(device), torch.from_numpy(ids[inside]).to(device))
-    return where, torch.from_numpy(values[inside]).to(device)
+    return (place(rows[inside], device), place(ids[inside], device)), place(values[inside], device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ from torch import Tensor
 from model.backend import BatchLayout
 from model.captured_steps import CapturedSteps
 from model.decoder import Decoder, Drawing
+from model.host_tensors import place
 from model.kv_cache import KVCache
-from model.launched_step import DoneStep, LaunchedStep, LaunchingSampler, StepOnDevice
+from model.launched_step import DoneStep, LaunchedStep, LaunchingSampler, SilentStep, StepOnDevice
 from model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
 from model.swap_space import SwapSpace
 from protocol.requests import SampledToken
@@ -82,8 +83,9 @@ class ModelRunner:
         Where the sampler need not be waited for and no log-probabilities are asked for, the step may still be under way
         on the device when this returns.
         """
-        drawn = None if earlier is None else earlier.on_device()
-        if drawn is None:
+        follows = any(step.follows is not None for step in batch)
+        drawn = earlier.on_device() if follows and earlier is not None else None
+        if follows and drawn is None:
             batch = with_drawn_tokens(batch, () if earlier is None else earlier.result())
         check_batch(batch, self._kv_cache.block_size, self._kv_cache.num_blocks, self._max_context)
         if self._captured is not None and on_layer is None:
@@ -108,6 +110,8 @@ class ModelRunner:
             on_layer,
         )
         if logits is None:
+            if self._device.type == "cuda":
+                return SilentStep(torch.cuda.current_stream(self._device).record_event(), self._device, len(batch))
             return DoneStep([None] * len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing])
 
@@ -133,7 +137,7 @@ class ModelRunner:
         return DoneStep(tokens)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return place(array, self._device)
 
 
 def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
@@ -168,15 +172,12 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
     slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     return BatchLayout(
-        positions=tensor(positions),
-        slots=tensor(slots),
-        query_starts=tensor(query_starts.astype(np.int32)),
-        context_lens=tensor(context_lens.astype(np.int32)),
-        block_tables=tensor(tables),
+        positions=place(positions, device),
+        slots=place(slots, device),
+        query_starts=place(query_starts.astype(np.int32), device),
+        context_lens=place(context_lens.astype(np.int32), device),
+        block_tables=place(tables, device),
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(context_lens.max()),

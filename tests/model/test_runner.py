@@ -96,6 +96,23 @@ def test_neighbours_and_chunks_do_not_change_a_result(model: tuple[ModelRunner, 
     assert runner.run([SequenceStep(tokens[9:], 9, [9, 4, 6], draw())]) == [whole]
 
 
+def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
+    class Unfinished:
+        is_done = False
+
+        def result(self) -> list[SampledToken | None]:
+            raise AssertionError("the step was waited for")
+
+        def on_device(self) -> Tensor | None:
+            raise AssertionError("the step was asked for its tokens")
+
+    runner, _ = model
+    step = SequenceStep([8], 0, [1], draw())
+    assert runner.launch([step], earlier=Unfinished()).result() == runner.run([step])
+    with pytest.raises(AssertionError, match="asked for its tokens"):
+        runner.launch([SequenceStep([8], 0, [1], draw(), follows=0)], earlier=Unfinished())
+
+
 def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
     layers: list[int] = []
     assert model[0].run([SequenceStep([1, 2], 0, [0], None)], layers.append) == [None]
