@@ -6,6 +6,7 @@ Weights, activations and cache share one dtype; norms, rotation and attention ac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,8 +52,9 @@ class Decoder:
         """
         if on_layer is None or not kv_layers[0].is_cuda:
             return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
-        stream = torch.cuda.current_stream(kv_layers[0].device)
-        with LayerAnnouncer(on_layer) as announcer:
+        device = kv_layers[0].device
+        stream = torch.cuda.current_stream(device)
+        with LayerAnnouncer(on_layer, partial(torch.cuda.set_device, device)) as announcer:
 
             def record(layer: int) -> None:
                 announcer.announce(layer, stream.record_event())

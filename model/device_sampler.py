@@ -16,10 +16,11 @@ from model.kernels.sampling import row_keys
 from model.logit_adjustments import adjust, is_adjusted
 from model.sampler import Sampler
 from model.step import Draw
-from protocol.requests import SampledToken
+from protocol.requests import SampledToken, SamplingParams
 
 _WORD = (1 << 64) - 1
 _ROW_BYTES = 36  # of a row's DrawParameters
+_ROWS_AT_ONCE = 16  # with log-probabilities, whose float64 temporaries would else take gigabytes in a large batch
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class DrawnTokens:
     def wait(self) -> tuple[list[int], int]:
         """(token ids, number of broken rows); blocks the calling thread, without the interpreter's lock."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            with torch.cuda.device(self.tokens.device):  # or waiting would make this thread a context on the first GPU
+                self._arrived.synchronize()
         return self._on_host[0].tolist(), int(self._on_host[1].sum())
 
 
@@ -53,7 +55,11 @@ class DeviceSampler:
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """As Sampler.sample: with log-probabilities, and waiting for the device."""
-        return self._with_logprobs.sample(logits, draws, positions)
+        tokens: list[SampledToken] = []
+        for first in range(0, len(draws), _ROWS_AT_ONCE):
+            some = slice(first, first + _ROWS_AT_ONCE)
+            tokens += self._with_logprobs.sample(logits[some], draws[some], positions[some])
+        return tokens
 
     def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> DrawnTokens:
         """Draw one token for each row of logits fp32 [N, V], changed in place; no log-probabilities. Never waits."""
@@ -75,9 +81,14 @@ class DeviceSampler:
         return tokens
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
-        """All fields travel in one copy out of pinned memory."""
-        count = len(draws)
+        """All fields travel in one copy out of pinned memory.
+
+        Each begins at a multiple of 16 bytes: for any other place Triton would compile the kernels anew.
+        """
+        count = len(draws) + len(draws) % 2
         sampling = [draw.sampling for draw in draws]
+        sampling += [SamplingParams()] * (count - len(draws))
+        positions = [*positions, *[0] * (count - len(draws))]
         staged = torch.empty(count * _ROW_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
         columns = staged.numpy()
         seeds = np.fromiter((one.seed & _WORD for one in sampling), np.uint64, count)

@@ -99,5 +99,7 @@ class DrawnElsewhere:
     num_broken_rows = 0
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
-        """Token 0 for each: nobody reads them."""
+        """Token 0 for each: nobody reads them. As with drawn ones, the step has ended when this returns."""
+        if logits.is_cuda:
+            torch.cuda.current_stream(logits.device).synchronize()
         return [SampledToken(0)] * len(draws)

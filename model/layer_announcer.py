@@ -21,8 +21,10 @@ class LayerAnnouncer:
     device, is raised there, after which no further layer is announced.
     """
 
-    def __init__(self, on_layer: Callable[[int], None]):
+    def __init__(self, on_layer: Callable[[int], None], begin: Callable[[], None] = lambda: None):
+        """`begin` is called first on the new thread: a thread has a current GPU of its own."""
         self._on_layer = on_layer
+        self._begin = begin
         self._layers: SimpleQueue[tuple[int, Event] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="layer-announcer")
@@ -44,6 +46,10 @@ class LayerAnnouncer:
             raise self._failure
 
     def _work(self) -> None:
+        try:
+            self._begin()
+        except BaseException as failure:
+            self._failure = failure
         while (item := self._layers.get()) is not None:
             layer, event = item
             if self._failure is not None:

@@ -1,9 +1,13 @@
 """Sampling on the GPU draws what the reference draws."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+import model.device_sampler
 from model.device_sampler import DeviceSampler
 from model.kernels.device_sampling import DrawParameters, draw_on_device
 from model.kernels.sampling import DrawBatch, TorchSampling, row_keys
@@ -108,3 +112,28 @@ def test_the_device_sampler_draws_what_the_other_one_does() -> None:
     drawn = DeviceSampler(200, cpu).launch(logits.clone(), draws, positions)
     assert drawn.wait() == ([token.token_id for token in expected], 0)
     assert drawn.tokens.tolist() == [token.token_id for token in expected]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+def test_parameters_begin_where_no_number_of_rows_asks_for_kernels_of_its_own(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[DrawParameters] = []
+
+    def draw(logits: Tensor, parameters: DrawParameters) -> tuple[Tensor, Tensor]:
+        given.append(parameters)
+        return draw_on_device(logits, parameters)
+
+    monkeypatch.setattr(model.device_sampler, "draw_on_device", draw)
+    draws = [Draw(SamplingParams(seed=seed), [1], 1) for seed in range(rows)]
+    DeviceSampler(20, torch.device("cpu")).launch(torch.randn(rows, 20), draws, [4] * rows)
+    for field in dataclasses.fields(DrawParameters):
+        assert getattr(given[0], field.name).data_ptr() % 16 == 0, field.name
+
+
+def test_log_probabilities_of_many_rows_are_those_of_each() -> None:
+    cpu = torch.device("cpu")
+    logits = torch.randn((37, 50), generator=torch.Generator().manual_seed(1))
+    draws = [Draw(SamplingParams(seed=row, logprobs=row % 3), [1], 1) for row in range(37)]
+    expected = Sampler(50, cpu).sample(logits.clone(), draws, [9] * 37)
+    assert DeviceSampler(50, cpu).sample(logits, draws, [9] * 37) == expected

@@ -41,6 +41,19 @@ def test_layers_are_announced_in_order_however_their_events_come() -> None:
     assert called == [0, 1, 2, 3]
 
 
+def test_the_new_thread_begins_as_it_is_told() -> None:
+    began: list[str] = []
+    with LayerAnnouncer(lambda layer: None, lambda: began.append(threading.current_thread().name)):
+        pass
+    assert began == ["layer-announcer"]
+
+    def fail() -> None:
+        raise RuntimeError("no such GPU")
+
+    with pytest.raises(RuntimeError, match="no such GPU"), LayerAnnouncer(lambda layer: None, fail):
+        pass
+
+
 def test_leaving_waits_until_every_call_has_been_made() -> None:
     gate, called = Gate(), list[str]()
 
