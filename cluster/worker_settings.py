@@ -37,6 +37,7 @@ class WorkerSettings:
     tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
     swap_bytes: int = 0  # of host memory, on each rank
+    announces_layers: bool = False  # in every step
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
@@ -54,6 +55,7 @@ class WorkerSettings:
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
             swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
+            announces_layers=isinstance(section, PrefillSection),
         )
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
@@ -75,6 +77,7 @@ class WorkerSettings:
             swap_bytes=self.swap_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),
+            captures_decodes=not self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
             max_context=self.model.max_context,

@@ -5,18 +5,53 @@ which compute and write the same once more. Inputs go from pinned memory into th
 the host may prepare a step while the one before runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model.backend import BatchLayout
 from model.captured_steps import DecodeInputs
 from model.decoder import Decoder, Drawing
+from model.host_tensors import place
 from model.kv_cache import KVCache
+from model.layer_announcer import Event
 from model.step import SequenceStep
+
+GRAPH_BYTES = 8 * 2**20
+"""What the driver is allowed for one graph, beside the memory that its kernels use: an estimate."""
+
+
+class Recorder:
+    """Records graphs whose kernels share memory: they must not run at the same time, nor outlive one another's use."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What replays `run` on the current stream. Runs it once before, since what must compile can't be captured."""
+        run()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may go on talking to the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def event(self) -> "RecordedEvent":
+        event: RecordedEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
+
+class RecordedEvent(Event, Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self) -> None:
+        """To come when all is done that has been launched on the current stream."""
 
 
 @dataclass(frozen=True)
@@ -24,28 +59,34 @@ class _Staging:
     """Pinned inputs of one step, and when their copy has left them."""
 
     inputs: DecodeInputs
-    copied: torch.cuda.Event
+    copied: RecordedEvent
 
 
 class CudaGraphSteps:
     """Implements CapturedSteps. Used on the engine's thread, on its current stream."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, max_context: int, max_batch: int):
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, max_context: int, max_batch: int, recorder: Recorder | None = None
+    ):
         """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
         self._device = kv_cache.tensors[0].device
+        recorder = Recorder(self._device) if recorder is None else recorder
         self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
-        largest = self._sizes[-1]
+        largest, pinned = self._sizes[-1], self._device.type == "cuda"
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [
-            _Staging(DecodeInputs(largest, max_context, kv_cache.block_size, pinned=True), _event()) for _ in range(2)
+            _Staging(DecodeInputs(largest, max_context, kv_cache.block_size, pinned=pinned), recorder.event())
+            for _ in range(2)
         ]
         blank = self._staging[0].inputs
-        self._placed = {name: torch.from_numpy(array).to(self._device) for name, array in blank.arrays().items()}
+        self._placed = {name: torch.tensor(array, device=self._device) for name, array in blank.arrays().items()}
         self._max_context = max_context
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(decoder, kv_cache, size, pool)
+        # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
+        self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=self._device)
+        # Kept with all tensors in them: a graph remembers places alone.
+        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
+        with torch.inference_mode():
+            self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
 
     def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
         """As CapturedSteps.logits; `earlier` int64 [any]: the tokens that the step before drew, on the device.
@@ -66,9 +107,8 @@ class CudaGraphSteps:
         staging.copied.record()
         if earlier is not None:
             self._follow(batch, size, earlier)
-        graph, logits = self._graphs[size]
-        graph.replay()
-        return logits[:count]
+        self._replays[size]()
+        return self._logits[:count]
 
     def _follow(self, batch: Sequence[SequenceStep], size: int, earlier: Tensor) -> None:
         follows = [step.follows for step in batch]
@@ -76,14 +116,11 @@ class CudaGraphSteps:
         rows = [row for row, one in enumerate(follows) if one is not None]
         if not rows:
             return
-        both = torch.tensor([rows, [one for one in follows if one is not None]], pin_memory=True)
-        places = both.to(self._device, non_blocking=True)
+        places = place(np.array([rows, [one for one in follows if one is not None]]), self._device)
         self._placed["token_ids"].index_copy_(0, places[0], earlier[places[1]])
 
-    def _capture(
-        self, decoder: Decoder, kv_cache: KVCache, size: int, pool: Any
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of batches of `size`, and where it leaves their logits fp32 [size, vocab]."""
+    def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
+        """What computes the logits of a batch of `size`. It reads and writes at the same places whenever it runs."""
         placed = {name: tensor[:size] for name, tensor in self._placed.items()}
         layout = BatchLayout(
             positions=placed["positions"],
@@ -98,24 +135,13 @@ class CudaGraphSteps:
         rows = torch.arange(size, device=self._device)
         drawing = Drawing(rows, rows)
 
-        def run() -> Tensor:
+        def run() -> None:
             logits = decoder.forward(placed["token_ids"], layout, kv_cache.tensors, drawing)
             if logits is None:
                 raise ValueError("a batch whose sequences all draw has no logits")
-            return logits
+            self._logits[:size, : logits.shape[1]].copy_(logits)
 
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode():
-            run()  # compiles what this size needs, which can't be captured
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.graph(graph, pool=pool):
-                logits = run()
-        return graph, logits
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return event
+        return run
 
 
 def batch_sizes(largest: int) -> list[int]:

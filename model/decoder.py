@@ -36,6 +36,11 @@ class Decoder:
         self._backend = backend
         self._parallel = parallel
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, on the rank that gathers them."""
+        return self._config.vocab_size
+
     def forward(
         self,
         token_ids: Tensor,

@@ -59,6 +59,7 @@ class EngineConfig:
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     bounds: StepBounds = DEFAULT_BOUNDS
+    captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     max_context: int | None = None  # tokens; None: what the model and the cache allow
@@ -122,12 +123,15 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
         swap_space = _swap_space(config, kv_cache)
         made.append((parallel, kv_cache, swap_space))
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
-        captured = _captured_steps(config, backend, decoder, kv_cache, room)
+        captured = _captured_steps(config, backend, decoder, kv_cache, room) if config.captures_decodes else None
         runner = ModelRunner(decoder, sampler, kv_cache, room, captured, swap_space)
         _warm_up(runner, config.block_size, room)
         return runner
 
-    engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
+    try:
+        engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(config, model_config, checkpoint, device, dtype, num_blocks, error) from error
     ((parallel, kv_cache, swap_space),) = made
     max_context = resolve_max_context(config, model_config, kv_cache.num_blocks)
     one = kv_block_bytes(model_config, config.block_size, dtype, shard.size)
@@ -264,6 +268,7 @@ def _blocks_left_on_gpu(
         device=device,
         max_context=max_context,
         share=config.gpu_memory_share,
+        is_captured=config.captures_decodes,
     )
     return _blocks_in(cache_bytes_on_gpu(memory), config, model, dtype)
 
@@ -296,6 +301,26 @@ def _check_memory(
         cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel),
         step=step,
         free=available_bytes(device),
+    )
+
+
+def _out_of_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_blocks: int | None,
+    error: torch.OutOfMemoryError,
+) -> ConfigError:
+    """What a GPU without room for the steps, or for weights that others took while they were loaded, is told by."""
+    weights = weight_bytes(checkpoint.shapes, dtype, config.quantization) // config.tensor_parallel
+    cache = (num_blocks or 0) * kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
+    said = str(error).splitlines()[0] if str(error) else "out of memory"
+    return ConfigError(
+        f"too little memory on {device.type}: weights {gibibytes(weights)} + KV cache {gibibytes(cache)} leave too "
+        f"little for steps of {config.bounds.max_tokens} tokens and {config.bounds.max_sequences} sequences: lower "
+        f"kv_cache_gib, max_step_tokens or max_batch, quantise, or take a smaller model ({said})"
     )
 
 

@@ -36,19 +36,22 @@ class GpuMemory:
     share: float  # of the total that this worker may use
     weights: int  # with all else that torch keeps for this worker
     peak_step: int  # what the largest step took beyond that
+    graphs: int = 0  # what captured decode steps will keep, which no other step can use
 
 
 def cache_bytes_on_gpu(memory: GpuMemory) -> int:
     """What is left for the KV cache. Raises ConfigError, with the arithmetic, where nothing is."""
     allowed = int(memory.total * memory.share)
-    own = allowed - memory.weights - memory.peak_step - CUDA_CONTEXT_BYTES
+    ahead = memory.peak_step + memory.graphs
+    own = allowed - memory.weights - ahead - CUDA_CONTEXT_BYTES
     # Other processes may hold more of the device than we leave them.
-    left = min(own, memory.free - memory.peak_step)
+    left = min(own, memory.free - ahead)
     if left <= 0:
         raise ConfigError(
             f"too little memory on cuda: {memory.share:.2f} of {gibibytes(memory.total)} = {gibibytes(allowed)} for "
             f"this worker, of which weights take {gibibytes(memory.weights)}, the largest step "
-            f"{gibibytes(memory.peak_step)} and CUDA itself {gibibytes(CUDA_CONTEXT_BYTES)}, and of the GPU "
+            f"{gibibytes(memory.peak_step)}, decode graphs {gibibytes(memory.graphs)} and CUDA itself "
+            f"{gibibytes(CUDA_CONTEXT_BYTES)}, and of the GPU "
             f"{gibibytes(memory.free)} are free: nothing is left for the KV cache; raise gpu_memory_utilization, lower "
             "max_step_tokens, quantise, or take a smaller model"
         )

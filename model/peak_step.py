@@ -1,8 +1,11 @@
-"""The largest step that an engine will be given, run once on a GPU to see what memory it takes."""
+"""The largest steps that an engine will be given, run once on a GPU to see what memory they take."""
+
+from dataclasses import replace
 
 import torch
 
 from model.config import ModelConfig
+from model.cuda_graphs import GRAPH_BYTES, batch_sizes
 from model.decoder import Decoder
 from model.kv_cache import make_kv_cache
 from model.memory_plan import GpuMemory, StepBounds
@@ -22,25 +25,45 @@ def measure_gpu(
     device: torch.device,
     max_context: int,
     share: float,
+    is_captured: bool,
 ) -> GpuMemory:
-    """Run the largest step with draws over a cache of one block, in which all tokens lie on each other."""
+    """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other.
+
+    `is_captured`: whether decode steps will be, which the memory of a step and of its logits belongs to for good.
+    """
     cache = make_kv_cache(config, num_blocks=1, block_size=block_size, dtype=dtype, device=device, model_digest="")
     runner = ModelRunner(decoder, sampler, cache, max_context)
-    weights = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.run(largest_batch(bounds, block_size, max_context))
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - weights
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_reserved(device)
+
+    def peak(batch: list[SequenceStep]) -> int:
+        """What torch took from the device, holes included."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.run(batch)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_reserved(device) - weights
+
+    # With log-probabilities the sampler is another one.
+    peak_step = max(peak(largest_batch(bounds, block_size, max_context, logprobs)) for logprobs in (None, 20))
+    graphs = 0
+    if is_captured:
+        inputs = bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize
+        logits = bounds.max_sequences * config.vocab_size * torch.float32.itemsize
+        decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
+        graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
     cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return GpuMemory(total=total, free=free, share=share, weights=weights, peak_step=peak)
+    return GpuMemory(total, free, share, weights, peak_step, graphs)
 
 
-def largest_batch(bounds: StepBounds, block_size: int, max_context: int) -> list[SequenceStep]:
+def largest_batch(
+    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None
+) -> list[SequenceStep]:
     """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=0)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, logprobs=logprobs)
     left = bounds.max_tokens
     batch: list[SequenceStep] = []
     for index in range(count):

@@ -322,3 +322,12 @@ def test_the_dtype_follows_choice_checkpoint_and_device(
 ) -> None:
     monkeypatch.setattr(model.load, "has_fast_bf16", lambda: fast)
     assert resolve_dtype(choice, checkpoint, torch.device(device)) == expected
+
+
+def test_a_gpu_that_runs_out_of_memory_is_one_line(write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(model.load, "_warm_up", fail)
+    with pytest.raises(ConfigError, match=r"weights .* MiB .* lower kv_cache_gib.*2\.00 GiB\.\)$"):
+        load_engine(EngineConfig(write_checkpoint(), num_blocks=8, block_size=4, threads=1))

@@ -27,6 +27,11 @@ def test_the_cache_leaves_room_for_the_step_beside_what_others_hold() -> None:
     assert cache_bytes_on_gpu(memory) == 8 * GIB
 
 
+def test_captured_steps_keep_their_memory_beside_the_largest_step() -> None:
+    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB, graphs=GIB)
+    assert cache_bytes_on_gpu(memory) == 72 * GIB - 19 * GIB - CUDA_CONTEXT_BYTES
+
+
 def test_where_nothing_is_left_one_line_has_the_arithmetic() -> None:
     memory = GpuMemory(total=24 * GIB, free=6 * GIB, share=0.5, weights=11 * GIB, peak_step=1 * GIB)
     with pytest.raises(
