@@ -13,7 +13,7 @@ from model.config import ModelConfig, load_model_config
 from model.kv_cache import make_kv_cache
 from model.load import EngineConfig, load_engine
 from model.step import BlockCopy, Draw, SequenceStep
-from model.swap_space import SwapSpace, consecutive_runs
+from model.swap_space import SwapSpace, consecutive_runs, copy_over_bus
 from protocol.errors import ConfigError, WorkerLost
 from protocol.requests import SampledToken, SamplingParams
 
@@ -44,6 +44,22 @@ def test_blocks_come_back_as_they_were_to_other_places(config: ModelConfig) -> N
         assert torch.equal(tensor[others], was[others])
     assert space.num_bytes == 10 * space.block_bytes == 10 * sum(tensor[0].nbytes for tensor in cache.tensors)
     assert space.seconds > 0
+
+
+def test_what_crosses_the_bus_in_one_piece_arrives_block_by_block() -> None:
+    cache = [torch.randn(12, 2, 3) for _ in range(2)]
+    host = [torch.full((9, 2, 3), torch.nan) for _ in range(2)]
+    before = [layer.clone() for layer in cache]
+    out, there, back = [2, 3, 4, 9, 1], [5, 6, 7, 0, 1], [11, 8, 0, 1, 4]
+    copy_over_bus(cache, host, BlockCopy(True, out, there))
+    for layer, kept in zip(before, host, strict=True):
+        assert torch.equal(kept[there], layer[out])
+        assert kept[[2, 3, 4, 8]].isnan().all()
+    copy_over_bus(cache, host, BlockCopy(False, back, there))
+    for layer, was in zip(cache, before, strict=True):
+        assert torch.equal(layer[back], was[out])
+        others = [block for block in range(12) if block not in back]
+        assert torch.equal(layer[others], was[others])
 
 
 @pytest.mark.parametrize(
