@@ -34,8 +34,8 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     import torch
 
     from model.config import load_model_config
+    from model.engine_config import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.kv_cache import kv_block_bytes
-    from model.load import resolve_dtype, resolve_max_context, resolve_num_blocks
     from model.memory import available_bytes, gibibytes
     from model.memory_plan import step_bytes_on_cpu
     from model.quantization import weight_bytes

@@ -17,7 +17,7 @@ from cluster.core_list import parse_cores
 from kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
-    from model.load import EngineConfig
+    from model.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WorkerSettings:
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
-        from model.load import EngineConfig
+        from model.engine_config import EngineConfig
         from model.memory_plan import StepBounds
 
         kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)

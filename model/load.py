@@ -1,10 +1,7 @@
 """From a model folder to a running engine."""
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -15,19 +12,21 @@ from model.cpu_backend import CpuBackend
 from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
+from model.engine_config import (
+    EngineConfig,
+    blocks_in,
+    check_cores,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_context,
+    resolve_num_blocks,
+)
 from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
 from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
 from model.memory import available_bytes, gibibytes
-from model.memory_plan import (
-    DEFAULT_BOUNDS,
-    StepBounds,
-    cache_bytes_on_gpu,
-    check_memory,
-    describe_cache,
-    step_bytes_on_cpu,
-)
+from model.memory_plan import cache_bytes_on_gpu, check_memory, describe_cache, step_bytes_on_cpu
 from model.peak_step import measure_gpu
-from model.quantization import Quantization, weight_bytes
+from model.quantization import weight_bytes
 from model.runner import ModelRunner, TokenSampler
 from model.sampler import Sampler
 from model.step import Draw, SequenceStep
@@ -38,31 +37,6 @@ from protocol.errors import ConfigError
 from protocol.requests import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both.
-
-    Neither of them, on CUDA: the cache gets what is left of `gpu_memory_share`. Memory and threads are each rank's.
-    """
-
-    model_dir: Path
-    device: Literal["cpu", "cuda"] = "cpu"
-    gpu: int = 0  # which one of those that this process sees
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Quantization = "none"  # of the projections' weights
-    tensor_parallel: int = 1  # ranks that share the model
-    block_size: int = 16  # tokens
-    kv_cache_bytes: int | None = None  # all layers together
-    num_blocks: int | None = None
-    swap_bytes: int = 0  # of host memory, for KV of requests that give way
-    gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
-    bounds: StepBounds = DEFAULT_BOUNDS
-    captures_decodes: bool = True  # False where every step announces its layers, which none does that is replayed
-    threads: int | None = None  # cores that a step may use; None: all
-    cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
-    max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 
 @dataclass(frozen=True)
@@ -89,8 +63,8 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     check_size(model_config, config.tensor_parallel)
     shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
     checkpoint = Checkpoint(config.model_dir, model_config)
-    _check_cores(config)
-    device = _device(config)
+    check_cores(config)
+    device = resolve_device(config)
     dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
     num_blocks = resolve_num_blocks(config, model_config, dtype)
     max_context = resolve_max_context(config, model_config, num_blocks)
@@ -139,41 +113,6 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     return LoadedEngine(engine, parallel, kv_cache, model_config, kv_cache.num_blocks, max_context, swap_space)
 
 
-def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and cache.
-
-    `auto` on CUDA is the checkpoint's; on a CPU bf16 where the checkpoint is bf16 and the CPU has instructions for it,
-    else fp32 (fp16 has no fast CPU kernels, and bf16 would lose bits of it).
-    """
-    if choice == "bfloat16":
-        return torch.bfloat16
-    if choice == "float32":
-        return torch.float32
-    if device.type == "cuda":
-        return checkpoint_dtype
-    return torch.bfloat16 if checkpoint_dtype == torch.bfloat16 and has_fast_bf16() else torch.float32
-
-
-def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _check_cores(config: EngineConfig) -> None:
-    usable = os.sched_getaffinity(0)
-    if config.cores is not None and not (config.cores and usable.issuperset(config.cores)):
-        raise ConfigError(
-            f"cores: {', '.join(map(str, config.cores)) or 'none'}, where this process may run on "
-            f"{', '.join(map(str, sorted(usable)))}: name some of these, or leave cores out"
-        )
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is asked for, but torch finds no CUDA device: use device cpu")
-    return torch.device("cuda", config.gpu) if config.device == "cuda" else torch.device("cpu")
-
-
 def _backend(device: torch.device) -> Backend:
     if device.type == "cpu":
         return CpuBackend()
@@ -202,53 +141,6 @@ def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
     return DeviceSampler(vocab_size, device)
 
 
-def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int | None:
-    """How many blocks the cache gets; None: as many as fit, on a GPU.
-
-    Raises ConfigError for settings that make no cache.
-    """
-    if config.num_blocks is not None and config.kv_cache_bytes is not None:
-        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
-    if config.block_size < 1:
-        raise ConfigError(f"block_size: {config.block_size} is not positive")
-    if config.num_blocks is not None:
-        if config.num_blocks < 1:
-            raise ConfigError(f"num_blocks: {config.num_blocks} is not positive")
-        return config.num_blocks
-    if config.kv_cache_bytes is None:
-        if config.device == "cuda":
-            return None
-        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache on a CPU")
-    return _blocks_in(config.kv_cache_bytes, config, model, dtype)
-
-
-def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int | None) -> int:
-    """Tokens of the longest request. `num_blocks` is None where the cache has no size yet.
-
-    Raises ConfigError for more than the model or the cache takes.
-    """
-    room = model.max_position if num_blocks is None else num_blocks * config.block_size
-    if config.max_context is None:
-        return min(model.max_position, room)
-    if not 1 <= config.max_context <= model.max_position:
-        raise ConfigError(
-            f"max_context: {config.max_context} is outside of the model's 1 to {model.max_position} positions"
-        )
-    if config.max_context > room:
-        raise ConfigError(
-            f"max_context: {config.max_context} tokens don't fit into {num_blocks} blocks of {config.block_size} tokens"
-        )
-    return config.max_context
-
-
-def _blocks_in(size: int, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Blocks that `size` bytes hold. Raises ConfigError where they hold none."""
-    one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
-    if size < one:
-        raise ConfigError(f"a KV cache of {size} bytes does not hold one block, which takes {one}")
-    return size // one
-
-
 def _blocks_left_on_gpu(
     config: EngineConfig,
     model: ModelConfig,
@@ -270,7 +162,7 @@ def _blocks_left_on_gpu(
         share=config.gpu_memory_share,
         is_captured=config.captures_decodes,
     )
-    return _blocks_in(cache_bytes_on_gpu(memory), config, model, dtype)
+    return blocks_in(cache_bytes_on_gpu(memory), config, model, dtype)
 
 
 def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:

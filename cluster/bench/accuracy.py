@@ -26,8 +26,8 @@ from model.config import load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder, Drawing
 from model.decoder_weights import load_decoder_weights
+from model.engine_config import resolve_dtype
 from model.kv_cache import make_kv_cache
-from model.load import resolve_dtype
 from model.quantization import Quantization
 from model.runner import make_layout
 from model.step import SequenceStep

@@ -22,7 +22,8 @@ import torch
 
 from cluster.bench.engine_models import MODELS, write_random_model
 from cluster.bench.engine_work import Machine, Work, decode_work, prefill_machine, prefill_work
-from model.load import EngineConfig, LoadedEngine, load_engine
+from model.engine_config import EngineConfig
+from model.load import LoadedEngine, load_engine
 from model.quantization import Quantization
 from model.step import Draw, SequenceStep
 from protocol.requests import SamplingParams

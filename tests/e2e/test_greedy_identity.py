@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from model.bundled import BUNDLED_MODEL_DIR
-from model.load import EngineConfig, load_engine
+from model.engine_config import EngineConfig
+from model.load import load_engine
 from model.step import Draw, SequenceStep
 from protocol.requests import SamplingParams
 from tests.e2e.conftest import MODEL, Server, eventually, serving

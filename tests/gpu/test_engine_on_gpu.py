@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
-from model.load import EngineConfig, load_engine
+from model.engine_config import EngineConfig
+from model.load import load_engine
 from model.step import Draw, SequenceStep
 from protocol.requests import SamplingParams
 

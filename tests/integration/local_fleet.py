@@ -19,7 +19,8 @@ from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports import make_transports
 from model.block_pool import BlockPool
-from model.load import EngineConfig, load_engine
+from model.engine_config import EngineConfig
+from model.load import load_engine
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.clock import draw_epoch

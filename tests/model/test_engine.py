@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import model.engine_config
 import model.load
 from model.engine import ThreadEngine
+from model.engine_config import EngineConfig, resolve_dtype
 from model.launched_step import DoneStep, LaunchedStep
-from model.load import EngineConfig, load_engine, resolve_dtype
+from model.load import load_engine
 from model.step import Draw, SequenceStep, with_drawn_tokens
 from protocol.errors import ConfigError, WorkerLost
 from protocol.requests import SampledToken, SamplingParams
@@ -320,7 +322,7 @@ def test_the_dtype_follows_choice_checkpoint_and_device(
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model.load, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(model.engine_config, "has_fast_bf16", lambda: fast)
     assert resolve_dtype(choice, checkpoint, torch.device(device)) == expected
 
 

@@ -10,8 +10,9 @@ import torch
 
 import model.load
 from model.config import ModelConfig, load_model_config
+from model.engine_config import EngineConfig
 from model.kv_cache import make_kv_cache
-from model.load import EngineConfig, load_engine
+from model.load import load_engine
 from model.step import BlockCopy, Draw, SequenceStep
 from model.swap_space import SwapSpace, consecutive_runs, copy_over_bus
 from protocol.errors import ConfigError, WorkerLost
