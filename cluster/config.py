@@ -63,7 +63,7 @@ class WorkerResources:
     gpu_memory_utilization: float = field(default=0.9, metadata=bounds(0.05, 1))
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a number of ranks that can't be."""
+        """Raises ConfigError for a number of ranks that can't be, and for settings that contradict each other."""
         if self.tensor_parallel not in (1, 2, 4, 8):
             raise ConfigError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
         if self.tensor_parallel > 1 and self.num_gpus not in (0, 1):
@@ -73,6 +73,10 @@ class WorkerResources:
             )
         if self.cores is not None and self.threads not in (None, len(parse_cores(self.cores))):
             raise ConfigError(f"threads: {self.threads} on the cores {self.cores}: give one of the two, or as many")
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            raise ConfigError(
+                f"num_blocks: {self.num_blocks} beside kv_cache_gib {self.kv_cache_gib:g}: give one of them"
+            )
         if self.cores is not None and self.tensor_parallel > 1:
             raise ConfigError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
 

@@ -34,7 +34,13 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     import torch
 
     from model.config import load_model_config
-    from model.engine_config import resolve_dtype, resolve_max_context, resolve_num_blocks
+    from model.engine_config import (
+        check_cores,
+        resolve_device,
+        resolve_dtype,
+        resolve_max_context,
+        resolve_num_blocks,
+    )
     from model.kv_cache import kv_block_bytes
     from model.memory import available_bytes, gibibytes
     from model.memory_plan import step_bytes_on_cpu
@@ -53,6 +59,8 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         if section.replicas == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
+        resolve_device(engine)
+        check_cores(engine)
         ranks = engine.tensor_parallel
         check_size(model, ranks)
         num_blocks = resolve_num_blocks(engine, model, dtype)
@@ -60,7 +68,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         needed += section.replicas * (
-            ranks * (cache + step) + weight_bytes(checkpoint.shapes, dtype, engine.quantization)
+            ranks * (cache + step + engine.swap_bytes) + weight_bytes(checkpoint.shapes, dtype, engine.quantization)
         )
     if device.type == "cpu":
         needed += WORKER_BYTES * config.num_ranks + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
@@ -68,7 +76,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         if needed > free:
             raise ConfigError(
                 f"too little memory: {config.num_workers} workers and Ray need {gibibytes(needed)}, but only "
-                f"{gibibytes(free)} are free: lower kv_cache_gib or replicas, or take a smaller model"
+                f"{gibibytes(free)} are free: lower kv_cache_gib, swap_gib or replicas, or take a smaller model"
             )
     held = str(dtype).removeprefix("torch.")
     if config.model.quantization != "none":

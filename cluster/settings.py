@@ -86,10 +86,16 @@ def _build(cls: type[T], raw: Mapping[Any, object], path: str, least: Least) -> 
     try:
         return cls(**values)
     except ConfigError as error:
-        message = str(error)
-        raise ConfigError(message if not path or message.startswith(path) else f"{path}: {message}") from error
+        raise ConfigError(_located(str(error), hints, path)) from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _located(message: str, hints: Mapping[str, Any], path: str) -> str:
+    """What a section says of itself, with the path of the field that it begins with, if it does."""
+    if not path or message.startswith(path):
+        return message
+    return f"{path}.{message}" if message.partition(":")[0] in hints else f"{path}: {message}"
 
 
 def _known_keys(cls: type[Any]) -> list[str]:

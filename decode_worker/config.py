@@ -39,5 +39,10 @@ class DecodeConfig:
             raise ConfigError(f"decode.swap_gib is {self.swap_gib}: it must be at least 0")
         if self.preemption == "swap" and self.swap_gib == 0:
             raise ConfigError("decode.preemption is swap, but decode.swap_gib 0 leaves no memory for it: raise it")
+        if self.preemption == "recompute" and self.swap_gib > 0:
+            raise ConfigError(
+                f"decode.swap_gib is {self.swap_gib:g}, but decode.preemption recompute never uses it: make that auto "
+                "or swap, or leave swap_gib out"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"decode.watermark is {self.watermark}: it must be at least 0 and less than 1")

@@ -61,12 +61,17 @@ def has_fast_bf16() -> bool:
 
 def check_cores(config: EngineConfig) -> None:
     """Raises ConfigError where the engine is to run on cores that this process may not use."""
+    if config.cores is None:
+        return
+    if not config.cores:
+        raise ConfigError("cores: none is named: name some, or leave cores out")
     usable = os.sched_getaffinity(0)
-    if config.cores is not None and not (config.cores and usable.issuperset(config.cores)):
-        raise ConfigError(
-            f"cores: {', '.join(map(str, config.cores)) or 'none'}, where this process may run on "
-            f"{', '.join(map(str, sorted(usable)))}: name some of these, or leave cores out"
-        )
+    for core in config.cores:
+        if core not in usable:
+            raise ConfigError(
+                f"cores: {core} is none of the {len(usable)} that this process may run on (`taskset -cp $$` shows "
+                "which): name some of these, or leave cores out"
+            )
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

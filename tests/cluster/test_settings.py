@@ -217,6 +217,23 @@ def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
     assert kv_cache_size(config.decode.resources, "cpu") == (2**29, None)
 
 
+@pytest.mark.parametrize(
+    ("decode", "told"),
+    [
+        ({"num_blocks": 77, "kv_cache_gib": 0.5}, "decode.num_blocks: 77 beside kv_cache_gib 0.5: "),
+        ({"preemption": "recompute", "swap_gib": 1}, "decode.swap_gib is 1, but decode.preemption recompute never"),
+        ({"preemption": "swap"}, "decode.preemption is swap, but decode.swap_gib 0"),
+        ({"cores": "0", "threads": 2}, "decode.threads: 2 on the cores 0: "),
+        ({"cores": "0-1", "tensor_parallel": 2}, "decode.cores: 0-1 can't be shared"),
+        ({"cores": "0-"}, "decode.cores: '0-' is no list"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told_by_their_names(decode: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({"decode": decode})
+    assert str(caught.value).startswith(told)
+
+
 def test_the_readme_shows_the_defaults():
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown = readme.split("```yaml")[1].split("```")[0]

@@ -48,9 +48,9 @@ def test_the_engine_is_told_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"tensor_parallel": 3}, "prefill: tensor_parallel: 3 is none of 1, 2, 4, 8"),
+        ({"tensor_parallel": 3}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
         ({"tensor_parallel": 16}, "prefill.tensor_parallel: 16 must be from 1 to 8"),
-        ({"tensor_parallel": 2, "num_gpus": 0.5}, "prefill: num_gpus: 0.5 for each of 2 tensor-parallel ranks"),
+        ({"tensor_parallel": 2, "num_gpus": 0.5}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel ranks"),
     ],
 )
 def test_what_ranks_can_not_be_is_told(section: dict[str, float], message: str) -> None:
