@@ -76,6 +76,9 @@ class _Rank:
         except TwostrokeError as error:
             _log.error("rank %d of worker %s ends: %s", self._order.rank, self._order.worker.worker_id, error)
             self._tell(RankFailed(str(error)))
+        except Exception as error:  # torch's own, and bugs: rank 0 must hear of these too, and nothing be left here
+            _log.exception("rank %d of worker %s has failed", self._order.rank, self._order.worker.worker_id)
+            self._tell(RankFailed(f"{type(error).__name__}: {error}"))
         if self._parts is None or self._transfers is None:
             _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
         await self._transfers.close()
@@ -130,9 +133,10 @@ class _Rank:
             transfers.step_ended()
 
     async def _step_over(self) -> None:
-        """Wait for the step under way, which a cancelled call leaves alone."""
+        """Wait for the step under way, which a cancelled call leaves alone. Raises what it could not tell."""
         if self._stepping is not None:
             await asyncio.wait({self._stepping})
+            self._stepping.result()
             self._stepping = None
 
     def _tell(self, message: RankMessage) -> None:

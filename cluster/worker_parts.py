@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 from cluster.led_ranks import LedRanks, StartRanks
 from cluster.rank_parts import RankParts, load_rank
 from cluster.worker_settings import WorkerSettings
-from protocol.errors import WorkerLost
+from protocol.errors import ConfigError, WorkerLost
+from protocol.frames import MAX_PAYLOAD_BYTES
 from protocol.network import Network
+from protocol.rank_messages import most_step_bytes
 from protocol.tickets import Peer
 
 if TYPE_CHECKING:
     from kvtransfer.sides import ReceivingSide, SendingSide
     from kvtransfer.store import KVStore
     from model.block_pool import BlockPool
+    from model.load import LoadedEngine
     from model.step import Engine
 
 
@@ -94,6 +97,7 @@ async def _lead(
     rank = await _load_rank_0(settings, peer, network, secret, led, gpu)
     try:
         addresses = await ranks.loaded()
+        _check_step_size(settings, rank.loaded)
     except BaseException:
         await led.close()
         await rank.close()
@@ -109,6 +113,22 @@ async def _lead(
         rank,
         led,
     )
+
+
+def _check_step_size(settings: WorkerSettings, loaded: "LoadedEngine") -> None:
+    """Raises ConfigError where a step might be too long to tell the ranks in one message."""
+    size = most_step_bytes(
+        max_tokens=settings.max_step_tokens,
+        max_sequences=settings.max_batch,
+        blocks_of_one=-(-loaded.max_context // settings.block_size),
+        host_blocks=0 if loaded.swap_space is None else loaded.swap_space.num_blocks,
+    )
+    if size > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"max_batch: steps of {settings.max_batch} requests with {loaded.max_context} tokens in blocks of "
+            f"{settings.block_size} can take {size} bytes to tell the tensor-parallel ranks, over {MAX_PAYLOAD_BYTES}: "
+            "lower max_batch, max_context or swap_gib, or raise block_size"
+        )
 
 
 async def _load_rank_0(

@@ -82,6 +82,13 @@ class RankStep(_RankMessage, frozen=True):
     copies: tuple[RankCopy, ...] = ()  # to be made before
 
 
+def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
+    """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
+    number = 5  # bytes of one below 2^32, or of a length
+    sequences = max_sequences * number * (blocks_of_one + 8)  # with what names and counts their parts
+    return 64 + number * (max_tokens + 2 * host_blocks) + sequences
+
+
 class StepEnded(_RankMessage, frozen=True):
     """The leader's step has ended: what follows is to be done once the rank's has, too.
 

@@ -57,6 +57,8 @@ class FakeParts:
         await self.gate.wait()
         if "fails" in self.notes:
             raise WorkerLost("no memory")
+        if "has a bug" in self.notes:
+            raise IndexError("past the end")
         self.note("end")
         if on_layer is not None:
             on_layer(0)
@@ -150,3 +152,14 @@ async def test_a_step_that_fails_is_told_and_is_the_ranks_end(monkeypatch: pytes
         ranks.tell(STEP)
         assert await ranks.lost == "rank 1 failed: no memory"
         await parts.until("close")
+
+
+async def test_a_bug_in_a_step_is_told_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        parts.note("has a bug")
+        parts.gate.set()
+        ranks.tell(STEP)
+        ranks.tell(StepEnded())
+        assert await ranks.lost == "rank 1 failed: IndexError: past the end"
+        await parts.until("close")
+    assert "rank 1 of worker w has failed" in caplog.text
