@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from model.backend import Backend
-from model.captured_steps import CapturedSteps, CpuCapturedSteps
+from model.captured_steps import CapturedSteps
 from model.config import ModelConfig, load_model_config
-from model.cpu_backend import CpuBackend
+from model.cuda_graphs import CudaGraphSteps
 from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.engine import ThreadEngine
@@ -114,9 +114,12 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
 
 
 def _backend(device: torch.device) -> Backend:
+    # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
+        from model.cpu_backend import CpuBackend
+
         return CpuBackend()
-    from model.cuda_backend import CudaBackend  # Triton is imported only where it can run
+    from model.cuda_backend import CudaBackend
 
     return CudaBackend()
 
@@ -124,13 +127,14 @@ def _backend(device: torch.device) -> Backend:
 def _captured_steps(
     config: EngineConfig, backend: Backend, decoder: Decoder, kv_cache: KVCache, max_context: int
 ) -> CapturedSteps | None:
-    if isinstance(backend, CpuBackend):
-        if config.tensor_parallel > 1:
-            return None  # the ranks' sums are torch's
-        return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
-    from model.cuda_graphs import CudaGraphSteps
+    if config.device == "cuda":
+        return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
+    from model.cpu_backend import CpuBackend
+    from model.cpu_captured_steps import CpuCapturedSteps
 
-    return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
+    if config.tensor_parallel > 1 or not isinstance(backend, CpuBackend):
+        return None  # the ranks' sums are torch's
+    return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
 
 
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:

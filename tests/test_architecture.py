@@ -146,6 +146,14 @@ def test_loading_the_router_deployment_loads_no_torch() -> None:
     assert run_python(script) == "[]"
 
 
+def test_an_engine_on_a_gpu_needs_no_numba() -> None:
+    script = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import model.load, model.cuda_backend, model.cuda_graphs, model.device_sampler, cluster.bench.gpu"
+    )
+    assert run_python(script) == ""
+
+
 def run_python(script: str) -> str:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -10,9 +10,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.captured_steps import CpuCapturedSteps, DecodeInputs
+from model.captured_steps import DecodeInputs
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
+from model.cpu_captured_steps import CpuCapturedSteps
 from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.kernels.cpu_launch import Kernel, as_floats, as_integers, take_items

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import model.bundled
-from model.captured_steps import CpuCapturedSteps
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
+from model.cpu_captured_steps import CpuCapturedSteps
 from model.decoder import Decoder
 from model.decoder_weights import load_decoder_weights
 from model.kv_cache import make_kv_cache
