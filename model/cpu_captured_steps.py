@@ -1,4 +1,4 @@
-"""Decode steps as Programs (model/kernels/cpu_program.py): one parallel region a step, whatever the number of layers."""
+"""Decode steps as Programs (model/kernels/cpu_program.py): one parallel region a step, for any number of layers."""
 
 from collections.abc import Sequence
 
