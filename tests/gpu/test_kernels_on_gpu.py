@@ -104,3 +104,15 @@ def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, r
         layout.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
         graph.replay()
         assert_near(out, references.attention(case.q, case.kv_layer, layout))
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(
+    "lengths", [[(4096, 4096)], [(700, 16384), (64, 9001)], [(2048, 12288), (1, 7000), (333, 333)]]
+)
+def test_prefill_over_long_contexts_equals_its_reference(
+    backend: Backend, references: Backend, lengths: list[tuple[int, int]], block_size: int
+) -> None:
+    case = paged_case(lengths, heads=4, groups=1, dim=128, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+    actual = backend.attention(case.q, case.kv_layer, case.layout)
+    assert_near(actual, references.attention(case.q, case.kv_layer, case.layout))
