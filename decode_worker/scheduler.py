@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
 from decode_worker.request_bounds import check_fits
+from decode_worker.run_ahead import drawn_for, must_be_awaited
 from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
-from model.token_counts import is_penalised
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SampledToken, finish_reason
 
@@ -104,7 +104,7 @@ class DecodeScheduler:
         if swapped_out is not None:
             return DecodeStep((), (), (swapped_out,))
         prompts = [job for job in staying[: self._max_batch] if job.num_unscheduled > 1]
-        follows = _drawn_for(in_flight)
+        follows = drawn_for(in_flight)
         entries: list[Entry] = []
         for job in decodes:
             job.sequence.reserve(self._pool, job.num_under_way + 1)
@@ -226,13 +226,8 @@ class DecodeScheduler:
         self._release_if_unused(job)
 
     def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
-        if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
-            return False  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
-        if in_flight.swaps:
-            return False  # nobody knows yet which blocks that frees
-        for job in _drawn_for(in_flight):
-            if is_penalised(job.request.sampling) and not (job.has_ended or job.is_drawing_its_last):
-                return False  # all wait for it: were it left out, it would get every other step only
+        if must_be_awaited(in_flight):
+            return False
         return self._blocks_wanted(decodes) <= self._pool.free_blocks  # whoever gives way must be in no step
 
     def _make_room(self, decodes: list[DecodeJob]) -> tuple[list[DecodeJob], Swap | None]:
@@ -319,8 +314,3 @@ class DecodeScheduler:
         if job.has_ended and not job.is_in_use:
             job.sequence.reset(self._pool)
             self._swapped.release(job)
-
-
-def _drawn_for(step: DecodeStep | None) -> dict[DecodeJob, int]:
-    """The jobs that a step draws a token for, with the entry that does."""
-    return {} if step is None else {one.job: i for i, one in enumerate(step.entries) if one.step.draw is not None}

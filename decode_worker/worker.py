@@ -10,22 +10,22 @@ from collections.abc import Iterable, Sequence
 
 from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
-from decode_worker.jobs import DecodeJob, DecodeStep, Progress
+from decode_worker.handovers import Handovers
+from decode_worker.jobs import DecodeStep, Progress
 from decode_worker.preemption import PreemptionPolicy, Rate
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.steps_under_way import EndedStep, StepsUnderWay
 from decode_worker.swapped_blocks import SwappedBlocks
-from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
-from kvtransfer.sides import Incoming, ReceivingSide, SendingSide
+from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers, WorkerCounters, worker_stats
 from protocol.clock import Clock
-from protocol.errors import RequestError, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
+from protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLost
 from protocol.network import Network
 from protocol.requests import DecodeReply, GenerateRequest, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
@@ -107,14 +107,23 @@ class DecodeWorker:
             ),
         )
         self._calls = Calls()
-        self._offers = None if receiver is None else AwaitedOffers(receiver, config.offer_wait_s)
+        self._handovers: Handovers | None = None
+        if receiver is not None:
+            self._handovers = Handovers(
+                receiver=receiver,
+                scheduler=self._scheduler,
+                calls=self._calls,
+                clock=clock,
+                wait_s=config.offer_wait_s,
+                got_on=lambda progress: self._report((progress,)),
+                wake=self._life.wake,
+            )
         self._exports: PrefixExports | None = None
         if sender is not None:
             self._exports = PrefixExports(sender=sender, pool=pool, ended=self._life.wake)
         self.probe = LinkProbe(
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
-        self._receiving: set[asyncio.Task[None]] = set()
         self._under_way = StepsUnderWay(engine, clock)  # they may hold blocks of requests that have ended
         self._counters = WorkerCounters()
 
@@ -150,13 +159,11 @@ class DecodeWorker:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if ticket is not None and ticket.request_id != request.request_id:
             raise TicketRefused(f"the ticket is for request {ticket.request_id}")
-        job = self._scheduler.add(request, wants_transfer=ticket is not None and self._offers is not None)
+        job = self._scheduler.add(request, wants_transfer=ticket is not None and self._handovers is not None)
         call = Call(job, ticket, asyncio.get_running_loop().create_future(), self._clock())
         self._calls.add(call)
-        if ticket is not None and self._offers is not None:
-            self._offers.wait(
-                ticket, came=lambda: self._offered(call), missing=lambda: self._prefill_failed(request.request_id)
-            )
+        if self._handovers is not None:
+            self._handovers.expect(call)
         self._life.wake()
         try:
             return await call.reply
@@ -190,7 +197,8 @@ class DecodeWorker:
             await self._receiver.close()
         if self._sender is not None:
             await self._sender.close()
-        await asyncio.gather(*self._receiving)
+        if self._handovers is not None:
+            await self._handovers.ended()
         if self._exports is not None:
             await self._exports.outlive()
 
@@ -208,26 +216,14 @@ class DecodeWorker:
 
     def _schedule(self) -> DecodeStep:
         step = self._scheduler.schedule(self._under_way.last)
-        self._begin_transfers(step.reserved)
+        if self._handovers is not None:
+            self._handovers.begin(step.reserved)
         now = self._clock()
         for entry in step.entries:
             call = self._calls.of_job(entry.job)
             if call.stepped_at is None:
                 call.stepped_at = now
         return step
-
-    def _begin_transfers(self, reserved: Iterable[DecodeJob]) -> None:
-        for job in reserved:
-            call = self._calls.of_job(job)
-            if call.ticket is not None and self._receiver is not None:
-                sequence = job.sequence
-                call.incoming = self._receiver.expect(
-                    call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
-                )
-                task = asyncio.create_task(
-                    self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
-                )
-                self._receiving.add(task)
 
     async def _run(self) -> EndedStep:
         try:
@@ -259,43 +255,10 @@ class DecodeWorker:
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
-    def _offered(self, call: Call) -> None:
-        self._scheduler.offered(call.job)
-        self._begin_transfers(self._scheduler.reserve_offered())  # the KV may come while a step is under way
-        self._life.wake()
-
-    async def _receive(self, call: Call, incoming: Incoming) -> None:
-        """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
-        job = call.job
-        started_at = self._clock()
-        try:
-            first_token = await incoming.verified()
-            if first_token is None:
-                raise TransferFailed("it came without a first token, as a cached prefix does")
-        except TransferFailed as error:
-            _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
-            self._scheduler.transfer_failed(job)
-        else:
-            call.transfer_s = self._clock() - started_at
-            progress = self._scheduler.verified(job, first_token)
-            if progress is not None:
-                self._report((progress,))
-        finally:
-            call.ready_at = self._clock()
-            task = asyncio.current_task()
-            if task is not None:
-                self._receiving.discard(task)
-            self._life.wake()
-
     def _prefill_failed(self, request_id: str) -> None:
         call = self._calls.find(request_id)
-        if call is None:
-            return  # the router says it again until it hears of the request
-        if call.incoming is not None:
-            call.incoming.abort("the prefill failed")  # `_receive` goes on from there
-        self._refuse_offer(call)
-        self._scheduler.compute_here(call.job)
-        self._life.wake()
+        if call is not None and self._handovers is not None:  # the router says it again until it hears of the request
+            self._handovers.do_without(call)
 
     def _cancel(self, request_id: str) -> None:
         call = self._calls.find(request_id)
@@ -314,7 +277,7 @@ class DecodeWorker:
             return
         self._counters.aborted_requests += 1
         if call.incoming is not None:
-            call.incoming.abort(reason)  # `_receive` gives the blocks back, once nothing can write into them
+            call.incoming.abort(reason)  # its blocks go back once nothing can write into them
         self._scheduler.end(call.job)
         self._forget(call)
         if error is not None:
@@ -322,13 +285,9 @@ class DecodeWorker:
 
     def _forget(self, call: Call) -> None:
         self._calls.remove(call)
-        self._refuse_offer(call)
+        if self._handovers is not None:
+            self._handovers.refuse(call)
         self._life.wake()
-
-    def _refuse_offer(self, call: Call) -> None:
-        """Or the prefill worker would keep its blocks for a whole lease. Harmless once the transfer has begun."""
-        if self._offers is not None and call.ticket is not None and call.incoming is None:
-            self._offers.refuse(call.ticket)
 
     def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
         if self._exports is not None:
@@ -350,5 +309,5 @@ class DecodeWorker:
 
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy
-        has_calls = bool(len(self._calls) or self._receiving)
-        return bool(self._under_way) or has_calls or is_exporting or self.probe.is_busy
+        is_receiving = self._handovers is not None and self._handovers.is_busy
+        return bool(self._under_way or self._calls) or is_receiving or is_exporting or self.probe.is_busy

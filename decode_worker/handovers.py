@@ -1,0 +1,110 @@
+"""Prompts whose KV comes from a prefill worker: the offer, the blocks it may fill, the transfer, and going on without.
+
+What does not come is computed here, and is nobody's error.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from decode_worker.calls import Call, Calls
+from decode_worker.jobs import DecodeJob, Progress
+from decode_worker.scheduler import DecodeScheduler
+from kvtransfer.offers import AwaitedOffers
+from kvtransfer.sides import Incoming, ReceivingSide
+from protocol.clock import Clock
+from protocol.errors import TransferFailed
+
+_log = logging.getLogger(__name__)
+
+
+class Handovers:
+    """One worker's. An offer is waited for `wait_s`. Takes the receiver's `on_offer` for itself.
+
+    `got_on` is called with what a request's first token makes of it, `wake` where there may be something to do. Both
+    are called on the event loop and must not wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        receiver: ReceivingSide,
+        scheduler: DecodeScheduler,
+        calls: Calls,
+        clock: Clock,
+        wait_s: float,
+        got_on: Callable[[Progress], None],
+        wake: Callable[[], None],
+    ):
+        self._receiver = receiver
+        self._scheduler = scheduler
+        self._calls = calls
+        self._clock = clock
+        self._got_on = got_on
+        self._wake = wake
+        self._offers = AwaitedOffers(receiver, wait_s)
+        self._receiving: dict[Call, asyncio.Task[None]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any KV may still be written."""
+        return bool(self._receiving)
+
+    def expect(self, call: Call) -> None:
+        """Wait for the offer to a call with a ticket; it may be here already."""
+        if call.ticket is not None:
+            self._offers.wait(call.ticket, came=lambda: self._offered(call), missing=lambda: self.do_without(call))
+
+    def begin(self, reserved: Iterable[DecodeJob]) -> None:
+        """Let KV into the blocks that these jobs now hold."""
+        for job in reserved:
+            call, sequence = self._calls.of_job(job), job.sequence
+            if call.ticket is not None:
+                call.incoming = self._receiver.expect(
+                    call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+                )
+                self._receiving[call] = asyncio.create_task(
+                    self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
+                )
+
+    def do_without(self, call: Call) -> None:
+        """Have the prompt computed here, now or when its transfer has ended."""
+        if call.incoming is not None:
+            call.incoming.abort("the prefill failed")  # `_receive` goes on from there
+        self.refuse(call)
+        self._scheduler.compute_here(call.job)
+        self._wake()
+
+    def refuse(self, call: Call) -> None:
+        """Or the prefill worker would keep its blocks for a whole lease. Harmless once the transfer has begun."""
+        if call.ticket is not None and call.incoming is None:
+            self._offers.refuse(call.ticket)
+
+    async def ended(self) -> None:
+        """Wait until no transfer is under way; the receiver is closed, so none begins."""
+        await asyncio.gather(*self._receiving.values())
+
+    def _offered(self, call: Call) -> None:
+        self._scheduler.offered(call.job)
+        self.begin(self._scheduler.reserve_offered())  # the KV may come while a step is under way
+        self._wake()
+
+    async def _receive(self, call: Call, incoming: Incoming) -> None:
+        """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
+        started_at = self._clock()
+        try:
+            first_token = await incoming.verified()
+            if first_token is None:
+                raise TransferFailed("it came without a first token, as a cached prefix does")
+        except TransferFailed as error:
+            _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
+            self._scheduler.transfer_failed(call.job)
+        else:
+            call.transfer_s = self._clock() - started_at
+            progress = self._scheduler.verified(call.job, first_token)
+            if progress is not None:
+                self._got_on(progress)
+        finally:
+            call.ready_at = self._clock()
+            del self._receiving[call]
+            self._wake()
