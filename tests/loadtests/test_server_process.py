@@ -10,7 +10,8 @@ from loadtests.server_process import Command, ServerFailed, ServerProcess
 
 # Answers any request, and leaves a child in a session of its own, which no signal to the group would reach.
 SERVER = """
-import http.server, subprocess, sys
+import http.server, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background inherits as ignored
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
