@@ -59,6 +59,7 @@ class _Staging:
     """Pinned inputs of one step, and when their copy has left them."""
 
     inputs: DecodeInputs
+    tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
     copied: RecordedEvent
 
 
@@ -75,9 +76,14 @@ class CudaGraphSteps:
         largest, pinned = self._sizes[-1], self._device.type == "cuda"
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [
-            _Staging(DecodeInputs(largest, max_context, kv_cache.block_size, pinned=pinned), recorder.event())
-            for _ in range(2)
+            _Staging(inputs, torch.zeros(inputs.block_tables.size, dtype=torch.int32, pin_memory=pinned), event)
+            for inputs, event in (
+                (DecodeInputs(largest, max_context, kv_cache.block_size, pinned=pinned), recorder.event())
+                for _ in range(2)
+            )
         ]
+        self._block_size = kv_cache.block_size
+        self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
         blank = self._staging[0].inputs
         self._placed = {name: torch.tensor(array, device=self._device) for name, array in blank.arrays().items()}
         self._max_context = max_context
@@ -103,12 +109,21 @@ class CudaGraphSteps:
         staging.copied.synchronize()
         staging.inputs.fill([*batch, *[batch[-1]] * (size - count)])
         for name, array in staging.inputs.arrays().items():
-            self._placed[name][:size].copy_(torch.from_numpy(array[:size]), non_blocking=True)
+            if name != "block_tables":
+                self._placed[name][:size].copy_(torch.from_numpy(array[:size]), non_blocking=True)
+        self._place_tables(staging, size, max(step.start for step in batch) // self._block_size + 1)
         staging.copied.record()
         if earlier is not None:
             self._follow(batch, size, earlier)
         self._replays[size]()
         return self._logits[:count]
+
+    def _place_tables(self, staging: _Staging, size: int, width: int) -> None:
+        """Whole tables would be megabytes a step: as wide as the longest context to come, times the batch."""
+        host, there = (tables[: size * width].view(size, width) for tables in (staging.tables, self._tables))
+        host.copy_(torch.from_numpy(staging.inputs.block_tables[:size, :width]))
+        there.copy_(host, non_blocking=True)
+        self._placed["block_tables"][:size, :width].copy_(there)
 
     def _follow(self, batch: Sequence[SequenceStep], size: int, earlier: Tensor) -> None:
         follows = [step.follows for step in batch]

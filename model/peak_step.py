@@ -48,7 +48,7 @@ def measure_gpu(
     peak_step = max(peak(largest_batch(bounds, block_size, max_context, logprobs)) for logprobs in (None, 20))
     graphs = 0
     if is_captured:
-        inputs = bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize
+        inputs = 2 * bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize  # block tables
         logits = bounds.max_sequences * config.vocab_size * torch.float32.itemsize
         decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
         graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
