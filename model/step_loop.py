@@ -54,7 +54,7 @@ class StepLoop:
         self._work.set()
 
     def fail(self, error: Exception) -> None:
-        """End the loop with `error` as soon as no step is under way: the engine is known to be lost."""
+        """End the loop with `error`, or with that of a step under way: the engine is known to be lost, and fails it."""
         self._fault = error
         self._work.set()
 
@@ -92,7 +92,7 @@ class StepLoop:
         try:
             while not self._stopping or self._is_ahead():
                 self._work.clear()
-                if self._fault is not None:
+                if self._fault is not None and not self._is_ahead():
                     raise self._fault
                 self._step_began = self._clock()
                 has_stepped = await self._step()

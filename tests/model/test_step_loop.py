@@ -80,6 +80,30 @@ def test_a_lost_engine_ends_it_though_it_sleeps():
     run_virtually(main())
 
 
+def test_a_step_begun_ahead_of_an_engines_loss_is_seen_to_its_end():
+    async def main() -> None:
+        told: list[Exception] = []
+        steps: list[float] = []
+
+        async def step() -> bool:
+            await asyncio.sleep(1.0)
+            steps.append(asyncio.get_running_loop().time())
+            if len(steps) == 2:
+                raise WorkerLost("an engine step failed: a rank is gone")
+            return True
+
+        loop = make_loop(step, told.append, is_ahead=lambda: True)
+        loop.start()
+        await asyncio.sleep(0.5)
+        loop.fail(WorkerLost("a rank is gone"))
+        await asyncio.sleep(5.0)
+        assert [str(error) for error in told] == ["an engine step failed: a rank is gone"]
+        assert steps == [1.0, 2.0]
+        await loop.stop()
+
+    run_virtually(main())
+
+
 def test_idle_time_is_no_step_time():
     async def main() -> None:
         async def step() -> bool:
