@@ -141,6 +141,21 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_do(made: tuple[Decoder,
         assert answers[0] == answers[1]
 
 
+def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made: tuple[Decoder, KVCache]) -> None:
+    runner, stream = runner_of(made, is_captured=False), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    chunk = SequenceStep([1 + row % 90 for row in range(200)], 0, range(4), None)
+    runner.run([chunk])
+    expected = made[1].tensors[-1][:4].clone()
+    for layer in made[1].tensors:
+        layer.zero_()
+    launched = runner.launch([chunk])
+    assert not launched.is_done
+    assert launched.result() == [None]
+    with torch.cuda.stream(stream):  # which waits for no other, as KV transfers' don't
+        found = made[1].tensors[-1][:4].cpu()
+    assert torch.equal(found, expected.cpu())
+
+
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
     from model.kernels.device_sampling import DrawParameters, draw_on_device
 
