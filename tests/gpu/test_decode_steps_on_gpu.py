@@ -144,8 +144,10 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_do(made: tuple[Decoder,
 def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made: tuple[Decoder, KVCache]) -> None:
     runner, stream = runner_of(made, is_captured=False), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     chunk = SequenceStep([1 + row % 90 for row in range(200)], 0, range(4), None)
+    for layer in made[1].tensors:
+        layer.zero_()
     runner.run([chunk])
-    expected = made[1].tensors[-1][:4].clone()
+    expected = made[1].tensors[-1][:4].cpu()
     for layer in made[1].tensors:
         layer.zero_()
     launched = runner.launch([chunk])
@@ -153,7 +155,7 @@ def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made:
     assert launched.result() == [None]
     with torch.cuda.stream(stream):  # which waits for no other, as KV transfers' don't
         found = made[1].tensors[-1][:4].cpu()
-    assert torch.equal(found, expected.cpu())
+    assert torch.equal(found, expected)
 
 
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
