@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvtransfer.sides import ReceivingSide, SendingSide
     from kvtransfer.store import KVStore
     from model.block_pool import BlockPool
-    from model.load import LoadedEngine
     from model.step import Engine
 
 
@@ -97,7 +96,8 @@ async def _lead(
     rank = await _load_rank_0(settings, peer, network, secret, led, gpu)
     try:
         addresses = await ranks.loaded()
-        _check_step_size(settings, rank.loaded)
+        swap_space = rank.loaded.swap_space
+        check_step_size(settings, rank.loaded.max_context, 0 if swap_space is None else swap_space.num_blocks)
     except BaseException:
         await led.close()
         await rank.close()
@@ -115,17 +115,17 @@ async def _lead(
     )
 
 
-def _check_step_size(settings: WorkerSettings, loaded: "LoadedEngine") -> None:
-    """Raises ConfigError where a step might be too long to tell the ranks in one message."""
+def check_step_size(settings: WorkerSettings, max_context: int, host_blocks: int) -> None:
+    """Raises ConfigError where a step might be too long to tell the ranks in one message. `max_context` in tokens."""
     size = most_step_bytes(
         max_tokens=settings.max_step_tokens,
         max_sequences=settings.max_batch,
-        blocks_of_one=-(-loaded.max_context // settings.block_size),
-        host_blocks=0 if loaded.swap_space is None else loaded.swap_space.num_blocks,
+        blocks_of_one=-(-max_context // settings.block_size),
+        host_blocks=host_blocks,
     )
     if size > MAX_PAYLOAD_BYTES:
         raise ConfigError(
-            f"max_batch: steps of {settings.max_batch} requests with {loaded.max_context} tokens in blocks of "
+            f"max_batch: steps of {settings.max_batch} requests with {max_context} tokens in blocks of "
             f"{settings.block_size} can take {size} bytes to tell the tensor-parallel ranks, over {MAX_PAYLOAD_BYTES}: "
             "lower max_batch, max_context or swap_gib, or raise block_size"
         )

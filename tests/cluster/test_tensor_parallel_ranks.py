@@ -6,6 +6,7 @@ import pytest
 
 from cluster.config import read_config
 from cluster.tensor_parallel_ranks import rank_options
+from cluster.worker_parts import check_step_size
 from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
 
@@ -56,3 +57,13 @@ def test_the_engine_is_told_its_ranks() -> None:
 def test_what_ranks_can_not_be_is_told(section: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config({"prefill": section})
+
+
+def test_steps_that_no_message_could_hold_are_refused() -> None:
+    config = read_config({"decode": {"tensor_parallel": 2}, "model": {"block_size": 16}})
+    settings = WorkerSettings.of(config, config.decode)
+    check_step_size(settings, max_context=32_768, host_blocks=10_000)
+    with pytest.raises(ConfigError, match="max_batch: steps of 256 requests with 131072 tokens in blocks of 16"):
+        check_step_size(settings, max_context=131_072, host_blocks=0)
+    with pytest.raises(ConfigError, match="max_context or swap_gib"):
+        check_step_size(settings, max_context=32_768, host_blocks=1_000_000)
