@@ -184,9 +184,11 @@ def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: Ba
     kernel = cpu_decode.kernel() if use_tiles else _DECODE.of(q.dtype)
     count, heads = layout.num_decodes, q.shape[1]
     plan = cpu_segments.plan(launcher, count * kv_heads, heads // kv_heads, dim, block_size, layout.max_context_len)
+    enough = cpu_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
+    heads_together = kv_heads if use_tiles and plan.partials is None and count >= enough else 1
     launcher.run(
         kernel,
-        plan.num_items,
+        plan.num_items // heads_together,
         1,
         q.data_ptr(),
         kv_layer.data_ptr(),
@@ -203,6 +205,7 @@ def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: Ba
         count,
         plan.tokens,
         plan.address,
+        heads_together,
     )
     cpu_segments.combine(launcher, plan, layout.context_lens, count, kv_heads, out)
 

@@ -1,5 +1,6 @@
 """Decode attention in bf16 on AVX512-BF16: FlashAttention's online softmax (Dao et al. 2022) over chunks of 128 tokens,
-all query heads of a KV head together, so that every key and value is read from memory once.
+all query heads of a KV head together, so that every key and value is read from memory once. Where there are enough
+sequences, a thread takes all KV heads of one and reads whole blocks.
 
 Reference: model/kernels/cpu_reference.py.
 """
@@ -24,7 +25,8 @@ from model.kernels.cpu_launch import (
 from model.kernels.cpu_prefill import KEY_PADDING, soften
 from model.kernels.cpu_segments import keep, merge, num_segments
 
-CHUNK_TOKENS = 128  # keys and values of a chunk stay in the L1 cache
+CHUNK_TOKENS = 128  # packed values of a chunk: one head's stay in the L1 cache, all heads' in L2
+SEQUENCES_A_THREAD = 4  # of these each thread takes whole sequences: shares then differ little
 
 
 def is_supported(dim: int, block_size: int) -> bool:
@@ -38,16 +40,6 @@ def _place(words, table, head, token):
     kv_heads, dim, block_size = words[9], words[10], words[11]
     block, offset = np.int64(table[token // block_size]), token % block_size // LANES * LANES
     return words[4] + (((block * 2 * kv_heads) + head) * block_size + offset) * dim * 2
-
-
-@compiled
-def _score(query, rows, keys, values, following, dim, scores, stride):
-    """scores [rows, 16 of a row] of one vector's worth of tokens, fetching their values and the following keys."""
-    for line in range(0, LANES * 2 * dim, 64):
-        prefetch(values + line)
-        prefetch(following + line)
-    for row in range(rows):
-        dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), scores + row * stride)
 
 
 @compiled
@@ -74,96 +66,136 @@ def _mix(probabilities, probability_stride, packed, pairs, dim, mixed):
 
 
 @compiled
-def _attend(words, query, head, table, begin, context, scratch, mixed, best, weight_sum):
-    """All query heads of a KV head, from the address `query` on, over the tokens `begin` to `context`.
+def _score_and_pack(words, queries, table, first_head, num_heads, start, end, scores, packed, nothing):
+    """Read the keys and values of some KV heads for the tokens `start` to `end`, at most a chunk, block after block as
+    they lie in memory: scores [KV heads, group, CHUNK_TOKENS], packed values [KV heads, CHUNK_TOKENS / 2, D].
 
-    scratch: scores, probabilities, packed values, zeros. Results fp32: sums [rows, D], maxima and sums of weights.
+    queries: the address of the first head's. With a head at a time, 2 KiB here and 2 KiB there, the CPU sees no stream.
     """
-    scores, probabilities, packed, nothing = scratch
     kv_heads, dim, block_size = words[9], words[10], words[11]
-    head_bytes = block_size * dim * 2
-    group = scores.shape[0]
+    head_bytes, group = block_size * dim * 2, scores.shape[1]
+    token = start
+    while token < end:
+        stop = min(end, token + block_size - token % block_size)  # where the block ends
+        for part in range(num_heads):
+            query = queries + part * group * 2 * dim
+            for first in range(token, stop, LANES):
+                keys = _place(words, table, first_head + part, first)
+                following = _place(words, table, first_head + part, min(first + block_size, end - 1))
+                for line in range(0, LANES * 2 * dim, 64):
+                    prefetch(keys + kv_heads * head_bytes + line)
+                    prefetch(following + line)
+                place = scores[part].ctypes.data + 4 * (first - start)
+                for row in range(group):
+                    dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
+        for part in range(num_heads):
+            for first in range(token, stop, LANES):
+                values = _place(words, table, first_head + part, first) + kv_heads * head_bytes
+                place = packed[part].ctypes.data + (first - start) * 2 * dim
+                _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, place)
+        token = stop
+
+
+@compiled
+def _attend(words, tables, item, begin, end, scratch, state):
+    """Query heads of one or all KV heads of a sequence over its tokens `begin` to `end`.
+
+    item: the sequence, its first KV head and how many. scratch: scores, packed values, probabilities, zeros. state,
+    fp32: sums [KV heads, rows, D], maxima and sums of weights.
+    """
+    sequence, first_head, num_heads = item
+    scores, packed, probabilities, nothing = scratch
+    mixed, best, weight_sum = state
+    heads, dim = words[8], words[10]
+    group, rows, table = scores.shape[1], mixed.shape[1], tables[sequence]
+    queries = words[3] + (sequence * heads + first_head * group) * dim * 2
+    scale = float_of_bits(np.uint32(words[14]))
     mixed[:] = np.float32(0)
     best[:] = np.float32(-np.inf)
     weight_sum[:] = np.float32(0)
-    for start in range(begin, context, CHUNK_TOKENS):
-        count = min(CHUNK_TOKENS, context - start)
-        for token in range(0, count, LANES):
-            keys = _place(words, table, head, start + token)
-            values = keys + kv_heads * head_bytes
-            following = _place(words, table, head, min(start + token + LANES, context - 1))
-            _score(query, group, keys, values, following, dim, scores.ctypes.data + 4 * token, 4 * CHUNK_TOKENS)
+    for start in range(begin, end, CHUNK_TOKENS):
+        count = min(CHUNK_TOKENS, end - start)
         width = (count + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING
-        scale = float_of_bits(np.uint32(words[14]))
-        for row in range(group):
-            best[row], weight_sum[row] = soften(
-                scores[row], count, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
-            )
-        for token in range(0, count, LANES):
-            values = _place(words, table, head, start + token) + kv_heads * head_bytes
-            place = packed.ctypes.data + token * 2 * dim
-            _pack(values, min(LANES, count - token), nothing.ctypes.data, dim, place)
-        for row in range(0, mixed.shape[0], TILE_ROWS):
-            _mix(
-                probabilities.ctypes.data + row * 2 * CHUNK_TOKENS,
-                2 * CHUNK_TOKENS,
-                packed.ctypes.data,
-                (count + 1) // 2,
-                dim,
-                mixed.ctypes.data + row * 4 * dim,
-            )
+        _score_and_pack(words, queries, table, first_head, num_heads, start, start + count, scores, packed, nothing)
+        for part in range(num_heads):
+            for row in range(group):
+                best[part, row], weight_sum[part, row] = soften(
+                    scores[part, row],
+                    count,
+                    width,
+                    scale,
+                    best[part, row],
+                    weight_sum[part, row],
+                    mixed[part, row],
+                    probabilities[row],
+                )
+            for row in range(0, rows, TILE_ROWS):
+                _mix(
+                    probabilities.ctypes.data + row * 2 * CHUNK_TOKENS,
+                    2 * CHUNK_TOKENS,
+                    packed[part].ctypes.data,
+                    (count + 1) // 2,
+                    dim,
+                    mixed[part].ctypes.data + row * 4 * dim,
+                )
 
 
 def _decode(words):
     """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale,
-    sequences, segment tokens, partials."""
+    sequences, segment tokens, partials, KV heads of an item."""
     items, grain = words[1], words[2]
     heads, kv_heads, dim, sequences, tokens, partials = words[8], words[9], words[10], words[15], words[16], words[17]
-    group = heads // kv_heads
-    out = carray(as_halves(words[5]), (sequences, heads, dim))
+    group, together = heads // kv_heads, words[18]
+    out = carray(as_halves(words[5]), (sequences, kv_heads, group, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     rows = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     scratch = (
-        np.empty((group, CHUNK_TOKENS), np.float32),
+        np.empty((together, group, CHUNK_TOKENS), np.float32),
+        np.empty((together, CHUNK_TOKENS // 2, dim), np.uint32),
         np.zeros((rows, CHUNK_TOKENS), np.uint16),
-        np.empty((CHUNK_TOKENS // 2, dim), np.uint32),
         np.zeros(dim, np.uint16),
     )
-    mixed, part = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
-    best, part_best = np.empty(group, np.float32), np.empty(group, np.float32)
-    weight_sum, part_weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
-    most, segments = items // (sequences * kv_heads), np.int64(1)
+    mixed, part = np.empty((together, rows, dim), np.float32), np.empty((together, rows, dim), np.float32)
+    best, part_best = np.empty((together, group), np.float32), np.empty((together, group), np.float32)
+    weight_sum, part_weight_sum = np.empty((together, group), np.float32), np.empty((together, group), np.float32)
+    state, part_state = (mixed, best, weight_sum), (part, part_best, part_weight_sum)
+    shares = kv_heads // together  # of a sequence
+    most, segments = items // (sequences * shares), np.int64(1)
     if partials != 0:
         segments = num_segments(contexts, tokens)
-        items = sequences * kv_heads * segments
+        items = sequences * shares * segments
     while True:
         begin = take_items(words)
         if begin >= items:
             return
-        for item in range(begin, min(begin + grain, items)):
-            pair, segment = item // segments, item % segments
-            sequence, head = pair // kv_heads, pair % kv_heads
-            table, context = tables[sequence], np.int64(contexts[sequence])
-            query = words[3] + (sequence * heads + head * group) * dim * 2
-            if partials != 0:
+        for index in range(begin, min(begin + grain, items)):
+            share, segment = index // segments, index % segments
+            sequence, first_head = share // shares, share % shares * together
+            item, context = (sequence, first_head, together), np.int64(contexts[sequence])
+            if partials != 0:  # one KV head an item
                 start = segment * tokens
                 if start < context:
-                    end = min(start + tokens, context)
-                    _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
-                    keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
+                    _attend(words, tables, item, start, min(start + tokens, context), scratch, state)
+                    keep(partials, share * most + segment, group, dim, mixed[0], best[0], weight_sum[0])
                 continue
-            _attend(words, query, head, table, 0, min(tokens, context), scratch, mixed, best, weight_sum)
+            _attend(words, tables, item, np.int64(0), min(tokens, context), scratch, state)
             for start in range(tokens, context, tokens):
-                end = min(start + tokens, context)
-                _attend(words, query, head, table, start, end, scratch, part, part_best, part_weight_sum)
+                _attend(words, tables, item, start, min(start + tokens, context), scratch, part_state)
+                for head in range(together):
+                    for row in range(group):
+                        best[head, row], weight_sum[head, row] = merge(
+                            mixed[head, row],
+                            best[head, row],
+                            weight_sum[head, row],
+                            part[head, row],
+                            part_best[head, row],
+                            part_weight_sum[head, row],
+                        )
+            for head in range(together):
                 for row in range(group):
-                    best[row], weight_sum[row] = merge(
-                        mixed[row], best[row], weight_sum[row], part[row], part_best[row], part_weight_sum[row]
-                    )
-            for row in range(group):
-                for i in range(dim):
-                    store(out[sequence, head * group + row], i, mixed[row, i] / weight_sum[row])
+                    for i in range(dim):
+                        store(out[sequence, first_head + head, row], i, mixed[head, row, i] / weight_sum[head, row])
 
 
 @functools.cache

@@ -60,6 +60,31 @@ def test_contexts_shared_in_segments_give_the_same_bits(dtype: torch.dtype, dim:
     torch.testing.assert_close(shared, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_whole_sequences_give_the_same_bits_as_their_heads_alone(block_size: int) -> None:
+    """One thread takes all KV heads of a sequence; three are too many for that. Contexts of one segment and more."""
+    generator = torch.Generator().manual_seed(0)
+    contexts = [1, 129, 600, 511, 1400]
+    width = -(-max(contexts) // block_size)
+    steps = [
+        SequenceStep([0], context - 1, range(width * row, width * (row + 1)), None)
+        for row, context in enumerate(contexts)
+    ]
+    layout = make_layout(steps, block_size, CPU)
+    q = torch.randn(5, 6, 64, generator=generator).to(torch.bfloat16)
+    kv_layer = (torch.randn(5 * width, 2, 2, block_size, 64, generator=generator) * 3).to(torch.bfloat16)
+    whole, apart = torch.empty_like(q), torch.empty_like(q)
+    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, whole)
+    torch.set_num_threads(3)
+    try:
+        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, apart)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(whole, apart)
+    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    torch.testing.assert_close(whole, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (150, 33), (3, 2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
