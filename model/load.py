@@ -81,19 +81,25 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
         )
         decoder = Decoder(model_config, weights, backend, parallel)
         sampler = _sampler(model_config.vocab_size, device) if shard.rank == 0 else DrawnElsewhere()
-        blocks = num_blocks or _blocks_left_on_gpu(config, model_config, decoder, sampler, device, dtype, max_context)
+
+        def cache_of(blocks: int, digest: str) -> KVCache:
+            return make_kv_cache(
+                model_config,
+                num_blocks=blocks,
+                block_size=config.block_size,
+                dtype=dtype,
+                device=device,
+                model_digest=digest,
+                tp_size=shard.size,
+                rank=shard.rank,
+            )
+
+        blocks = num_blocks or _blocks_left_on_gpu(
+            config, model_config, decoder, sampler, cache_of(1, ""), dtype, max_context
+        )
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
         digest = parallel.exchange(checkpoint.digest() if shard.rank == 0 else "")[0]
-        kv_cache = make_kv_cache(
-            model_config,
-            num_blocks=min(map(int, parallel.exchange(str(blocks)))),
-            block_size=config.block_size,
-            dtype=dtype,
-            device=device,
-            model_digest=digest,
-            tp_size=shard.size,
-            rank=shard.rank,
-        )
+        kv_cache = cache_of(min(map(int, parallel.exchange(str(blocks)))), digest)
         swap_space = _swap_space(config, kv_cache)
         made.append((parallel, kv_cache, swap_space))
         room = resolve_max_context(config, model_config, kv_cache.num_blocks)
@@ -150,7 +156,7 @@ def _blocks_left_on_gpu(
     model: ModelConfig,
     decoder: Decoder,
     sampler: TokenSampler,
-    device: torch.device,
+    kv_cache: KVCache,
     dtype: torch.dtype,
     max_context: int,
 ) -> int:
@@ -159,9 +165,7 @@ def _blocks_left_on_gpu(
         sampler,
         model,
         config.bounds,
-        block_size=config.block_size,
-        dtype=dtype,
-        device=device,
+        kv_cache,
         max_context=max_context,
         share=config.gpu_memory_share,
         is_captured=config.captures_decodes,

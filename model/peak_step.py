@@ -7,7 +7,7 @@ import torch
 from model.config import ModelConfig
 from model.cuda_graphs import GRAPH_BYTES, batch_sizes
 from model.decoder import Decoder
-from model.kv_cache import make_kv_cache
+from model.kv_cache import KVCache
 from model.memory_plan import GpuMemory, StepBounds
 from model.runner import ModelRunner, TokenSampler
 from model.step import Draw, SequenceStep
@@ -19,20 +19,18 @@ def measure_gpu(
     sampler: TokenSampler,
     config: ModelConfig,
     bounds: StepBounds,
+    kv_cache: KVCache,
     *,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
     max_context: int,
     share: float,
     is_captured: bool,
 ) -> GpuMemory:
-    """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other.
+    """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
 
     `is_captured`: whether decode steps will be, which the memory of a step and of its logits belongs to for good.
     """
-    cache = make_kv_cache(config, num_blocks=1, block_size=block_size, dtype=dtype, device=device, model_digest="")
-    runner = ModelRunner(decoder, sampler, cache, max_context)
+    block_size, device = kv_cache.block_size, kv_cache.tensors[0].device
+    runner = ModelRunner(decoder, sampler, kv_cache, max_context)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 
@@ -52,7 +50,7 @@ def measure_gpu(
         logits = bounds.max_sequences * config.vocab_size * torch.float32.itemsize
         decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
         graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
-    cache.close()
+    kv_cache.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return GpuMemory(total, free, share, weights, peak_step, graphs)

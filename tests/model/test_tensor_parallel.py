@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+import model.load
 from model.config import load_model_config
 from model.cpu_backend import CpuBackend
 from model.decoder import Decoder
 from model.decoder_weights import DecoderWeights, load_decoder_weights
-from model.group_ranks import DrawnElsewhere, GroupRanks, Rendezvous
-from model.kv_cache import make_kv_cache
+from model.engine_config import EngineConfig
+from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace, Rendezvous
+from model.kv_cache import KVCache, make_kv_cache
+from model.load import load_engine
+from model.memory_plan import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
+from model.peak_step import largest_batch
 from model.runner import ModelRunner
 from model.sampler import Sampler
 from model.step import SequenceStep
@@ -142,3 +147,31 @@ def test_a_model_that_ranks_can_not_share_is_refused_with_both_numbers(
     config = load_model_config(write_checkpoint(**fields))
     with pytest.raises(ConfigError, match=rf"tensor_parallel: (?={size} ).*{named}"):
         check_size(config, size)
+
+
+def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[int] = []
+
+    def measure(
+        decoder: Decoder, sampler: Any, _config: Any, bounds: StepBounds, kv_cache: KVCache, **_: Any
+    ) -> GpuMemory:
+        ModelRunner(decoder, sampler, kv_cache, 64).run(largest_batch(bounds, kv_cache.block_size, 64))
+        heads.append(kv_cache.tensors[0].shape[2])
+        kv_cache.close()
+        return GpuMemory(CUDA_CONTEXT_BYTES + 2**20, free=2**30, share=1.0, weights=0, peak_step=0)
+
+    # As on a GPU, whose step is measured where the cache has no size.
+    monkeypatch.setattr(model.load, "measure_gpu", measure)
+    monkeypatch.setattr(model.load, "resolve_num_blocks", lambda *_: None)
+    folder = write_checkpoint(num_attention_heads=8, num_key_value_heads=4)
+    config = EngineConfig(folder, tensor_parallel=2, threads=1, bounds=StepBounds(16, 4))
+    rendezvous = Rendezvous("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))
+    assert heads == [2, 2]
+    for rank in loaded:
+        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * rank.kv_cache.num_layers <= 2**20
+        rank.engine.close()
+        rank.kv_cache.close()
