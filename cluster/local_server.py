@@ -131,10 +131,13 @@ def _deploy(config: ClusterConfig) -> None:
     try:
         serve.run(application(config, cluster_secret()), name="twostroke", route_prefix="/")
     except (RuntimeError, RayError) as error:
-        # Serve tells a replica's traceback as text.
-        told = _CONFIG_ERROR.search(str(error))
-        if told is not None:
-            raise ConfigError(told[1]) from error
+        # Serve tells a replica's traceback as text, here or in what it says of the deployments.
+        application_status = serve.status().applications.get("twostroke")
+        deployments = application_status.deployments.values() if application_status is not None else ()
+        for text in (str(error), *(deployment.message for deployment in deployments)):
+            told = _CONFIG_ERROR.search(text)
+            if told is not None:
+                raise ConfigError(told[1]) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 

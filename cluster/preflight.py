@@ -42,8 +42,8 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         resolve_num_blocks,
     )
     from model.kv_cache import kv_block_bytes
-    from model.memory import available_bytes, gibibytes
-    from model.memory_plan import step_bytes_on_cpu
+    from model.memory import available_bytes
+    from model.memory_plan import MemoryNeed, check_memory_of_all, step_bytes_on_cpu
     from model.quantization import weight_bytes
     from model.tensor_parallel import check_size
     from model.weights import Checkpoint
@@ -54,8 +54,8 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     TextTokenizer.load(folder)
     device = torch.device(config.device)
     dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
-    needed = 0
-    for section in (config.prefill, config.decode):
+    needs: list[MemoryNeed] = []
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         if section.replicas == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
@@ -67,17 +67,20 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         resolve_max_context(engine, model, num_blocks)
         cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
-        needed += section.replicas * (
-            ranks * (cache + step + engine.swap_bytes) + weight_bytes(checkpoint.shapes, dtype, engine.quantization)
+        needs.append(
+            MemoryNeed(
+                role,
+                section.replicas,
+                weights=weight_bytes(checkpoint.shapes, dtype, engine.quantization),
+                cache=ranks * cache,
+                step=ranks * step,
+                swap=ranks * engine.swap_bytes,
+                processes=ranks * WORKER_BYTES,
+            )
         )
     if device.type == "cpu":
-        needed += WORKER_BYTES * config.num_ranks + PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
-        free = available_bytes(device)
-        if needed > free:
-            raise ConfigError(
-                f"too little memory: {config.num_workers} workers and Ray need {gibibytes(needed)}, but only "
-                f"{gibibytes(free)} are free: lower kv_cache_gib, swap_gib or replicas, or take a smaller model"
-            )
+        rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
+        check_memory_of_all(needs, rest, available_bytes(device))
     held = str(dtype).removeprefix("torch.")
     if config.model.quantization != "none":
         held += f" with {config.model.quantization} weights"

@@ -4,6 +4,7 @@ On a GPU the step is measured (model/peak_step.py). On CPUs the cache has an exp
 the largest one would take seconds there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,46 @@ def check_memory(device: str, *, weights: int, cache: int, step: int, free: int)
             f"too little memory on {device}: weights {gibibytes(weights)} + KV cache {gibibytes(cache)} + largest step "
             f"{gibibytes(step)} = {gibibytes(needed)}, but only {gibibytes(free)} are free: "
             "use a smaller KV cache, quantisation, or a smaller model"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What the workers of one role take of a host, bytes of one of them with all its ranks."""
+
+    role: str
+    replicas: int
+    weights: int
+    cache: int
+    step: int
+    swap: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        """Of one worker."""
+        return self.weights + self.cache + self.step + self.swap + self.processes
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "KV cache": self.cache,
+            "largest step": self.step,
+            "swap": self.swap,
+            "processes": self.processes,
+        }
+        listed = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items() if size)
+        return f"{self.replicas} {self.role} of {gibibytes(self.total)} ({listed})"
+
+
+def check_memory_of_all(needs: Sequence[MemoryNeed], rest: int, free: int) -> None:
+    """Raises ConfigError, with the arithmetic, where all workers and `rest` take more than `free` bytes."""
+    needed = rest + sum(need.replicas * need.total for need in needs)
+    if needed > free:
+        raise ConfigError(
+            f"too little memory: {' + '.join(map(str, needs))} + Ray and routers {gibibytes(rest)} = "
+            f"{gibibytes(needed)}, but only {gibibytes(free)} are free: lower kv_cache_gib, max_step_tokens, swap_gib "
+            "or replicas, set model.quantization, or take a smaller model"
         )
 
 

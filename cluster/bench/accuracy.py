@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from cluster.bench.arguments import positive
 from model.bundled import BUNDLED_MODEL_DIR
 from model.bundled.corpus import is_held_out, source_files
 from model.bundled.evaluate import held_out_windows
@@ -42,12 +43,13 @@ CPU = torch.device("cpu")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench accuracy`."""
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL_DIR, metavar="DIR", help="default: the bundled one")
-    parser.add_argument("--windows", type=int, default=100, help="stretches of text, evenly spread")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--windows", type=positive, default=100, help="stretches of text, evenly spread")
+    parser.add_argument("--length", type=positive, default=512, help="tokens of each")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; the last line of stdout is one JSON object. Returns the exit code. Raises ConfigError."""
+    load_model_config(args.model)  # so that a folder that is none is told as such
     windows = held_out_text(args.model, args.length, args.windows)
     losses: dict[Quantization, list[float]] = {}
     for quantization in get_args(Quantization):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.bench.arguments import positive
 from cluster.bench.engine_models import MODELS, write_random_model
 from cluster.bench.engine_work import Machine, Work, decode_work, prefill_machine, prefill_work
 from model.engine_config import EngineConfig
@@ -48,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench engine`."""
     parser.add_argument("--model", choices=MODELS, default="160m", help="the shape of the random model")
     parser.add_argument("--quantization", choices=KINDS, default="none", help="of the engine that is measured whole")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of limit and subject; medians are reported")
-    parser.add_argument("--threads", type=int, default=None, help="cores to use; default: all")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of the prompt that prefill reads")
-    parser.add_argument("--context", type=int, default=256, help="tokens of context of each decoding sequence")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps a turn")
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
+    parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
+    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="length of the prompt that prefill reads")
+    parser.add_argument("--context", type=positive, default=256, help="tokens of context of each decoding sequence")
+    parser.add_argument("--steps", type=positive, default=16, help="decode steps a turn")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.bench.arguments import positive
 from model.cpu_linear import CpuLinear, is_supported
 from model.kernels.cpu_launcher import Launcher
 from model.kernels.cpu_program import Program
@@ -56,10 +57,10 @@ def main() -> int:
     """Measure and print; the last line of stdout is one JSON object of median ratios, floor / time."""
     parser = argparse.ArgumentParser(prog="python -m cluster.bench.linears", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=7, help="turns of limit and subject; medians are reported")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.bench.arguments import positive
 from cluster.bench.stream_client import StreamResult, stream_completion
 from cluster.commands.status import fetch_status
 from cluster.server_process import cpu_seconds, processes_named, server_at
@@ -38,10 +39,10 @@ class Load:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
-    parser.add_argument("--concurrency", type=int, default=64, help="streams at a time (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=960, help="streams in all (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens an answer (default: %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time (default: %(default)s)")
+    parser.add_argument("--requests", type=positive, default=960, help="streams in all (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=positive, default=128, help="tokens a prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=64, help="tokens an answer (default: %(default)s)")
     parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
 
 

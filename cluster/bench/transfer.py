@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+from cluster.bench.arguments import positive
 from cluster.bench.engine_models import write_random_model
 from cluster.bench.handover import Exposed, Handover, measure_exposed, measure_handovers
 from cluster.bench.link_case import SHAPES, Case
@@ -37,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="models of the links part"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns a figure; medians count (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=400, help="of the hand-over part (default: %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time there (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="turns a figure; medians count (default: %(default)s)"
+    )
+    parser.add_argument("--requests", type=positive, default=400, help="of the hand-over part (default: %(default)s)")
+    parser.add_argument(
+        "--concurrency", type=positive, default=8, help="requests at a time there (default: %(default)s)"
+    )
     parser.add_argument("--transport", default="auto", help="kv_transfer.transport there (default: %(default)s)")
 
 

@@ -5,9 +5,11 @@ import pytest
 from model.memory_plan import (
     CUDA_CONTEXT_BYTES,
     GpuMemory,
+    MemoryNeed,
     StepBounds,
     cache_bytes_on_gpu,
     check_memory,
+    check_memory_of_all,
     describe_cache,
 )
 from model.peak_step import largest_batch
@@ -63,3 +65,16 @@ def test_the_largest_batch_is_one_that_a_cache_of_one_block_takes(bounds: StepBo
     assert len(batch) == min(bounds.max_sequences, bounds.max_tokens)
     tokens = sum(len(step.token_ids) for step in batch)
     assert tokens == min(bounds.max_tokens, len(batch) * (max_context - 1))
+
+
+def test_where_all_workers_need_too_much_each_part_is_named() -> None:
+    prefill = MemoryNeed("prefill", 2, weights=GIB, cache=2 * GIB, step=GIB // 2, swap=0, processes=GIB)
+    decode = MemoryNeed("decode", 1, weights=GIB, cache=GIB, step=0, swap=3 * GIB, processes=GIB)
+    check_memory_of_all([prefill, decode], rest=GIB, free=16 * GIB)
+    with pytest.raises(ConfigError) as told:
+        check_memory_of_all([prefill, decode], rest=GIB, free=16 * GIB - 1)
+    assert str(told.value).startswith(
+        "too little memory: 2 prefill of 4.50 GiB (weights 1.00 GiB, KV cache 2.00 GiB, largest step 512.0 MiB, "
+        "processes 1.00 GiB) + 1 decode of 6.00 GiB (weights 1.00 GiB, KV cache 1.00 GiB, swap 3.00 GiB, processes "
+        "1.00 GiB) + Ray and routers 1.00 GiB = 16.00 GiB, but only 16.00 GiB are free: lower kv_cache_gib"
+    )
