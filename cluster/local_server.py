@@ -161,15 +161,19 @@ def _await_ready(url: str) -> None:
 def _describe_workers(url: str) -> list[str]:
     """A line for each kind of worker: how many are up, and what one's KV cache holds."""
     kinds = Counter(
-        (worker["role"], worker["num_blocks"], worker["block_size"], worker["max_context"])
+        (worker["role"], worker["ranks"], worker["num_blocks"], worker["block_size"], worker["max_context"])
         for worker in fetch_status(url)["workers"]
     )
-    return [
-        f"{count} {role} {'worker is up with' if count == 1 else 'workers are up, each with'} {num_blocks} KV blocks "
-        f"of {block_size} tokens: room for {num_blocks * block_size / max_context:.1f} requests of the full context of "
-        f"{max_context} tokens"
-        for (role, num_blocks, block_size, max_context), count in sorted(kinds.items())
-    ]
+    lines: list[str] = []
+    for (role, ranks, num_blocks, block_size, max_context), count in sorted(kinds.items()):
+        who = f"{count} {role} " + ("worker is up with" if count == 1 else "workers are up, each with")
+        shared = "" if ranks == 1 else f"{ranks} ranks and "
+        requests = num_blocks * block_size / max_context
+        lines.append(
+            f"{who} {shared}{num_blocks} KV blocks of {block_size} tokens: room for {requests:.1f} requests of the "
+            f"full context of {max_context} tokens"
+        )
+    return lines
 
 
 def own_url(host: str, port: int) -> str:

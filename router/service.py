@@ -145,6 +145,7 @@ class RouterService:
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "reachable": self._channels.is_connected(info.peer),
+                    "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,

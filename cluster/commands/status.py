@@ -31,11 +31,13 @@ _HEADINGS = (
     "damaged",
     "links lost",
     "preempted",
+    "swapped",
 )
 _NUM_TEXTS = 2  # worker and role; the others are numbers
 
 # Shown as they are, since a worker's start: prompt tokens that came from another worker's prefix cache, then transfers
-# that failed, chunks sent again, chunks that came damaged, links that broke.
+# that failed, chunks sent again, chunks that came damaged, links that broke, requests that gave way, and those of them
+# whose KV went to host memory.
 _COUNTERS = (
     "pulled_tokens",
     "transfers_failed",
@@ -43,6 +45,7 @@ _COUNTERS = (
     "transfer_digest_failures",
     "transfer_links_lost",
     "preemptions",
+    "swaps",
 )
 
 
