@@ -26,7 +26,7 @@ class CpuLinear:
         self._dtype = weight.dtype
         self._launcher = launcher
         self._packed = cpu_gemm_pack.pack(weight.contiguous())
-        self._bias = torch.zeros(self.out_features) if bias is None else bias.float()
+        self._bias = torch.zeros(self.out_features) if bias is None else bias.to(torch.float32, copy=True)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear, for contiguous x of the weights' dtype; gives bf16 or fp32."""

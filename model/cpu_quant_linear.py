@@ -43,7 +43,7 @@ class CpuQuantizedLinear:
         self._bits = bits
         self._launcher = launcher
         self._values, self._scales = quantize_and_pack(weight.contiguous(), bits)
-        self._bias = None if bias is None else bias.float()
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear, for contiguous bf16 x; gives bf16 or fp32."""

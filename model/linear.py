@@ -11,9 +11,9 @@ class PlainLinear:
     """torch's own, over weights as the checkpoint lays them out. Implements Linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        """weight [out, in], bias [out]."""
-        self._weight = weight
-        self._bias = bias
+        """weight [out, in] and bias [out], which are copied: a view would keep the whole checkpoint mapped."""
+        self._weight = weight.clone()
+        self._bias = None if bias is None else bias.clone()
         self.out_features = weight.shape[0]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

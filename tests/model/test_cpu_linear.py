@@ -8,6 +8,7 @@ from model import cpu_linear
 from model.cpu_backend import CpuBackend
 from model.cpu_linear import CpuLinear
 from model.kernels.cpu_launcher import Launcher
+from model.quantization import Quantization
 
 pytestmark = pytest.mark.skipif(
     not cpu_linear.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"
@@ -119,3 +120,14 @@ def test_other_formats_are_left_to_torch() -> None:
     linear = CpuBackend().make_linear(weight, bias, "none")
     x = torch.randn(3, 51).half()
     torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, quantization: Quantization) -> None:
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((40, 24), (40,), (3, 24)))
+    linear = CpuBackend().make_linear(weight, bias, quantization)
+    before = linear(x).clone()
+    weight.zero_()
+    bias.zero_()
+    assert torch.equal(linear(x), before)
