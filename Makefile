@@ -11,6 +11,8 @@ STAMP := $(VENV)/.set-up
 ARGS ?=
 PYTEST_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+# A process for each core, for tests that neither start processes of their own nor look at the clock.
+PARALLEL := --numprocesses auto --dist worksteal
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
@@ -58,11 +60,11 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@echo "--> Unit tests"
-	@$(PYTEST) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
+	@$(PYTEST) $(PARALLEL) tests --ignore=tests/simulation --ignore=tests/faults --ignore=tests/kernels --ignore=tests/e2e --ignore=tests/gpu
 
 simulation: $(STAMP)
 	@echo "--> Simulation on virtual time"
-	@$(PYTEST) tests/simulation
+	@$(PYTEST) $(PARALLEL) tests/simulation
 
 faults: $(STAMP)
 	@echo "--> Faults: processes killed, stopped, cut off and lied to while KV moves"
@@ -70,7 +72,7 @@ faults: $(STAMP)
 
 kernels: $(STAMP)
 	@echo "--> Kernels, by Triton's interpreter and ahead-of-time compiler"
-	@$(PYTEST) tests/kernels
+	@$(PYTEST) $(PARALLEL) tests/kernels
 
 e2e: $(STAMP)
 	@echo "--> End to end, on a real local cluster"

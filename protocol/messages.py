@@ -100,6 +100,30 @@ class KVNotSent(_Message, frozen=True):
     request_id: str
 
 
+class BlocksHeld(_Message, frozen=True):
+    """Worker to router: a part of all names in its prefix cache, in answer to ReportBlocks.
+
+    Names are 8 bytes each, one after the other: the first half of the block's hash, enough for a guess.
+    """
+
+    names: bytes
+    is_first: bool  # forget what was known before
+    is_last: bool
+    sequence: int  # of the last BlocksChanged that this counts in
+
+
+class BlocksChanged(_Message, frozen=True):
+    """Worker to router: blocks that have got into its prefix cache, and that have left it, since the last one."""
+
+    sequence: int  # one more than the last; a gap means that something was missed
+    stored: bytes  # names as in BlocksHeld
+    removed: bytes
+
+
+class ReportBlocks(_Message, frozen=True):
+    """Router to worker: tell all names in the prefix cache, and from then on each change."""
+
+
 class Cancel(_Message, frozen=True):
     """Router to worker: forget the request, free its blocks. Unknown ids are ignored."""
 
@@ -217,6 +241,9 @@ Message = (
     | TokenFrame
     | StatsFrame
     | KVNotSent
+    | BlocksHeld
+    | BlocksChanged
+    | ReportBlocks
     | Cancel
     | PrefillFailed
     | SendPrefix

@@ -22,6 +22,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities at all
 
 
+class Promise(msgspec.Struct, frozen=True):
+    """What a request's SLO class promises, in the workers' words. Durations only, since processes share no clock."""
+
+    class_name: str = "standard"
+    priority: int = 0  # whoever has a higher one goes first, and gives way last
+    share: float = 0.0  # of a worker's tokens that the class gets while it waits, whatever the priority of others
+    ttft_left_s: float | None = None  # until the first token is due, below 0 where it is late; None: nothing promised
+    tpot_s: float | None = None  # mean time between tokens after the first; None: nothing promised
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One sequence to continue. `n` choices are `n` of these, with different seeds."""
 
@@ -34,6 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     min_tokens: int = 0  # no stop token before this many output tokens
     stop_token_ids: tuple[int, ...] = ()  # the model's EOS unless ignored, and the client's own
     cache_salt: bytes = b""  # keys the prefix cache, so tenants can't time each other's
+    promise: Promise = Promise()
 
     @property
     def num_output_tokens_given(self) -> int:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from protocol.kv_layout import KVLayout
+from protocol.step_costs import StepCosts
 from protocol.tickets import Address, Peer
 
 Role = Literal["prefill", "decode"]
@@ -20,6 +21,16 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     layout: KVLayout  # decides with whom it can exchange KV
     num_blocks: int
     max_context: int  # tokens, prompt and output together
+
+
+class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
+    """What requests of one SLO class still have to be computed before they decode."""
+
+    class_name: str
+    priority: int
+    share: float
+    tokens: int  # of prompts
+    requests: int
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
@@ -54,3 +65,8 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_links_lost: int = 0  # counter: data links that broke while their connection stood
     pulled_tokens: int = 0  # counter: prompt tokens whose KV came from another worker's prefix cache
     broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound
+    queued: tuple[QueuedWork, ...] = ()  # by class; their tokens sum up to num_waiting_tokens
+    context_tokens: int = 0  # of the requests that decode
+    tightest_tpot_s: float | None = None  # among them; None: nothing is promised
+    costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
+    is_draining: bool = False  # takes no new requests
