@@ -5,13 +5,22 @@ chain: without it nobody can tell, by timing, what another tenant has cached.
 """
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
+
+from protocol.errors import ProtocolError
 
 BlockHash = bytes
 """16 bytes: a collision would serve another prompt's KV, so a short non-cryptographic hash will not do."""
 
 HASH_BYTES = 16
+
+ShortName = int
+"""The first 8 bytes of a block's hash, as an unsigned number: what routers know blocks by. Equal ones are only guessed
+to mean equal KV, and nothing but a router's choice of a path depends on that."""
+
+NAME_BYTES = 8
 
 
 def root_hash(salt: bytes) -> BlockHash:
@@ -34,3 +43,28 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> list
         parent = next_hash(parent, token_ids[end - block_size : end])
         hashes.append(parent)
     return hashes
+
+
+def short_name(block_hash: BlockHash) -> ShortName:
+    """What a router calls the block."""
+    return int.from_bytes(block_hash[:NAME_BYTES], "little")
+
+
+def pack_names(names: Iterable[ShortName]) -> bytes:
+    """Names for a message: 8 bytes each, one after the other, as in the blocks' hashes."""
+    return _in_little_endian(array("Q", names)).tobytes()
+
+
+def unpack_names(packed: bytes) -> "array[int]":
+    """The names in `packed`, in order. Raises ProtocolError where it ends within one."""
+    if len(packed) % NAME_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are no block names: each takes {NAME_BYTES}")
+    names = array("Q")
+    names.frombytes(packed)
+    return _in_little_endian(names)
+
+
+def _in_little_endian(names: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        names.byteswap()
+    return names

@@ -1,7 +1,18 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.block_hashes import HASH_BYTES, chain_hashes, next_hash, root_hash
+from protocol.block_hashes import (
+    HASH_BYTES,
+    NAME_BYTES,
+    chain_hashes,
+    next_hash,
+    pack_names,
+    root_hash,
+    short_name,
+    unpack_names,
+)
+from protocol.errors import ProtocolError
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -31,3 +42,16 @@ def test_the_chain_can_be_grown_block_by_block():
 
 def test_another_salt_names_the_same_block_differently():
     assert chain_hashes([1, 2], 2, b"a") != chain_hashes([1, 2], 2, b"b")
+
+
+@given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)))
+def test_names_travel_as_the_beginnings_of_the_hashes(hashes: list[bytes]):
+    names = [short_name(block_hash) for block_hash in hashes]
+    packed = pack_names(names)
+    assert packed == b"".join(block_hash[:NAME_BYTES] for block_hash in hashes)
+    assert list(unpack_names(packed)) == names
+
+
+def test_bytes_that_end_within_a_name_are_refused():
+    with pytest.raises(ProtocolError, match="9 bytes"):
+        unpack_names(bytes(9))
