@@ -21,6 +21,8 @@ from protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
+    BlocksChanged,
+    BlocksHeld,
     Cancel,
     Chunk,
     Commit,
@@ -38,6 +40,7 @@ from protocol.messages import (
     PrefillFailed,
     Reach,
     Refuse,
+    ReportBlocks,
     Run,
     SendPrefix,
     StatsFrame,
@@ -90,6 +93,9 @@ CORPUS: tuple[Message, ...] = (
     TokenFrame(tuple(TokenEvent(f"request-{number}", number, (SampledToken(number),)) for number in range(64))),
     StatsFrame(WorkerStats(num_running=2, step_seconds=0.25, transfer_bytes=2**40)),
     KVNotSent("r"),
+    BlocksHeld(b"8 bytes.another.", True, False, 3),
+    BlocksChanged(4, b"8 bytes.", b""),
+    ReportBlocks(),
     Cancel("r"),
     PrefillFailed("r"),
     SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),

@@ -10,6 +10,8 @@ from protocol.errors import ProtocolError
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
+    BlocksChanged,
+    BlocksHeld,
     Cancel,
     Chunk,
     Commit,
@@ -27,6 +29,7 @@ from protocol.messages import (
     PrefillFailed,
     Reach,
     Refuse,
+    ReportBlocks,
     Run,
     SendPrefix,
     StatsFrame,
@@ -54,6 +57,9 @@ EXAMPLES: list[Message] = [
     TokenFrame((TokenEvent("r", 3, (SampledToken(5, -0.5, ((5, -0.5), (6, -1.5))),), "stop"),)),
     StatsFrame(WorkerStats(num_running=2, step_seconds=0.25)),
     KVNotSent("r"),
+    BlocksHeld(b"8 bytes.another.", True, False, 3),
+    BlocksChanged(4, b"8 bytes.", b""),
+    ReportBlocks(),
     Cancel("r"),
     PrefillFailed("r"),
     Offer(TICKET, 17),
