@@ -32,6 +32,13 @@ class Promise(msgspec.Struct, frozen=True):
     tpot_s: float | None = None  # mean time between tokens after the first; None: nothing promised
 
 
+def left_of(promise: Promise, elapsed_s: float) -> Promise:
+    """The promise as it stands after so many seconds."""
+    if promise.ttft_left_s is None:
+        return promise
+    return msgspec.structs.replace(promise, ttft_left_s=promise.ttft_left_s - elapsed_s)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One sequence to continue. `n` choices are `n` of these, with different seeds."""
 

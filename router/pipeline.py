@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerLost
-from protocol.requests import GenerateRequest, PrefillReply, TokenEvent
+from protocol.requests import GenerateRequest, PrefillReply, TokenEvent, left_of
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer, Ticket, mint_ticket
 from router.config import PipelineConfig
@@ -33,6 +33,16 @@ _log = logging.getLogger(__name__)
 
 _DEFAULTS = PipelineConfig()
 _TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
+
+Admit = Callable[[GenerateRequest, Path, Stages], None]
+"""Told of each sequence once, when its path is chosen and its workers' places are held, before any call.
+
+Raises RequestError to refuse it.
+"""
+
+
+def admit_all(request: GenerateRequest, path: Path, stages: Stages) -> None:
+    """Where nothing is ever refused."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class Pipeline:
         router: Peer,
         config: PipelineConfig = _DEFAULTS,
         draw_id: Callable[[], str] = lambda: secrets.token_hex(16),
+        admit: Admit = admit_all,
     ):
         self._fleet = fleet
         self._channels = channels
@@ -80,6 +91,7 @@ class Pipeline:
         self._router = router
         self._config = config
         self._draw_id = draw_id
+        self._admit = admit
         self._pulls = PrefixPulls(channels=channels, secret=secret, config=config)
         self._finder = PathFinder(fleet=fleet, channels=channels, pulls=self._pulls, clock=clock, config=config)
 
@@ -93,13 +105,19 @@ class Pipeline:
 
         `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
         what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
-        `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (a worker refuses
-        the request), WorkerLost (lost workers more often than `retries` allows).
+        `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (admission or a
+        worker refuses the request), WorkerLost (lost workers more often than `retries` allows).
         """
         sent: list[int] = []
         failed: set[Peer] = set()
         while True:
             path, hold = await self._finder.find(request, sent, failed)
+            if stages.attempts == 0:
+                try:
+                    self._admit(request, path, stages)
+                except BaseException:
+                    hold.release()
+                    raise
             stages.begin_attempt()
             try:
                 async with aclosing(self._attempt(path, hold, request, sent, failed, stages)) as events:
@@ -136,6 +154,7 @@ class Pipeline:
             request_id=self._draw_id(),
             router_id=self._router.worker_id,
             token_ids=(*request.token_ids, *sent),
+            promise=left_of(request.promise, self._clock() - stages.arrive),
         )
         ticket = self._mint(path, tried.request_id)
         stream = self._channels.subscribe(path.decode.peer, tried.request_id, max_tokens=request.max_tokens)

@@ -10,6 +10,7 @@ from protocol.errors import RequestError
 from protocol.kv_layout import incompatibility
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
+from router.estimate import Estimate
 
 
 class NoPath(RequestError):
@@ -27,6 +28,7 @@ class Path:
     prefill: WorkerInfo | None
     decode: WorkerInfo
     source: WorkerInfo | None = None  # the prefill worker pulls the prompt's beginning from it
+    estimate: Estimate | None = None  # None: the workers have not told their costs yet
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from router.estimate import Estimate
+
 
 @dataclass(slots=True)
 class Stages:
@@ -13,6 +15,9 @@ class Stages:
     arrive: float
     first_token: float | None = None
     finish: float | None = None
+    admit: float | None = None
+    expected: Estimate | None = None  # of the path that it was admitted on
+    follows: bool = False  # admitted together with another choice of the same response
     attempts: int = 0
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
