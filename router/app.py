@@ -6,8 +6,7 @@ build it in the replica: Starlette's apps can't be pickled.)
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError, TwostrokeError
+from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
 from router.doctor import doctor
 from router.generation import Generation
 from router.http_io import (
@@ -33,6 +33,7 @@ from router.jobs import Job
 from router.openai_chat import ChatFormat
 from router.openai_common import INTERNAL_ERROR, Format
 from router.openai_completions import CompletionFormat
+from router.openapi import OPERATIONS, document
 from router.parsing import parse, token_ids_of
 from router.policy import NoPath
 from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
@@ -50,10 +51,11 @@ def build_app(service: RouterService | None = None) -> FastAPI:
     app.add_middleware(RequestIds)
     app.add_middleware(Belongings)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for path, method, endpoint in _ROUTES:
+    for operation in OPERATIONS:
         # Load balancers ask for heads.
-        methods = ["GET", "HEAD"] if method == "GET" else [method]
-        app.add_api_route(path, _guarded(endpoint), methods=methods, response_model=None)
+        methods = ["GET", "HEAD"] if operation.method == "GET" else [operation.method]
+        endpoint = _ENDPOINTS[operation.name]
+        app.add_api_route(operation.path, _guarded(endpoint), methods=methods, response_model=None)
     return app
 
 
@@ -96,13 +98,8 @@ async def tokenize(request: Request) -> Response:
         text = asked.prompt or ""
         param, add_special_tokens = "prompt", asked.add_special_tokens is not False
     token_ids = await service.jobs.encode(text, param, max_context, add_special_tokens=add_special_tokens)
-    answer: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": max_context,
-        "tokens": token_ids,
-        "token_strs": [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None,
-    }
-    return json_response(answer)
+    names = [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None
+    return json_response(TokenIds(len(token_ids), max_context, token_ids, names))
 
 
 async def detokenize(request: Request) -> Response:
@@ -112,12 +109,12 @@ async def detokenize(request: Request) -> Response:
     service.check_model(asked.model or service.config.model_name)
     token_ids = token_ids_of(asked.tokens, "tokens", service.max_context())
     service.jobs.check_vocabulary(token_ids, "tokens")
-    return json_response({"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)})
+    return json_response(Text(service.tokenizer.decode(token_ids, skip_special_tokens=False)))
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(_service(request))]})
+    return json_response(ModelList([_model(_service(request))]))
 
 
 async def model(request: Request) -> Response:
@@ -129,7 +126,7 @@ async def model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """GET /health: this process is alive."""
-    return json_response({"status": "ok"})
+    return json_response(Health())
 
 
 async def ready(request: Request) -> Response:
@@ -137,7 +134,7 @@ async def ready(request: Request) -> Response:
     missing = _service(request).missing()
     if missing:
         raise NoPath("not ready: " + "; ".join(missing))
-    return json_response({"status": "ready"})
+    return json_response(Ready())
 
 
 async def metrics(request: Request) -> Response:
@@ -152,23 +149,33 @@ async def status(request: Request) -> Response:
 
 async def show_version(request: Request) -> Response:
     """GET /version."""
-    return json_response({"version": _service(request).config.version})
+    return json_response(Version(_service(request).config.version))
 
 
-_ROUTES: Sequence[tuple[str, str, Endpoint]] = (
-    ("/v1/completions", "POST", completions),
-    ("/v1/chat/completions", "POST", chat_completions),
-    ("/v1/models", "GET", models),
-    ("/v1/models/{name:path}", "GET", model),
-    ("/tokenize", "POST", tokenize),
-    ("/detokenize", "POST", detokenize),
-    ("/health", "GET", health),
-    ("/ready", "GET", ready),
-    ("/metrics", "GET", metrics),
-    ("/status", "GET", status),
-    ("/doctor", "GET", doctor),
-    ("/version", "GET", show_version),
-)
+async def openapi(request: Request) -> Response:
+    """GET /openapi.json."""
+    config = _service(request).config
+    return json_response(document(version=config.version, model=config.model_name, has_keys=False))
+
+
+_ENDPOINTS: Mapping[str, Endpoint] = {
+    endpoint.__name__: endpoint
+    for endpoint in (
+        completions,
+        chat_completions,
+        models,
+        model,
+        tokenize,
+        detokenize,
+        health,
+        ready,
+        metrics,
+        status,
+        doctor,
+        show_version,
+        openapi,
+    )
+}
 
 
 def _service(request: Request) -> RouterService:
@@ -178,18 +185,12 @@ def _service(request: Request) -> RouterService:
     return service
 
 
-def _model(service: RouterService) -> dict[str, Any]:
-    description: dict[str, Any] = {
-        "id": service.config.model_name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "twostroke",
-    }
+def _model(service: RouterService) -> ModelCard:
     try:
-        description["max_model_len"] = service.max_context()
+        max_context = service.max_context()
     except NoPath:  # the model is known before its workers are
-        description["max_model_len"] = None
-    return description
+        max_context = None
+    return ModelCard(service.config.model_name, service.started_at, max_context)
 
 
 def _include_usage(asked: GenerationFields) -> bool:
@@ -268,4 +269,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     status_code = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status_code, "http_error")
     message = {404: "there is no such path", 405: "the path does not take this method"}.get(status_code, "refused")
-    return error_response(RequestError(message, param="path", code=code, status=status_code))
+    response = error_response(RequestError(message, param="path", code=code, status=status_code))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # which methods the path takes
+    return response

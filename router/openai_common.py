@@ -1,7 +1,7 @@
 """What both of OpenAI's generation endpoints say alike: errors, usage, server-sent events."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -85,21 +85,32 @@ def joined(deltas: Iterable[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def error_object(error: TwostrokeError) -> dict[str, Any]:
+class ErrorBody(msgspec.Struct):
+    """What is wrong, for people and for programs."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorObject(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorBody
+
+
+def error_object(error: TwostrokeError) -> ErrorObject:
     """OpenAI's error object. Only a RequestError's own words go out; others may speak of our insides."""
-    if isinstance(error, RequestError):
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        if error.status == 429:
-            kind = "rate_limit_error"
-        body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    else:
-        body = {
-            "message": "the server lost the workers of this request; try again",
-            "type": "server_error",
-            "param": None,
-            "code": "worker_lost",
-        }
-    return {"error": body}
+    if not isinstance(error, RequestError):
+        text = "the server lost the workers of this request; try again"
+        return ErrorObject(ErrorBody(text, "server_error", None, "worker_lost"))
+    kind: Literal["invalid_request_error", "rate_limit_error", "server_error"] = "invalid_request_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status >= 500:
+        kind = "server_error"
+    return ErrorObject(ErrorBody(str(error), kind, error.param, error.code))
 
 
 def error_status(error: TwostrokeError) -> int:

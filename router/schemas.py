@@ -6,7 +6,7 @@ The models check shapes and ranges; what depends on the model (context, vocabula
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 MAX_CHOICES = 64  # prompts times n, of one request
 MAX_STOPS = 16
@@ -32,9 +32,24 @@ def clean_text(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(clean_text)]
 ShortText = Annotated[str, Field(max_length=512), AfterValidator(clean_text)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(clean_text)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+# What `router/parsing.py` checks by itself, for the OpenAPI document.
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}}
+_PROMPT_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {
+    "anyOf": [
+        _PROMPT_TEXT,
+        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _PROMPT_TEXT},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TOKEN_IDS},
+    ]
+}
 
 
 class FieldError(ValueError):
@@ -84,9 +99,7 @@ class GenerationFields(_Request):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(_as_list)] | None = (
-        None
-    )
+    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -100,8 +113,9 @@ class GenerationFields(_Request):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
             BeforeValidator(_bounded_mapping),
+            Field(json_schema_extra={"maxProperties": MAX_LOGIT_BIAS, "additionalProperties": False}),
         ]
         | None
     ) = None
@@ -126,7 +140,8 @@ class GenerationFields(_Request):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Any  # checked by `prompts_of`, whose messages say which of many prompts is wrong
+    # Checked by `prompts_of`, whose messages say which of many prompts is wrong.
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -232,4 +247,4 @@ class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
     model: ShortText | None = None
-    tokens: Any  # checked by `token_ids_of`
+    tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]  # checked by `token_ids_of`
