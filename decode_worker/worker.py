@@ -142,6 +142,8 @@ class DecodeWorker:
             layout=self._store.layout,
             num_blocks=self._pool.num_blocks,
             max_context=self._max_context,
+            max_step_tokens=self._config.max_step_tokens,
+            max_batch=self._config.max_batch,
         )
 
     async def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:

@@ -21,6 +21,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     layout: KVLayout  # decides with whom it can exchange KV
     num_blocks: int
     max_context: int  # tokens, prompt and output together
+    max_step_tokens: int = 2048  # of one engine step
+    max_batch: int = 256  # requests in one step
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
