@@ -15,7 +15,7 @@ import xxhash
 from model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
 from model.token_counts import is_penalised
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
-from tests.simulation.fake_store import POSITION_BYTES, FakeStore, FakeSwapSpace, Grip
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
 _TOKEN = struct.Struct("<II")
@@ -157,7 +157,7 @@ class FakeEngine(Engine):
         store = self._store
         before = b""
         if one.start > 0:
-            before = store.read(layer, one.block_ids, one.start)[-POSITION_BYTES:]
+            before = store.position(layer, one.block_ids, one.start - 1)
         computed: list[bytes] = []
         for token_id in one.token_ids:
             before = position_kv(before, token_id, layer)

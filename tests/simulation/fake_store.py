@@ -16,7 +16,6 @@ from model.step import BlockCopy
 from protocol.kv_layout import KVLayout
 
 KV_HEADS = 2
-POSITION_BYTES = 8
 GARBAGE = 0xEEEE
 
 Array = np.ndarray[Any, np.dtype[np.uint16]]
@@ -91,6 +90,11 @@ class FakeStore:
         blocks = self.layers[layer][list(block_ids[:num_blocks])].transpose(0, 3, 1, 2, 4)
         return blocks.reshape(-1, *blocks.shape[2:])[:num_positions]
 
+    def position(self, layer: int, block_ids: Sequence[int], position: int) -> bytes:
+        """KV of one position, as in `read`."""
+        block, offset = divmod(position, self.layout.block_size)
+        return self.layers[layer][block_ids[block], :, :, offset].tobytes()
+
     def write(self, layer: int, block_ids: Sequence[int], first_position: int, kv: bytes) -> None:
         """Store the KV of consecutive positions."""
         shape = (-1, 2, self.layout.heads_per_rank, self.layout.head_dim)
@@ -98,6 +102,10 @@ class FakeStore:
 
     def write_values(self, layer: int, block_ids: Sequence[int], first_position: int, values: Array) -> None:
         """The same from an array [position, 2, heads, head_dim]."""
+        if len(values) == 1:
+            block, offset = divmod(first_position, self.layout.block_size)
+            self.layers[layer][block_ids[block], :, :, offset] = values[0]
+            return
         positions = range(first_position, first_position + len(values))
         blocks = [block_ids[position // self.layout.block_size] for position in positions]
         offsets = [position % self.layout.block_size for position in positions]

@@ -1,7 +1,8 @@
 """An asyncio event loop whose time is a number: when nothing is ready, it jumps to the next timer.
 
-What runs is deterministic: the ready queue is first in, first out; timers fire in the order of their time; tasks and
-futures hash by the order of their creation, so that a set of them iterates the same in every run. A simulation that
+What runs is deterministic: the ready queue is first in, first out; timers fire in the order of their time, and those of
+the same moment in the order of their creation; tasks and futures hash by the order of their creation, so that a set of
+them iterates the same in every run. A simulation that
 waits for nothing that could ever happen raises, with the tasks that wait, in place of hanging.
 
 Tasks may belong to a simulated process (`PROCESS`, inherited by the tasks that they start), and a process can be
@@ -9,10 +10,10 @@ stopped and continued, as by SIGSTOP and SIGCONT: what it should have done meanw
 """
 
 import asyncio
-import selectors
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
@@ -44,30 +45,6 @@ class _OrderedFuture(asyncio.Future[Any]):
         return self._number
 
 
-class _TimeSelector(selectors.SelectSelector):
-    """Passes virtual time where a selector would wait for sockets."""
-
-    def __init__(self, limit_s: float) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._limit_s = limit_s
-        self._rounds = 0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise SimulationStuck("deadlock: every task waits, and no timer is set")
-        if timeout > 0:
-            self.now += timeout
-            self._rounds = 0
-            if self.now > self._limit_s:
-                raise SimulationStuck(f"still running after {self._limit_s} virtual seconds")
-        else:
-            self._rounds += 1
-            if self._rounds > 100_000:
-                raise SimulationStuck(f"tasks run on and on at {self.now} s, and no time passes")
-        return []
-
-
 class _ReadyQueue(deque[asyncio.Handle]):
     """A loop's callbacks that may run now; those of stopped processes are laid aside when their turn comes."""
 
@@ -88,18 +65,58 @@ class _ReadyQueue(deque[asyncio.Handle]):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring. `limit_s` is how much virtual time may pass."""
+    """See the module's docstring. `limit_s` is how much virtual time may pass.
+
+    Replaces asyncio's own round, of which half goes into sockets, threads and debugging that simulations don't have.
+    """
 
     def __init__(self, limit_s: float = 3600.0) -> None:
-        self._times = _TimeSelector(limit_s)
-        super().__init__(self._times)
-        self._clock_resolution = 1e-9
+        super().__init__()
+        self._now = 0.0
+        self._limit_s = limit_s
+        self._rounds = 0  # since time has passed
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = count(1)
         self._ready = self._queue = _ReadyQueue(self)
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
-        return self._times.now
+        return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Pass time where nothing is ready, then call what is ready now, not what that makes ready."""
+        ready, timers = self._queue, self._timers
+        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+            heappop(timers)
+        if ready or self._stopping:  # type: ignore[attr-defined]
+            self._rounds += 1
+            if self._rounds > 100_000:
+                raise SimulationStuck(f"tasks run on and on at {self._now} s, and no time passes")
+        elif not timers:
+            raise SimulationStuck("deadlock: every task waits, and no timer is set")
+        else:
+            self._rounds = 0
+            self._now = max(self._now, timers[0][0])
+            if self._now > self._limit_s:
+                raise SimulationStuck(f"still running after {self._limit_s} virtual seconds")
+        while timers and timers[0][0] <= self._now:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:  # type: ignore[attr-defined]
+                handle._run()
 
     def stop_process(self, name: str) -> None:
         """Nothing of this process runs until it is continued; time passes for it all the same."""
