@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.worker_directory import WorkerDirectory, directory_of
-from protocol.errors import RequestError, TransferFailed, WorkerLost
+from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLost
 from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
@@ -100,7 +100,8 @@ class ServeFleet:
 
 
 async def _result(response: Any) -> Any:
-    """The call's result. Raises RequestError where the worker refuses, TransferFailed, and WorkerLost for all else."""
+    """The call's result. Raises RequestError where the worker refuses, TransferFailed, WorkerLost where it is gone, and
+    WorkerFailed for all else."""
     try:
         return await response
     except Exception as error:
@@ -108,4 +109,6 @@ async def _result(response: Any) -> Any:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RequestError | TransferFailed | WorkerLost):
             raise cause from None
-        raise WorkerLost(f"the worker's call failed: {type(cause).__name__}: {cause}") from error
+        is_gone = isinstance(cause, RayError)  # Ray's own word: the actor died, or can't be reached
+        lost = WorkerLost if is_gone else WorkerFailed
+        raise lost(f"the worker's call failed: {type(cause).__name__}: {cause}") from error

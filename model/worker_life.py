@@ -9,7 +9,7 @@ from typing import Any
 from model.block_pool import BlockPool
 from model.step_loop import StepLoop
 from protocol.clock import Clock
-from protocol.errors import WorkerLost
+from protocol.errors import WorkerLeaving, WorkerLost
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class WorkerLife:
         self._loop.check_health()
 
     def check_takes_requests(self) -> None:
-        """Raises WorkerLost where the worker is not healthy, or draining."""
+        """Raises WorkerLost where the worker is not healthy, WorkerLeaving where it is draining."""
         self.check_health()
         if self._is_draining:
-            raise WorkerLost(f"worker {self._worker_id} is draining")
+            raise WorkerLeaving(f"worker {self._worker_id} is draining")
 
     def wake(self) -> None:
         """There may be something to do now: a request, free blocks, or nothing left at all."""

@@ -8,7 +8,9 @@
     |-- EpochMismatch            a message or ticket of another incarnation of a process
     |-- TicketRefused            forged, used twice, or made out to somebody else
     |-- TransferFailed           the KV of a request did not arrive whole; the reason is for logs
-    `-- WorkerLost               the worker that served a request died or was taken away
+    `-- WorkerLost               the worker that served a request died, or can't be reached
+        |-- WorkerLeaving        it is being taken down on purpose, and is nobody's failure
+        `-- WorkerFailed         it lives, and has failed the request all the same
 
 Foreign exceptions (OSError, torch's RuntimeError, Ray's errors) are mapped to these at the edge where they arise.
 """
@@ -25,14 +27,24 @@ class ConfigError(TwostrokeError):
 class RequestError(TwostrokeError):
     """A request that can't be served as asked.
 
-    `param` names the request field at fault, `code` is a stable word for programs, `status` the HTTP status.
+    `param` names the request field at fault, `code` is a stable word for programs, `status` the HTTP status,
+    `retry_after_s` when the same request may be served.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400):
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ):
         super().__init__(message)
         self.param = param
         self.code = code
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class ConnectionLost(TwostrokeError):
@@ -56,4 +68,12 @@ class TransferFailed(TwostrokeError):
 
 
 class WorkerLost(TwostrokeError):
-    """The worker that served a request died or was taken away before it finished."""
+    """The worker that served a request died, or can't be reached, before it finished."""
+
+
+class WorkerLeaving(WorkerLost):
+    """The worker is being taken down on purpose: the request goes on elsewhere."""
+
+
+class WorkerFailed(WorkerLost):
+    """The worker lives, and has failed the request all the same."""

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from protocol.errors import RequestError, TwostrokeError, WorkerLost
+from protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
 from protocol.requests import SampledToken, TokenEvent
 
 MAX_UNREAD = 16384
@@ -59,7 +59,7 @@ class TokenStream:
         self.heard = True
         self._events_left -= 1
         if self._events_left < 0:
-            self.fail(WorkerLost("the worker sent more tokens than the request asked for"))
+            self.fail(WorkerFailed("the worker sent more tokens than the request asked for"))
             return
         self._unread += sum(1 + len(token.top) for token in event.tokens)
         if self._unread > MAX_UNREAD:
@@ -98,9 +98,9 @@ class TokenStream:
 def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent | None:
     """`events` as one that goes on where `sent` (all output so far) ends; None if nothing is new.
 
-    A token may come twice: the first from the prefill worker and from the decode worker. Raises WorkerLost for a gap,
-    for a token that differs from what was sent in its place (what follows would go on from another text), and where
-    the worker gave the request up.
+    A token may come twice: the first from the prefill worker and from the decode worker. Raises WorkerFailed for a gap
+    and for a token that differs from what was sent in its place (what follows would go on from another text), and
+    WorkerLost where the worker gave the request up.
     """
     tokens: list[SampledToken] = []
     begin = len(sent)
@@ -109,11 +109,11 @@ def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent 
             raise WorkerLost(f"the worker gave the request up: {event.error}")
         next_index = begin + len(tokens)
         if not 0 <= event.index <= next_index:
-            raise WorkerLost(f"token {next_index} is missing: the next to come was {event.index}")
+            raise WorkerFailed(f"token {next_index} is missing: the next to come was {event.index}")
         num_known = next_index - event.index
         for i, token in enumerate(event.tokens[:num_known], event.index):
             if token.token_id != (sent[i] if i < begin else tokens[i - begin].token_id):
-                raise WorkerLost(f"token {i} came again, and as another one")
+                raise WorkerFailed(f"token {i} came again, and as another one")
         tokens.extend(event.tokens[num_known:])
         if event.finish_reason is not None and event.index + len(event.tokens) == begin + len(tokens):
             return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)
