@@ -50,6 +50,8 @@ class SimFleet:
     and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.
     """
 
+    engine_type: type[FakeEngine] = FakeEngine
+
     def __init__(self, scenario: Scenario, fabric: MemoryFabric, links: LinkFabric, trace: Trace):
         self._scenario = scenario
         self._fabric = fabric
@@ -77,7 +79,7 @@ class SimFleet:
         swap_space = None
         if not is_prefill and scenario.swap_blocks:
             swap_space = FakeSwapSpace(store, num_blocks=scenario.swap_blocks)
-        pool, engine, network = SpoilingPool(store), FakeEngine(store, swap_space), self._fabric.at(host)
+        pool, engine, network = SpoilingPool(store), self.engine_type(store, swap_space), self._fabric.at(host)
         transports = memory_transports(self._links, host, store, scenario.transports)
         peer = Peer(host, self._draw.getrandbits(63))
         sender, receiver = None, None
