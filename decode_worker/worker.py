@@ -91,6 +91,7 @@ class DecodeWorker:
                 router_lost=self._router_lost,
                 stats=self.stats,
             ),
+            blocks=pool,
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,

@@ -10,9 +10,11 @@ Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from model.block_changes import BlockChanges
 from protocol.block_hashes import BlockHash
+from protocol.block_reports import NameChanges
 from protocol.errors import TwostrokeError
 
 
@@ -38,6 +40,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first is evicted next
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._by_name: dict[BlockHash, int] = {}
+        self._changes: BlockChanges | None = None  # while somebody wants to know
 
     @property
     def free_blocks(self) -> int:
@@ -133,6 +136,22 @@ class BlockPool:
         if name not in self._by_name:
             self._by_name[name] = block_id
             self._names[block_id] = name
+            if self._changes is not None:
+                self._changes.published(name)
+
+    def names(self, first: int, end: int) -> list[BlockHash]:
+        """Names in the prefix cache that blocks `first` up to `end` have."""
+        return [name for name in self._names[first:end] if name is not None]
+
+    def record_changes(self, began: Callable[[], None] | None) -> None:
+        """Record names that come and go from now on; `began` is called as BlockChanges does. With None, end that."""
+        self._changes = None if began is None else BlockChanges(began)
+
+    def take_changes(self) -> NameChanges | None:
+        """As BlockChanges.take. Raises ValueError where nothing is recorded."""
+        if self._changes is None:
+            raise ValueError("no changes of names are recorded")
+        return self._changes.take()
 
     def check_integrity(self) -> None:
         """Recount everything. Raises BlockPoolCorrupted where the books are off. O(num_blocks): for idle workers."""
@@ -156,6 +175,8 @@ class BlockPool:
             raise BlockPoolCorrupted(f"cached block {block_id} has no name")
         del self._by_name[name]
         self._names[block_id] = None
+        if self._changes is not None:
+            self._changes.evicted(name)
         return block_id
 
     def _require_owned(self, block_ids: Sequence[int]) -> None:

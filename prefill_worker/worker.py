@@ -69,6 +69,7 @@ class PrefillWorker:
             max_context=max_context,
             max_waiting=config.max_waiting,
             min_pull_tokens=config.min_pull_tokens,
+            queue=config.queue,
         )
         self._token_server = TokenServer(
             peer=peer,
@@ -81,6 +82,7 @@ class PrefillWorker:
                 router_lost=self._router_lost,
                 stats=self.stats,
             ),
+            blocks=pool,
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,
@@ -150,8 +152,9 @@ class PrefillWorker:
             self._check_ticket(request, pull, pull.target)
         if request.request_id in self._calls:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
-        job = self._scheduler.add(request, awaits_offer=pull is not None and self._pulls is not None)
-        call = Call(job, ticket, self._clock(), asyncio.get_running_loop().create_future())
+        now = self._clock()
+        job = self._scheduler.add(request, now=now, awaits_offer=pull is not None and self._pulls is not None)
+        call = Call(job, ticket, now, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         self._calls_by_job[job] = call
         if pull is not None and self._pulls is not None:

@@ -50,6 +50,11 @@ def short_name(block_hash: BlockHash) -> ShortName:
     return int.from_bytes(block_hash[:NAME_BYTES], "little")
 
 
+def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
+    """The names of blocks with these hashes, for a message."""
+    return b"".join([block_hash[:NAME_BYTES] for block_hash in hashes])
+
+
 def pack_names(names: Iterable[ShortName]) -> bytes:
     """Names for a message: 8 bytes each, one after the other, as in the blocks' hashes."""
     return _in_little_endian(array("Q", names)).tobytes()

@@ -101,9 +101,10 @@ class KVNotSent(_Message, frozen=True):
 
 
 class BlocksHeld(_Message, frozen=True):
-    """Worker to router: a part of all names in its prefix cache, in answer to ReportBlocks.
+    """Worker to router: a part of all names in its prefix cache, in answer to ReportBlocks or where too much changed.
 
-    Names are 8 bytes each, one after the other: the first half of the block's hash, enough for a guess.
+    Names are 8 bytes each, one after the other: the first half of the block's hash, enough for a guess. Changes may
+    pass between the parts: each message counts in all that came before it.
     """
 
     names: bytes

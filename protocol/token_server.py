@@ -9,14 +9,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from protocol.block_reports import BlockReports, NamedBlocks
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
+    BlocksChanged,
+    BlocksHeld,
     Cancel,
     Hello,
     KVNotSent,
     Ping,
     PrefillFailed,
     Refuse,
+    ReportBlocks,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -29,6 +33,8 @@ from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, Ticket
 
 _log = logging.getLogger(__name__)
+
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,20 @@ class TokenServerCallbacks:
 
 
 class TokenServer:
-    """Accepts routers, sends them token frames and statistics, and hears what they want."""
+    """Accepts routers, sends them token frames and statistics, and hears what they want.
 
-    def __init__(self, *, peer: Peer, network: Network, config: TokenServerConfig, callbacks: TokenServerCallbacks):
+    Routers that ask are told of the names in the prefix cache of `blocks`.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: Peer,
+        network: Network,
+        config: TokenServerConfig,
+        callbacks: TokenServerCallbacks,
+        blocks: NamedBlocks,
+    ):
         self._peer = peer
         self._network = network
         self._config = config
@@ -72,6 +89,7 @@ class TokenServer:
         self._stats_task: asyncio.Task[None] | None = None
         self._routers: dict[str, Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._block_reports = BlockReports(blocks, self._send)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
@@ -86,6 +104,7 @@ class TokenServer:
             await asyncio.gather(self._stats_task, return_exceptions=True)
         if self._listener is not None:
             await self._listener.close()
+        await self._block_reports.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def is_connected(self, router_id: str) -> bool:
@@ -104,6 +123,12 @@ class TokenServer:
         if connection is not None:
             self._send(router_id, connection, KVNotSent(request_id))
 
+    def tell_stats(self) -> None:
+        """Send the worker's numbers to all routers now, ahead of their time."""
+        frame = StatsFrame(self._callbacks.stats())
+        for router_id, connection in list(self._routers.items()):
+            self._send(router_id, connection, frame)
+
     async def _serve(self, connection: Connection) -> None:
         """One router's connection, from its Hello to its end."""
         router_id = await self._accept(connection)
@@ -112,7 +137,7 @@ class TokenServer:
         silence = Silence(asyncio.get_running_loop().time, self._config.lease_s)
         watch = asyncio.create_task(self._watch(router_id, connection, silence), name=f"token-server-watch-{router_id}")
         try:
-            await self._listen_to(connection, silence)
+            await self._listen_to(router_id, connection, silence)
         except ConnectionLost as error:
             _log.info("token channel of router %s ended: %s", router_id, error)
         finally:
@@ -164,7 +189,7 @@ class TokenServer:
         _log.warning("router %s was silent for %.1f s: dropped", router_id, silence.length_s)
         self._drop(router_id, connection)
 
-    async def _listen_to(self, connection: Connection, silence: Silence) -> None:
+    async def _listen_to(self, router_id: str, connection: Connection, silence: Silence) -> None:
         """Raises ConnectionLost at the connection's end."""
         while True:
             message = await connection.receive()
@@ -176,6 +201,9 @@ class TokenServer:
                     self._callbacks.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt):
                     self._callbacks.send_prefix(ticket, token_ids, cache_salt)
+                case ReportBlocks():
+                    if self._routers.get(router_id) is connection:
+                        self._block_reports.begin(router_id, connection)
                 case Ping():
                     pass
                 case _:
@@ -185,11 +213,9 @@ class TokenServer:
         while True:
             await asyncio.sleep(self._config.stats_interval_s)
             if self._routers:
-                frame = StatsFrame(self._callbacks.stats())
-                for router_id, connection in list(self._routers.items()):
-                    self._send(router_id, connection, frame)
+                self.tell_stats()
 
-    def _send(self, router_id: str, connection: Connection, message: TokenFrame | StatsFrame | KVNotSent) -> None:
+    def _send(self, router_id: str, connection: Connection, message: _ToRouter) -> None:
         try:
             connection.send(message)
         except ConnectionLost as error:
@@ -205,6 +231,7 @@ class TokenServer:
         if self._routers.get(router_id) is not connection:
             return
         del self._routers[router_id]
+        self._block_reports.end(router_id)
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -25,6 +25,7 @@ WITHOUT_TORCH = ("protocol", "router", "prefill_worker", "decode_worker")
 TORCH_FREE_MODEL_MODULES = (
     "step",
     "block_pool",
+    "block_changes",
     "sequence",
     "step_loop",
     "token_counts",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from model.block_pool import BlockPool
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
     Cancel,
@@ -77,6 +78,7 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
                 router_lost=lambda router: heard.append(("lost", router)),
                 stats=lambda: STATS,
             ),
+            blocks=BlockPool(1, 16),
         )
         await script(Scene(fabric, server, await server.start("host"), heard))
         await server.close()
@@ -221,7 +223,7 @@ def test_a_stall_of_the_workers_own_loop_drops_no_router_that_pinged():
         assert isinstance(loop, VirtualLoop)
         pinging = await scene.welcomed()
         pinging.send(Ping())
-        loop._times.now += 10 * CONFIG.lease_s  # the ping lies unread meanwhile
+        loop._now += 10 * CONFIG.lease_s  # the ping lies unread meanwhile
         for _ in range(3):
             await asyncio.sleep(1.0)
             pinging.send(Ping())
