@@ -10,8 +10,6 @@ the last bit in every batch.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,66 +56,76 @@ def finish_row(words, row, first_column, width, sums):
             store(out_floats, place + i, sums[i] + bias[i])
 
 
-def _make_multiply(tile: Any, x_element_bytes: int) -> Callable[[Any], None]:
-    @compiled
-    def multiply_block(rows, a, a_stride, b, steps, c, add, ahead):
-        """c[rows, 64] (+)= a b, in tiles of about equal height; they ask for the block at `ahead` meanwhile."""
-        tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-        # A single tile reads straight on, which the cores' own prefetching follows better than ours leads.
-        share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 else 0
-        first, asked = np.int64(0), np.int64(0)
-        for index in range(tiles):
-            height = (rows - first + tiles - index - 1) // (tiles - index)
-            lines = min(share, LINES_TOGETHER - asked)
-            place = ahead + asked * LINE_BYTES * (steps // STEPS_TOGETHER)
-            tile(height, a + first * a_stride, a_stride, b, steps, c + first * STEP_BYTES, add, place, lines)
-            first += height
-            asked += lines
-
-    def multiply(words):
-        """words: x, packed W, bias, out, rows, in, out, steps, block steps, row block, whether out is bf16."""
-        items, grain = words[1], words[2]
-        rows, inner, columns, steps = words[7], words[8], words[9], words[10]
-        block_steps, row_block = words[11], words[12]
-        panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
-        memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
-        skipped = -memory.ctypes.data % LINE_BYTES // 4
-        sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
-        sums_at = sums.ctypes.data
-        x_stride = inner * x_element_bytes
-        whole_steps = x_stride // 4
-        last_halves = np.zeros((row_block, 2), np.uint16)
-        begin = take_items(words)
-        while begin < items:
-            following = take_items(words)
-            end = min(begin + grain, items)
-            for item in range(begin, end):
-                upcoming = item + 1 if item + 1 < end else min(following, items - 1)
-                panel = words[4] + item % panels * steps * STEP_BYTES
-                next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
-                first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
-                count, width = min(row_block, rows - first_row), min(PANEL_COLUMNS, columns - first_column)
-                x = words[3] + first_row * x_stride
-                for start in range(0, whole_steps, block_steps):
-                    block = min(block_steps, whole_steps - start)
-                    b = panel + start * STEP_BYTES
-                    ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
-                    multiply_block(count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
-                if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
-                    for row in range(count):
-                        end_of_row = as_halves(x + row * x_stride)
-                        last_halves[row, 0] = end_of_row[inner - 1]
-                    b = panel + whole_steps * STEP_BYTES
-                    multiply_block(count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
-                for row in range(first_row, first_row + count):
-                    finish_row(words, row, first_column, width, sums[row - first_row])
-            begin = following
-
-    return multiply
+@compiled
+def _multiply_block(is_floats, rows, a, a_stride, b, steps, c, add, ahead):
+    """c[rows, 64] (+)= a b, in tiles of about equal height; they ask for the block at `ahead` meanwhile."""
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    # A single tile reads straight on, which the cores' own prefetching follows better than ours leads.
+    share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 else 0
+    first, asked = np.int64(0), np.int64(0)
+    for index in range(tiles):
+        height = (rows - first + tiles - index - 1) // (tiles - index)
+        lines = min(share, LINES_TOGETHER - asked)
+        place = ahead + asked * LINE_BYTES * (steps // STEPS_TOGETHER)
+        x, out = a + first * a_stride, c + first * STEP_BYTES
+        if is_floats:
+            tile_of_floats(height, x, a_stride, b, steps, out, add, place, lines)
+        else:
+            tile_of_pairs(height, x, a_stride, b, steps, out, add, place, lines)
+        first += height
+        asked += lines
 
 
-_multiply_pairs = _make_multiply(tile_of_pairs, 2)
-_multiply_floats = _make_multiply(tile_of_floats, 4)
+@compiled
+def _multiply(words, is_floats):
+    """words: x, packed W, bias, out, rows, in, out, steps, block steps, row block, whether out is bf16."""
+    items, grain = words[1], words[2]
+    rows, inner, columns, steps = words[7], words[8], words[9], words[10]
+    block_steps, row_block = words[11], words[12]
+    panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+    memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
+    skipped = -memory.ctypes.data % LINE_BYTES // 4
+    sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
+    sums_at = sums.ctypes.data
+    x_stride = inner * (4 if is_floats else 2)
+    whole_steps = x_stride // 4
+    last_halves = np.zeros((row_block, 2), np.uint16)
+    begin = take_items(words)
+    while begin < items:
+        following = take_items(words)
+        end = min(begin + grain, items)
+        for item in range(begin, end):
+            upcoming = item + 1 if item + 1 < end else min(following, items - 1)
+            panel = words[4] + item % panels * steps * STEP_BYTES
+            next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
+            first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
+            count, width = min(row_block, rows - first_row), min(PANEL_COLUMNS, columns - first_column)
+            x = words[3] + first_row * x_stride
+            for start in range(0, whole_steps, block_steps):
+                block = min(block_steps, whole_steps - start)
+                b = panel + start * STEP_BYTES
+                ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
+                _multiply_block(is_floats, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
+            if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
+                for row in range(count):
+                    end_of_row = as_halves(x + row * x_stride)
+                    last_halves[row, 0] = end_of_row[inner - 1]
+                b = panel + whole_steps * STEP_BYTES
+                _multiply_block(is_floats, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
+            for row in range(first_row, first_row + count):
+                finish_row(words, row, first_column, width, sums[row - first_row])
+        begin = following
+
+
+# These two are no closures over their tile: numba's cache never finds a closure again, so every start compiled it anew.
+
+
+def _multiply_pairs(words):
+    _multiply(words, False)
+
+
+def _multiply_floats(words):
+    _multiply(words, True)
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 """CPU projections against fp64, at sizes that fill no panel, tile or pair, and with numbers that must not leak."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from torch import Tensor
 from model import cpu_linear
 from model.cpu_backend import CpuBackend
 from model.cpu_linear import CpuLinear
+from model.kernels import cpu_gemm
 from model.kernels.cpu_launcher import Launcher
 from model.quantization import Quantization
 
@@ -131,3 +135,8 @@ def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, q
     weight.zero_()
     bias.zero_()
     assert torch.equal(linear(x), before)
+
+
+@pytest.mark.parametrize("kernel", [cpu_gemm._multiply_floats, cpu_gemm._multiply_pairs])
+def test_a_start_finds_the_machine_code_of_the_last_one(kernel: Callable[[Any], None]) -> None:
+    assert kernel.__closure__ is None, "numba's cache does not know a closure again in another process"
