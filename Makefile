@@ -15,6 +15,8 @@ PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 PARALLEL := --numprocesses auto --dist worksteal
 # uv takes its own variable for what pip calls PIP_FIND_LINKS.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Where a shell forbids bytecode files, each process that a test or a server starts compiles torch's sources again: 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test lint types unit simulation faults kernels e2e test-gpu bench constraints clean
