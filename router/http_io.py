@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import RequestError, TwostrokeError
 from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status
-from router.policy import NoPath
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def error_response(error: TwostrokeError) -> Response:
     """OpenAI's error object with its status."""
     headers = {}
-    if isinstance(error, NoPath):
+    if isinstance(error, RequestError) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     elif error_status(error) in (429, 503):
         headers["retry-after"] = "1"

@@ -17,8 +17,7 @@ class NoPath(RequestError):
     """No worker can serve the request now (503); the client may ask again in `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1):
-        super().__init__(message, code="no_workers", status=503)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, code="no_workers", status=503, retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""Who is let in: a request that would break its own promise, or those of others, is refused at once (429).
+
+Pure: an estimate of the path's times goes in, a decision comes out; the clock is injected. `Pipeline` asks once for
+each request, when its path is held and nothing has been sent yet.
+
+- What is predicted is corrected by what came of earlier predictions (`correction.py`).
+- What classes of a higher priority will take meanwhile is taken off: a worker that spends the part `rho` of its time
+  on their prompts has 1 - rho left for others, and never less for a class than its share.
+- Some of every limit is kept free, for higher classes and for classes below their share: so the lowest is shed first
+  and none starves.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.clock import Clock
+from protocol.errors import RequestError
+from protocol.requests import GenerateRequest, Promise
+from protocol.stats import WorkerStats
+from protocol.tickets import Peer
+from router.class_history import MEMORY_S, ClassHistory
+from router.decaying import DecayingSum
+from router.estimate import Estimate
+from router.policy import Path
+from router.slo import SLOConfig
+from router.stages import Stages
+
+RESERVE = 0.15  # of every limit, for higher classes and for those below their share
+HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
+PROBE_S = 5.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
+PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for its share
+BLIND_S = 0.5  # between a worker's stats: what other routers send it meanwhile isn't seen
+LEAST_AVAILABLE = 0.05
+MOST_RETRY_AFTER_S = 60
+
+Stats = Callable[[Peer], WorkerStats | None]
+
+
+class Overloaded(RequestError):
+    """The request would be late, or would make others late (429)."""
+
+    def __init__(self, message: str, *, retry_after_s: int):
+        super().__init__(message, code="overloaded", status=429, retry_after_s=retry_after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a request is not let in, and how long the path needs to be able to, if nobody else comes."""
+
+    reason: str
+    clears_in_s: float
+
+
+class Admission:
+    """The decisions of one router of `num_routers`. `stats` gives a worker's newest numbers."""
+
+    def __init__(self, *, config: SLOConfig, stats: Stats, clock: Clock, num_routers: int = 1):
+        self._config = config
+        self._stats = stats
+        self._clock = clock
+        self._num_routers = num_routers
+        self._classes = {one.name: ClassHistory(one.priority, one.share) for one in config.classes}
+        self._prompt_seconds: dict[Peer, dict[int, DecayingSum]] = {}  # by priority; admitted here
+        self._unseen: dict[Peer, DecayingSum] = {}  # seconds of prompts that the worker's stats don't tell of yet
+        self._admitted_at = -math.inf
+
+    def admit(self, request: GenerateRequest, path: Path, stages: Stages) -> None:
+        """Count the request as admitted, with `stages` telling when and on which estimate. Raises Overloaded."""
+        now = self._clock()
+        history = self._history(request.promise)
+        if path.estimate is not None and self._config.admission and not stages.follows:
+            history.offered.add(1.0, now)
+            fault = self._fault(request, path, path.estimate, history, stages)
+            if fault is not None and not self._is_probe(request.promise, history, now):
+                history.is_refusing = True
+                history.refused_at = now
+                retry_after_s = self._retry_after_s(fault, history, now)
+                raise Overloaded(f"{fault.reason}; try again in {retry_after_s} s", retry_after_s=retry_after_s)
+            history.is_refusing = False
+            history.admitted.add(1.0, now)
+        self._count(request, path, history, now)
+        stages.admit = now
+        stages.expected = path.estimate
+
+    def ended(self, request: GenerateRequest, stages: Stages) -> None:
+        """Learn from a request that is over: what was predicted for it, and what came."""
+        history = self._history(request.promise)
+        if stages.num_output_tokens:
+            history.has_put_out(stages.num_output_tokens)
+        if stages.expected is None or stages.admit is None or stages.first_token is None or stages.attempts > 1:
+            return
+        now = self._clock()
+        promise, expected = request.promise, stages.expected
+        if promise.ttft_left_s is not None:
+            history.ttft.learn(expected.ttft_s, stages.first_token - stages.admit, promise.ttft_left_s, now)
+        if promise.tpot_s is not None and stages.tpot_s is not None:
+            predicted_s = _tpot_s(expected, stages.num_output_tokens)
+            history.tpot.learn(predicted_s, stages.tpot_s, promise.tpot_s, now)
+
+    def ttft_correction(self, class_name: str) -> float:
+        """The factor by which the class's predicted times to first token are multiplied now."""
+        history = self._classes.get(class_name)
+        return 1.0 if history is None else history.ttft.factor(self._clock())
+
+    def _fault(
+        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, stages: Stages
+    ) -> _Fault | None:
+        promise = request.promise
+        now = self._clock()
+        if promise.ttft_left_s is None and promise.tpot_s is None:
+            return self._endless_queue(estimate)
+        part = 1.0 - self._kept_free(promise, history, now)
+        if promise.ttft_left_s is not None:
+            worker = (path.prefill or path.decode).peer
+            available = self._available(worker, promise, now)
+            unseen_s = (self._num_routers - 1) * self._unseen_s(worker, now)
+            predicted_s = estimate.pull_s + (estimate.queue_s + unseen_s + estimate.prefill_s) / available
+            predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
+            limit_s = part * promise.ttft_left_s - (now - stages.arrive)
+            if predicted_s > limit_s:
+                if estimate.prefill_s > promise.ttft_left_s:
+                    return _Fault(_hopeless(estimate, promise.ttft_left_s), math.inf)
+                reason = f"the first token would come after {predicted_s:.2g} s, beyond what its class promises"
+                return _Fault(reason, predicted_s - limit_s)
+        return self._slow_steps(request, path, estimate, history, part)
+
+    def _endless_queue(self, estimate: Estimate) -> _Fault | None:
+        """Nothing is promised, so nothing can be late; but who would wait so long has left by then."""
+        too_long_s = estimate.queue_s - self._config.max_queue_s
+        return _Fault("the queue is too long", too_long_s) if too_long_s > 0 else None
+
+    def _slow_steps(
+        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, part: float
+    ) -> _Fault | None:
+        """Whether tokens would come too slowly: this request's, or those of requests that run already."""
+        stats = self._stats(path.decode.peer)
+        limits: list[tuple[float, float]] = []  # predicted, allowed
+        num_outputs = history.expected_output(request.max_tokens)
+        own_s = request.promise.tpot_s
+        if own_s is not None and request.max_tokens > 1:
+            predicted_s = history.tpot.corrected(_tpot_s(estimate, num_outputs), own_s, self._clock())
+            limits.append((predicted_s, part * own_s))
+        if stats is not None and stats.tightest_tpot_s is not None:
+            limits.append((estimate.step_s, stats.tightest_tpot_s))
+        for predicted_s, limit_s in limits:
+            if predicted_s > limit_s:
+                # Of so many requests that run, each ends within its output's steps: the time until enough have.
+                running = max(1, stats.num_running) if stats is not None else 1
+                too_many = max(1.0, running * (1 - limit_s / predicted_s))
+                clears_in_s = too_many * num_outputs * estimate.step_s / running
+                return _Fault("tokens would come more slowly than is promised to requests", clears_in_s)
+        return None
+
+    def _kept_free(self, promise: Promise, history: ClassHistory, now: float) -> float:
+        """The part of its limits that a request can't use."""
+        if self._is_below_share(history, now):
+            return 0.0
+        offered = sum(one.offered.value(now) for one in self._classes.values())
+        higher = sum(one.offered.value(now) for one in self._classes.values() if one.priority > promise.priority)
+        reserve = RESERVE * min(1.0, 3 * higher / offered) if offered > 0 else 0.0
+        for other in self._classes.values():
+            if other is not history and self._is_below_share(other, now) and now - other.refused_at < PRESSED_S:
+                reserve = RESERVE
+        return reserve + (HYSTERESIS if history.is_refusing else 0.0)
+
+    def _is_below_share(self, history: ClassHistory, now: float) -> bool:
+        tokens = sum(one.tokens.value(now) for one in self._classes.values())
+        return history.tokens.value(now) < history.share * tokens
+
+    def _is_probe(self, promise: Promise, history: ClassHistory, now: float) -> bool:
+        """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out."""
+        since = history.admitted_at if history.share > 0 and self._is_below_share(history, now) else self._admitted_at
+        return now - since > PROBE_S
+
+    def _available(self, worker: Peer, promise: Promise, now: float) -> float:
+        """The part of the worker's time that higher classes leave, or the class's own share."""
+        sums = self._prompt_seconds.get(worker, {})
+        higher = sum(one.rate(now) for priority, one in sums.items() if priority > promise.priority)
+        return max(1.0 - higher, promise.share, LEAST_AVAILABLE)
+
+    def _unseen_s(self, worker: Peer, now: float) -> float:
+        """Seconds of prompts that this router sent there lately; each of the others probably sent as much."""
+        return self._unseen[worker].value(now) if worker in self._unseen else 0.0
+
+    def _count(self, request: GenerateRequest, path: Path, history: ClassHistory, now: float) -> None:
+        history.admitted_at = self._admitted_at = now
+        history.tokens.add(request.num_prompt_tokens + history.expected_output(request.max_tokens), now)
+        if path.estimate is None:
+            return
+        worker = (path.prefill or path.decode).peer
+        if worker not in self._unseen:
+            self._forget_workers(now)
+            self._unseen[worker] = DecayingSum(BLIND_S)
+            self._prompt_seconds[worker] = {}
+        self._unseen[worker].add(path.estimate.prefill_s, now)
+        sums = self._prompt_seconds[worker]
+        sums.setdefault(request.promise.priority, DecayingSum(MEMORY_S)).add(path.estimate.prefill_s, now)
+
+    def _forget_workers(self, now: float) -> None:
+        """Workers come and go: those that got nothing for long leave no trace."""
+        for worker, sums in list(self._prompt_seconds.items()):
+            if all(one.value(now) < 1e-6 for one in sums.values()):
+                del self._prompt_seconds[worker], self._unseen[worker]
+
+    def _history(self, promise: Promise) -> ClassHistory:
+        return self._classes.setdefault(promise.class_name, ClassHistory(promise.priority, promise.share))
+
+    def _retry_after_s(self, fault: _Fault, history: ClassHistory, now: float) -> int:
+        """When the path can take it, times the tries it takes beside all others who want the same."""
+        expected_s = fault.clears_in_s / history.admitted_part(now)
+        return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
+
+
+def _tpot_s(estimate: Estimate, num_outputs: float) -> float:
+    """The mean time between tokens: steps, and the way to the second token, which the first doesn't wait for."""
+    return estimate.step_s + (estimate.transfer_s + estimate.decode_slot_s) / max(1.0, num_outputs - 1)
+
+
+def _hopeless(estimate: Estimate, ttft_s: float) -> str:
+    return (
+        f"computing the prompt takes {estimate.prefill_s:.2g} s even alone, and its class promises the first token "
+        f"within {ttft_s:.2g} s: choose another class, or loosen the promise (x-slo-ttft-ms)"
+    )
