@@ -85,7 +85,8 @@ async def tokenize(request: Request) -> Response:
     """POST /tokenize."""
     service = _service(request)
     asked = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
-    service.check_model(asked.model or service.config.model_name)
+    if asked.model is not None:
+        service.check_model(asked.model)
     tokenizer = service.tokenizer
     max_context = service.max_context()
     if asked.messages is not None:
@@ -106,7 +107,8 @@ async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
     service = _service(request)
     asked = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))
-    service.check_model(asked.model or service.config.model_name)
+    if asked.model is not None:
+        service.check_model(asked.model)
     token_ids = token_ids_of(asked.tokens, "tokens", service.max_context())
     service.jobs.check_vocabulary(token_ids, "tokens")
     return json_response(Text(service.tokenizer.decode(token_ids, skip_special_tokens=False)))
