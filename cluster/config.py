@@ -5,19 +5,22 @@ Imports no torch: the router's process reads it too.
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 
 from cluster.core_list import parse_cores
-from cluster.settings import SAME_LEVEL, bounds, bounds_within, instead, read_settings
+from cluster.settings import SAME_LEVEL, Least, bounds, bounds_within, instead, read_settings
 from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
 from prefill_worker.config import PrefillConfig
 from protocol.errors import ConfigError
 from router.pipeline import PipelineConfig
+from router.slo import MOST_PRIORITY, SLOConfig
+from router.tenants import AuthConfig, KeyConfig
 from router.token_channels import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
@@ -34,6 +37,7 @@ TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 # What a time must at least be that is waited for again and again.
 _NOT_AT_ONCE_S = 0.001
 _WORKER_CHANNEL = {"stats_interval_s": 0.01, "lease_s": 0.1, "max_unsent_bytes": 1}
+_KEYS_LEAST: Least = {"keys": {"requests_per_minute": 1, "tokens_per_minute": 1, "max_in_flight": 1}}
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class DecodeSection:
 class RouterSection:
     replicas: int = field(default=1, metadata=bounds(1, 256))
     max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
+    max_choices_in_flight: int = field(default=4096, metadata=bounds(1))  # of one replica; more are refused
     pipeline: PipelineConfig = field(
         default_factory=PipelineConfig,
         metadata=SAME_LEVEL
@@ -194,6 +199,18 @@ class ClusterConfig:
     decode: DecodeSection = field(default_factory=DecodeSection)
     router: RouterSection = field(default_factory=RouterSection)
     kv_transfer: TransferSection = field(default_factory=TransferSection)
+    slo: SLOConfig = field(
+        default_factory=SLOConfig,
+        metadata=bounds_within(classes={"priority": -MOST_PRIORITY}, max_queue_s=_NOT_AT_ONCE_S),
+    )
+    auth: AuthConfig = field(
+        default_factory=AuthConfig,
+        metadata=bounds_within(**_KEYS_LEAST),
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sections that contradict each other."""
+        check_keys(self.auth.keys, self.slo)
 
     @property
     def num_workers(self) -> int:
@@ -286,8 +303,35 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected the sections model, prefill, decode, router, kv_transfer")
+        raise ConfigError(f"{path}: expected sections such as model, prefill, decode, router, slo")
     return raw
+
+
+def check_keys(keys: Sequence[KeyConfig], slo: SLOConfig) -> None:
+    """Raises ConfigError for a key of a class that there is not."""
+    known = [one.name for one in slo.classes]
+    for key in keys:
+        if key.slo_class is not None and key.slo_class not in known:
+            raise ConfigError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
+
+
+def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the keys of `auth.keys_file` beside its own. Raises ConfigError."""
+    if config.auth.keys_file is None:
+        return config
+    path = Path(config.auth.keys_file)
+    try:
+        listed = read_settings(AuthConfig, load_yaml(path), least=_KEYS_LEAST)
+        if listed.keys_file is not None:
+            raise ConfigError("keys_file: there is no such setting in a file of keys")
+        auth = replace(config.auth, keys=(*config.auth.keys, *listed.keys), keys_file=None)
+        check_keys(auth.keys, config.slo)
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(str(path)) else f"{path}: {message}") from error
+    if not auth.keys:
+        raise ConfigError(f"{path}: has no keys, and so would let everybody in: delete auth.keys_file, or add `keys`")
+    return replace(config, auth=auth)
 
 
 def kv_cache_size(resources: WorkerResources, device: Literal["cpu", "cuda"]) -> tuple[int | None, int | None]:

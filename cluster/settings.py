@@ -1,7 +1,8 @@
 """A dataclass from YAML's mappings and scalars: every key known, every type right, every error named by its path.
 
-A field whose default is a dataclass is a section of its own; one marked `SAME_LEVEL` has its keys beside its owner's,
-so that a consumer's own config can sit in a section together with settings that only the cluster cares for.
+A field whose default is a dataclass is a section of its own, a tuple of dataclasses a list of sections; one marked
+`SAME_LEVEL` has its keys beside its owner's, so that a consumer's own config can sit in a section together with
+settings that only the cluster cares for.
 
 All numbers are times, sizes or counts: where a field has no bounds of its own, it can't be negative. A section that
 its consumer owns is given bounds by whoever has it as a field, with `bounds_within`.
@@ -75,7 +76,10 @@ def _build(cls: type[T], raw: Mapping[Any, object], path: str, least: Least) -> 
             values[field.name] = _build(kind, raw, path, within)
         elif field.name in raw:
             value = raw[field.name]
-            if is_dataclass(kind):
+            member = member_of(kind)
+            if member is not None:
+                values[field.name] = _members(member, value, where, within)
+            elif is_dataclass(kind):
                 values[field.name] = read_settings(kind, value, where, within)  # type: ignore[arg-type]
             else:
                 values[field.name] = _checked(
@@ -89,6 +93,23 @@ def _build(cls: type[T], raw: Mapping[Any, object], path: str, least: Least) -> 
         raise ConfigError(_located(str(error), hints, path)) from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def member_of(kind: Any) -> type[Any] | None:
+    """The dataclass of which a field of this type has a list; None for other fields."""
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple and len(arguments) == 2 and is_dataclass(arguments[0]):
+        return arguments[0]  # type: ignore[return-value]  # a class, since it is in an annotation
+    return None
+
+
+def _members(cls: type[T], raw: object, path: str, least: Least) -> tuple[T, ...]:
+    if not isinstance(raw, list):
+        raise ConfigError(f"{path}: expected a list, found {_shown(raw)}")
+    for i, one in enumerate(raw):
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"{path}[{i}]: expected keys and values, found {_shown(one)}")
+    return tuple(read_settings(cls, one, f"{path}[{i}]", least) for i, one in enumerate(raw))
 
 
 def _located(message: str, hints: Mapping[str, Any], path: str) -> str:

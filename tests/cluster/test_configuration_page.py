@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from cluster.config import ClusterConfig, read_config
+from cluster.settings import member_of
 from protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+REQUIRED = "required"
+MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
 
 
@@ -36,8 +39,10 @@ def settings_of(cls: type[Any], path: str = "") -> Iterator[tuple[str, Setting]]
             yield from settings_of(kind, path)
         elif is_dataclass(kind):
             yield from settings_of(kind, f"{path}{one.name}.")
+        elif (member := member_of(kind)) is not None:
+            yield from settings_of(member, f"{path}{one.name}[].")
         else:
-            yield f"{path}{one.name}", Setting(kind, one.default)
+            yield f"{path}{one.name}", Setting(kind, REQUIRED if one.default is MISSING else one.default)
 
 
 def rows() -> Iterator[tuple[str, Row]]:
@@ -87,7 +92,7 @@ def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
 
 def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
     """(values just inside, values just outside) of what the page says."""
-    number = r"(\d+(?:\.\d+)?)"
+    number = r"(-?\d+(?:\.\d+)?)"
     if found := re.fullmatch(f"{number} to {number}", bounds):
         low, high = map(yaml.safe_load, found.groups())
         return [low, high], [low - step, high + step]
@@ -104,9 +109,9 @@ def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
 
 
 def nested(name: str, value: float) -> dict[str, Any]:
-    """The setting as YAML gives it."""
+    """The setting as YAML gives it, in a list beside what its members need."""
     raw: Any = value
     for part in reversed(name.split(".")):
-        raw = {part: raw}
+        raw = {part.removesuffix("[]"): [MEMBERS[part] | raw] if part.endswith("[]") else raw}
     assert isinstance(raw, dict)
     return raw

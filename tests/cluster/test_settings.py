@@ -1,5 +1,6 @@
 """YAML to dataclasses: every wrong setting is named by its path."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -7,11 +8,13 @@ from typing import Literal
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config
+from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config, with_keys_of_file
 from cluster.router_deployment import RouterSettings
-from cluster.settings import SAME_LEVEL, bounds, read_settings
+from cluster.settings import SAME_LEVEL, bounds, bounds_within, read_settings
 from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
+from router.slo import SLOClass
+from router.tenants import KeyConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Outer:
     mode: Literal["fast", "slow"] = "slow"
     inner: Inner = field(default_factory=Inner)
     beside: Inner = field(default_factory=Inner, metadata=SAME_LEVEL)
+    many: tuple[Inner, ...] = field(default_factory=tuple, metadata=bounds_within(speed=2))
 
 
 def test_defaults_fill_what_is_not_said() -> None:
@@ -37,8 +41,8 @@ def test_defaults_fill_what_is_not_said() -> None:
 
 
 def test_values_land_in_their_sections_and_beside_their_owner() -> None:
-    raw = {"name": "x", "count": 3, "mode": "fast", "inner": {"speed": 2}, "speed": 0.5}
-    assert read_settings(Outer, raw) == Outer("x", 3, "fast", Inner(2.0), Inner(0.5))
+    raw = {"name": "x", "count": 3, "mode": "fast", "inner": {"speed": 2}, "speed": 0.5, "many": [{"speed": 3}, {}]}
+    assert read_settings(Outer, raw) == Outer("x", 3, "fast", Inner(2.0), Inner(0.5), (Inner(3.0), Inner()))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,10 @@ def test_values_land_in_their_sections_and_beside_their_owner() -> None:
         ({"name": "x", "inner": {"speed": float("nan")}}, "inner.speed: expected a number, found nan"),
         ({"name": "x", "inner": {"speed": -0.5}}, "inner.speed: -0.5 must be at least 0"),
         ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
+        ({"name": "x", "many": {"speed": 3}}, "many: expected a list, found {'speed': 3}"),
+        ({"name": "x", "many": [{"speed": 3}, 4]}, "many[1]: expected keys and values, found 4"),
+        ({"name": "x", "many": [{"speed": 3}, {"speed": 1}]}, "many[1].speed: 1.0 must be at least 2"),
+        ({"name": "x", "many": [{"spede": 3}]}, "many[0].spede: there is no such setting; did you mean speed?"),
         ({"name": "x", "inner": [1]}, "inner: expected keys and values, found [1]"),
         ("text", "the configuration: expected keys and values, found 'text'"),
     ],
@@ -263,3 +271,72 @@ def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
     assert read_config({}).default_block_size == 16
     assert read_config(gpus).default_block_size == 64
     assert read_config({**gpus, "model": {"block_size": 32}}).default_block_size == 32
+
+
+CLASSES = {
+    "classes": [
+        {"name": "interactive", "ttft_s": 0.5, "tpot_s": 0.05, "priority": 10, "share": 0.3},
+        {"name": "batch"},
+    ],
+    "default": "batch",
+}
+HASH = "ab" * 32
+
+
+def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
+    config = read_config({"slo": CLASSES, "auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "batch"}]}})
+    assert config.slo.default_class == SLOClass("batch")
+    assert config.slo.named("interactive") == SLOClass("interactive", 0.5, 0.05, 10, 0.3)
+    assert config.auth.keys == (KeyConfig("a", HASH, "batch"),)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"slo": {"classes": [{"name": "a"}, {"name": "b", "ttft_s": 0}]}}, "slo.classes[1].ttft_s: 0.0 must be above"),
+        ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),
+        ({"slo": {"classes": [{"name": "a", "priority": 2000}]}}, "slo.classes[0].priority: 2000 must be from -1000"),
+        ({"slo": {"classes": [{"name": "a", "share": 1.0}]}}, "slo.classes[0].share: 1.0 must be at least 0 and below"),
+        ({"slo": {"classes": [{"name": "a"}, {"name": "a"}]}}, "slo.classes: a is there twice"),
+        ({"slo": {"classes": []}}, "slo.classes: there must be one at least"),
+        ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
+        ({"auth": {"keys": [{"name": "a", "sha256": "secret"}]}}, "auth.keys[0].sha256: must be the 64 hexadecimal"),
+        ({"auth": {"keys": [{"name": "a", "sha256": HASH}] * 2}}, "auth.keys: name a is there twice"),
+        (
+            {"auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "gold"}]}},
+            "auth.keys: a's slo_class gold is none of standard",
+        ),
+        (
+            {"auth": {"keys": [{"name": "a", "sha256": HASH, "max_in_flight": 0}]}},
+            "auth.keys[0].max_in_flight: 0 must be at least 1",
+        ),
+    ],
+)
+def test_wrong_classes_and_keys_are_told_by_their_place(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(raw)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n- {{name: b, sha256: {'cd' * 32}}}\n")
+    config = read_config({"auth": {"keys": [{"name": "a", "sha256": HASH}], "keys_file": str(path)}})
+    assert [key.name for key in with_keys_of_file(config).auth.keys] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys: []", "has no keys, and so would let everybody in"),
+        ("keys: [{name: b}]", "keys[0].sha256: is required"),
+        (f"keys: [{{name: a, sha256: {'cd' * 32}}}]", "keys: name a is there twice"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    own = [] if "no keys" in message else [{"name": "a", "sha256": HASH}]
+    config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {message}")):
+        with_keys_of_file(config)
