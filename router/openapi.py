@@ -64,11 +64,13 @@ class Operation:
     answers: Mapping[str, type[msgspec.Struct] | None]  # content type to schema; None: a text
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
+    description: str = "The answer"
     takes_slo: bool = False  # in headers
     is_open: bool = False  # to everybody, with or without a key
     parameters: Sequence[Mapping[str, Any]] = ()
 
 
+_STREAMED = "With `stream: true`, server-sent events: each `data` is a {} as JSON, the last is [DONE]"
 _GENERATING = (*BODY, 404, 408, 429, 503)
 
 OPERATIONS: Sequence[Operation] = (
@@ -80,6 +82,7 @@ OPERATIONS: Sequence[Operation] = (
         {_JSON: Completion, _EVENTS: None},
         CompletionRequest,
         _GENERATING,
+        description=_STREAMED.format(Completion.__name__),
         takes_slo=True,
     ),
     Operation(
@@ -90,6 +93,7 @@ OPERATIONS: Sequence[Operation] = (
         {_JSON: ChatCompletion, _EVENTS: None},
         ChatRequest,
         _GENERATING,
+        description=_STREAMED.format(ChatChunk.__name__),
         takes_slo=True,
     ),
     Operation("/v1/models", "GET", "models", "The model served", {_JSON: ModelList}, errors=(503,)),
@@ -176,9 +180,9 @@ def _described(one: Operation, has_keys: bool) -> dict[str, Any]:
         "parameters": [*one.parameters, _REQUEST_ID, *(_SLO_HEADERS if one.takes_slo else ())],
         "responses": {
             "200": {
-                "description": "The answer",
+                "description": one.description,
                 "headers": _HEADERS,
-                "content": {kind: {"schema": _schema_of(kind, struct)} for kind, struct in one.answers.items()},
+                "content": {kind: _content(kind, struct) for kind, struct in one.answers.items()},
             },
             **{str(status): _error(status) for status in errors},
         },
@@ -193,10 +197,12 @@ def _described(one: Operation, has_keys: bool) -> dict[str, Any]:
     return told
 
 
-def _schema_of(kind: str, struct: type[msgspec.Struct] | None) -> dict[str, Any]:
+def _content(kind: str, struct: type[msgspec.Struct] | None) -> dict[str, Any]:
     if struct is not None:
-        return {"$ref": _REF + struct.__name__}
-    return {"type": "object"} if kind == _JSON else {"type": "string"}
+        return {"schema": {"$ref": _REF + struct.__name__}}
+    if kind == _EVENTS:
+        return {}  # OpenAPI 3.1 has no words for the events of a stream; `description` has
+    return {"schema": {"type": "object" if kind == _JSON else "string"}}
 
 
 def _error(status: int) -> dict[str, Any]:

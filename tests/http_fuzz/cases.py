@@ -1,0 +1,85 @@
+"""Cases by schemathesis over the server's own OpenAPI document, as strategies of hypothesis."""
+
+from typing import Any
+
+import schemathesis
+from hypothesis.strategies import SearchStrategy
+from schemathesis import Case, GenerationMode
+
+from router.openapi import document
+from tests.http_fuzz.virtual_site import MODEL
+
+SCHEMA = schemathesis.openapi.from_dict(document(version="fuzzed", model=MODEL, has_keys=False))
+
+LONGEST = 24
+"""Tokens that a sound case asks for at most: more would only take time."""
+
+MOST_CHOICES = 4
+"""Of a sound case, mostly; a few have more."""
+
+
+def sound(path: str, method: str) -> SearchStrategy[Case]:
+    """Cases as the document allows them, whose fields agree with each other as the document can't say."""
+    return SCHEMA[path][method].as_strategy(generation_mode=GenerationMode.POSITIVE).map(_agreeing)
+
+
+def unsound(path: str, method: str) -> SearchStrategy[Case]:
+    """Cases that the document forbids."""
+    return SCHEMA[path][method].as_strategy(generation_mode=GenerationMode.NEGATIVE)
+
+
+def _agreeing(case: Case) -> Case:
+    body = case.body
+    if not isinstance(body, dict):
+        return case
+    body = dict(body)
+    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if body.get(field):
+            body[field] = int(body[field]) % LONGEST + 1
+    if body.get("n") and body["n"] % 7:
+        body["n"] = int(body["n"]) % MOST_CHOICES + 1
+    if case.path == "/v1/completions":
+        _agree_in_completion(body)
+    if case.path == "/tokenize":
+        body.pop("prompt" if body.get("messages") else "messages", None)
+        if not body.get("messages") and body.get("prompt") is None:
+            body["prompt"] = "a"
+    if "tokens" in body:
+        body["tokens"] = [_known(one) for one in body["tokens"][:64]]
+    if body.get("stop_token_ids"):
+        body["stop_token_ids"] = [_known(one) for one in body["stop_token_ids"]]
+    if body.get("logit_bias"):
+        body["logit_bias"] = {str(_known(int(one))): bias for one, bias in body["logit_bias"].items()}
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    if not body.get("logprobs") and body.get("top_logprobs"):
+        body["logprobs"] = True
+    if "max_completion_tokens" in body:
+        body.pop("max_tokens", None)
+    if body.get("min_tokens"):
+        body["max_tokens" if case.path == "/v1/completions" else "max_completion_tokens"] = LONGEST + 1
+    elif case.path == "/v1/chat/completions":
+        body.setdefault("max_completion_tokens", LONGEST)
+    case.body = body
+    return case
+
+
+def _agree_in_completion(body: dict[str, Any]) -> None:
+    if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], int | float):
+        body["prompt"] = [_known(one) for one in body["prompt"][:64]]
+    elif isinstance(body["prompt"], list):
+        body["prompt"] = [
+            one if isinstance(one, str) else [_known(token) for token in one[:64]]
+            for one in body["prompt"][: 64 // int(body.get("n") or 1)]
+        ]
+    if body.get("best_of"):
+        body["best_of"] = body.get("n") or 1
+    if body.get("suffix"):
+        body["suffix"] = ""
+    if body.get("echo"):
+        body.pop("logprobs", None)
+
+
+def _known(token_id: float) -> int:
+    """A token id that the vocabulary has. Where a document says integer, 1.0 is one."""
+    return int(token_id) % 300

@@ -1,0 +1,153 @@
+"""Thousands of requests by schemathesis, sound and unsound: no 5xx, no hang, every answer as the document says.
+
+Virtual time makes a hang exact: whatever of a request's time the engines did not compute in. What takes long by itself
+is told by this thread's own time, which other processes don't lengthen.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+import requests
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from jsonschema import Draft202012Validator
+from schemathesis import Case, Response
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.http_fuzz.cases import SCHEMA, sound, unsound
+from tests.http_fuzz.conftest import Ask
+from tests.http_fuzz.virtual_site import Answer
+
+HANG_S = 1.0
+CPU_S = 1.0
+CPU_PER_ENGINE_S = 2.0  # of the fake engines, which run in this very thread
+
+COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
+    ("/v1/completions", "POST"): (1300, 900),
+    ("/v1/chat/completions", "POST"): (1000, 700),
+    ("/tokenize", "POST"): (300, 150),
+    ("/detokenize", "POST"): (250, 150),
+    ("/v1/models", "GET"): (50, 0),
+    ("/v1/models/{name}", "GET"): (100, 0),
+    ("/health", "GET"): (50, 0),
+    ("/ready", "GET"): (50, 0),
+    ("/metrics", "GET"): (50, 0),
+    ("/status", "GET"): (50, 0),
+    ("/doctor", "GET"): (50, 0),
+    ("/version", "GET"): (50, 0),
+    ("/openapi.json", "GET"): (50, 0),
+}
+"""Unsound ones exist where there is a body: no parameter can be wrong."""
+
+PARTS = 300  # cases of one test, so that tests can run beside each other
+
+_CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+def _parts(which: int) -> list[tuple[str, str, int, int]]:
+    """(path, method, part, cases) of the sound cases, 0, or of the unsound, 1."""
+    parts: list[tuple[str, str, int, int]] = []
+    for (path, method), counts in COUNTS.items():
+        whole, rest = divmod(counts[which], PARTS)
+        sizes = [PARTS] * whole + ([rest] if rest else [])
+        parts += [(path, method, part, size) for part, size in enumerate(sizes)]
+    return parts
+
+
+def test_every_operation_is_fuzzed_and_with_thousands_of_cases():
+    described = {(path, method.upper()) for path, methods in SCHEMA.raw_schema["paths"].items() for method in methods}
+    assert set(COUNTS) == described
+    assert sum(map(sum, COUNTS.values())) >= 5000
+
+
+@pytest.mark.parametrize(("path", "method", "part", "count"), _parts(0))
+def test_sound_requests_are_answered_as_documented_and_in_time(path, method, part, count, ask):
+    statuses = Counter()
+
+    def check(case):
+        statuses[_sent(case, ask).status] += 1
+
+    _run(check, sound(path, method), count, seed_of=f"sound {method} {path} {part}")
+    assert statuses.total() >= count
+    if path != "/v1/models/{name}":  # whose name is anything
+        assert statuses[200] > 0.6 * count, statuses
+
+
+@pytest.mark.parametrize(("path", "method", "part", "count"), _parts(1))
+def test_unsound_requests_are_refused_as_documented_and_at_once(path, method, part, count, ask):
+    num_sent = 0
+
+    def check(case):
+        nonlocal num_sent
+        num_sent += 1
+        assert _sent(case, ask).engine_s == 0
+
+    _run(check, unsound(path, method), count, seed_of=f"unsound {method} {path} {part}")
+    assert num_sent >= count
+
+
+def _run(check, cases, count, *, seed_of):
+    """The same cases in every run, and others for each `seed_of`."""
+
+    @seed(seed_of)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def run(case):
+        check(case)
+
+    run()
+
+
+def _sent(case: Case, ask: Ask) -> Answer:
+    request = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
+    body = request.body.encode() if isinstance(request.body, str) else request.body or b""
+    answer = ask(request.method, request.url, {name: _text(value) for name, value in request.headers.items()}, body)
+    headers = {name: [value] for name, value in answer.headers.items()}
+    response = Response(answer.status, headers, answer.body, request, answer.virtual_s, verify=False)
+    case.validate_response(response, checks=_CHECKS)
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        _check_events(case, answer)
+    assert answer.virtual_s - answer.engine_s <= HANG_S
+    assert answer.cpu_s <= CPU_S + CPU_PER_ENGINE_S * answer.engine_s
+    return answer
+
+
+def _check_events(case: Case, answer: Answer) -> None:
+    *events, done, end = answer.body.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for event in events:
+        assert event.startswith("data: ")
+        _CHUNKS[case.path].validate(json.loads(event.removeprefix("data: ")))
+
+
+def _validator(name: str) -> Draft202012Validator:
+    schemas = SCHEMA.raw_schema["components"]["schemas"]
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+
+
+_CHUNKS = {"/v1/completions": _validator("Completion"), "/v1/chat/completions": _validator("ChatChunk")}
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
