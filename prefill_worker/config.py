@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from model.queue_order import QueuePolicy
 from protocol.errors import ConfigError
 from protocol.token_server import TokenServerConfig
 
@@ -13,6 +14,7 @@ class PrefillConfig:
     max_step_tokens: int = 2048  # prompt tokens of one step, over all prompts that share it
     max_batch: int = 32  # prompts in one step
     max_waiting: int = 1024  # prompts that wait for their first step; more are refused with status 429
+    queue: QueuePolicy = "edf"  # whose turn it is within a priority: least time left, fewest tokens, or first come
     pull_wait_s: float = 0.5  # a prompt waits so long for another worker to offer its beginning
     min_pull_tokens: int = 64  # an offer that would spare fewer is declined: they are computed as quickly
     max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy

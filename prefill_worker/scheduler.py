@@ -1,7 +1,10 @@
 """Which prompts share the next step, and who holds blocks. Pure: no I/O, no clock, no asyncio.
 
-A prompt gets all its blocks when it is admitted, so a running one never waits for blocks and none is preempted. Blocks
-go back once the job has ended and neither a step nor a transfer uses them.
+Whose turn it is says model/queue_order.py, for those who wait and for those who share a step alike: a prompt that comes
+with a higher class or a tighter promise has the next step's tokens first. A prompt gets all its blocks when it is
+admitted, so a running one never waits for blocks. Only where one of a higher class lacks them do running ones give
+theirs back, to be computed again later: those of which no KV has been sent. Blocks go back once the job has ended and
+neither a step nor a transfer uses them.
 
 A prompt whose beginning is pulled from another worker waits for that worker's offer, holding nothing and nobody up;
 then it is admitted in its turn, and is computed on from where the pulled KV ends, or from where its own began. An offer
@@ -9,21 +12,18 @@ holds blocks at the other worker. So where blocks are short here all offers that
 wait for each other's blocks in a circle.
 """
 
-from collections.abc import Callable
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
 
 from model.block_pool import BlockPool
+from model.class_shares import ClassShares
+from model.giving_way import who_gives_way
+from model.queue_order import NO_LIMIT, QueuePolicy, turn_of, turns
 from model.sequence import SequenceState
 from prefill_worker.jobs import Admission, Chunk, PrefillJob, PrefillStep
 from protocol.errors import RequestError
-from protocol.requests import GenerateRequest
-
-QueuePolicy = Callable[[PrefillJob], tuple[float, ...]]
-"""A sort key over waiting jobs: the smallest is admitted next."""
-
-
-def first_come_first_served(job: PrefillJob) -> tuple[float, ...]:
-    """The order of arrival."""
-    return (job.arrival,)
+from protocol.requests import GenerateRequest, Promise
 
 
 class PrefillScheduler:
@@ -41,7 +41,7 @@ class PrefillScheduler:
         max_context: int,
         max_waiting: int,
         min_pull_tokens: int = 1,
-        policy: QueuePolicy = first_come_first_served,
+        queue: QueuePolicy = "edf",
     ):
         self._pool = pool
         self._max_step_tokens = max_step_tokens
@@ -49,16 +49,17 @@ class PrefillScheduler:
         self._max_context = max_context
         self._max_waiting = max_waiting
         self._min_pull_tokens = min_pull_tokens
-        self._policy = policy
-        self._waiting: list[PrefillJob] = []
-        self._running: list[PrefillJob] = []  # in the order in which they could begin
+        self._policy = queue
+        self._shares = ClassShares()
+        self._waiting: list[PrefillJob] = []  # by their turns, like the next
+        self._running: list[PrefillJob] = []
         self._pulling: list[PrefillJob] = []
         self._admitted: list[PrefillJob] = []  # not told yet
         self._declined: list[PrefillJob] = []  # not told yet
         self._num_arrived = 0
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
-        self.preemptions = 0  # counter, always 0: a prompt has all its blocks from the start
+        self.preemptions = 0  # counter: prompts whose blocks went to one of a higher class
 
     @property
     def num_waiting(self) -> int:
@@ -73,11 +74,19 @@ class PrefillScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens still to be computed."""
-        pulling = sum(job.num_tokens - job.offered_tokens for job in self._pulling)
-        return pulling + sum(job.sequence.num_uncomputed for job in (*self._waiting, *self._running))
+        return sum(tokens for _, tokens in self.waiting_work())
 
-    def add(self, request: GenerateRequest, *, awaits_offer: bool = False) -> PrefillJob:
+    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
+        """Prompt tokens still to be computed, of each request."""
+        for job in self._pulling:
+            yield job.request.promise, job.num_tokens - job.offered_tokens
+        for job in (*self._waiting, *self._running):
+            yield job.request.promise, job.sequence.num_uncomputed
+
+    def add(self, request: GenerateRequest, *, now: float, awaits_offer: bool = False) -> PrefillJob:
         """Queue a prompt; one that awaits an offer is not admitted before `offered` or `not_offered`.
+
+        `now` is in seconds of a clock that the caller keeps to.
 
         Raises RequestError for one that could never run here, and, with status 429, for one too many.
         """
@@ -101,36 +110,41 @@ class PrefillScheduler:
         if len(self._waiting) >= self._max_waiting:
             raise RequestError(f"{self._max_waiting} prompts wait here already", code="overloaded", status=429)
         sequence = SequenceState(request, self._pool.block_size)
-        job = PrefillJob(sequence, self._num_arrived, awaits_offer=awaits_offer)
+        num_cached = self._pool.lookup(sequence.matchable_hashes) * self._pool.block_size
+        job = PrefillJob(sequence, self._num_arrived, now, num_tokens - num_cached, awaits_offer=awaits_offer)
+        job.turn = turn_of(job, self._policy)
         self._num_arrived += 1
-        self._waiting.append(job)
+        _insert(self._waiting, job)
         return job
 
     def schedule(self) -> PrefillStep:
-        """Decide the next step: prompts begun go on first, then others are admitted while tokens and blocks last.
+        """Decide the next step: in the order of their turns prompts get tokens, and are admitted while those last.
 
         Marks the jobs as in a step; `complete` or `abandon` must follow before the next call.
         """
         budget = self._max_step_tokens
-        chunks: list[Chunk] = []
-        for job in self._running[: self._max_batch]:
-            if budget == 0:
+        given: Counter[PrefillJob] = Counter()
+        is_open = True  # nobody overtakes one that waits: a large prompt would starve behind small ones
+        ready = [job for job in self._waiting if not job.awaits_offer]
+        for job, most in turns((ready, tuple(self._running)), self._shares):
+            has_place = budget > 0 and (job in given or len(given) < self._max_batch)
+            if not job.is_admitted:
+                is_open = is_open and (has_place or job.offered_tokens > 0) and self._admit(job, most)
+            if not (has_place or is_open):
                 break
-            budget -= self._add_chunk(chunks, job, budget)
-        while (head := self._head()) is not None:
-            has_place = budget > 0 and len(self._running) < self._max_batch
-            if not has_place and not head.offered_tokens:
-                break
-            if not self._admit(head):
-                break  # nobody overtakes: a large prompt would starve behind small ones
-            if has_place and not head.is_pulling:
-                budget -= self._add_chunk(chunks, head, budget)
-        return PrefillStep(tuple(chunks), self._take_admission())
+            if has_place and job.is_admitted and not job.is_pulling:
+                num_tokens = min(job.sequence.num_uncomputed - given[job], most, budget)
+                given[job] += num_tokens
+                job.in_step = True
+                budget -= num_tokens
+        self._settle_shares(given)
+        return PrefillStep(tuple(_chunk(job, num_tokens) for job, num_tokens in given.items()), self._take_admission())
 
     def admit_offered(self) -> Admission:
         """Admit prompts with an offer whose turn it is, and no others. May be called while a step is under way."""
-        while (head := self._head()) is not None and head.offered_tokens and self._admit(head):
-            pass
+        for job in [job for job in self._waiting if not job.awaits_offer]:
+            if not job.offered_tokens or not self._admit(job, NO_LIMIT):
+                break
         return self._take_admission()
 
     def offered(self, job: PrefillJob, num_tokens: int) -> None:
@@ -180,7 +194,7 @@ class PrefillScheduler:
 
     def begin_sending(self, job: PrefillJob) -> None:
         """A transfer reads the job's blocks from now on."""
-        job.is_sending = True
+        job.is_sending = job.has_been_sent = True
 
     def end_sending(self, job: PrefillJob) -> None:
         """No transfer reads the job's blocks any more."""
@@ -197,21 +211,19 @@ class PrefillScheduler:
                 jobs.remove(job)
         self._release_if_unused(job)
 
-    def _head(self) -> PrefillJob | None:
-        """Whose turn it is to be admitted."""
-        ready = (job for job in self._waiting if not job.awaits_offer)
-        return min(ready, key=self._policy, default=None)
-
-    def _admit(self, job: PrefillJob) -> bool:
+    def _admit(self, job: PrefillJob, most: int) -> bool:
+        """Reserve the job's blocks; with a limit to its tokens, by its class's share, it keeps them."""
         sequence = job.sequence
         matched = sequence.match_prefix(self._pool)
-        if sequence.blocks_needed(sequence.num_uncomputed) > self._pool.free_blocks:
+        missing = sequence.blocks_needed(sequence.num_uncomputed) - self._pool.free_blocks
+        if missing > 0 and not self._take_back(job, missing):
             sequence.reset(self._pool)
             for other in self._waiting:
                 self._decline(other)
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
         job.num_cached_tokens = matched
+        job.keeps_blocks = most < NO_LIMIT
         self.prefix_queries += job.num_tokens
         self.prefix_hits += matched
         self._waiting.remove(job)
@@ -221,8 +233,34 @@ class PrefillScheduler:
             self._pulling.append(job)
         else:
             self._decline(job)
-            self._running.append(job)
+            _insert(self._running, job)
         return True
+
+    def _take_back(self, job: PrefillJob, missing_blocks: int) -> bool:
+        """Have prompts of lower classes give so many blocks back; False, and nothing done, where they can't."""
+        lower = [
+            other
+            for other in self._running
+            if other.request.promise.priority < job.request.promise.priority
+            and not (other.in_step or other.has_been_sent or other.keeps_blocks)
+        ]
+        lower.sort(key=lambda other: (other.request.promise.priority, -other.arrival))
+        giving_way = who_gives_way(lower, missing_blocks, self._pool)
+        for other in giving_way:
+            other.sequence.reset(self._pool)
+            other.offered_tokens = 0  # what was pulled is cached here, for a while
+            self._running.remove(other)
+            _insert(self._waiting, other)
+            self.preemptions += 1
+        return bool(giving_way)
+
+    def _settle_shares(self, given: Counter[PrefillJob]) -> None:
+        left = [job for job in (*self._waiting, *self._running) if job not in given and not job.awaits_offer]
+        by_promise: Counter[Promise] = Counter()
+        if left:
+            for job, num_tokens in given.items():
+                by_promise[job.request.promise] += num_tokens
+        self._shares.settle(by_promise, [job.request.promise for job in left])
 
     def _decline(self, job: PrefillJob) -> None:
         if job.offered_tokens:
@@ -241,15 +279,17 @@ class PrefillScheduler:
             self._release_if_unused(job)
             return False
         self._pulling.remove(job)
-        self._running.append(job)
+        _insert(self._running, job)
         return True
-
-    def _add_chunk(self, chunks: list[Chunk], job: PrefillJob, budget: int) -> int:
-        num_tokens = min(job.sequence.num_uncomputed, budget)
-        chunks.append(Chunk(job, job.sequence.step(num_tokens), job.sequence.num_computed + num_tokens))
-        job.in_step = True
-        return num_tokens
 
     def _release_if_unused(self, job: PrefillJob) -> None:
         if job.has_ended and not (job.in_step or job.is_sending or job.is_pulling):
             job.sequence.reset(self._pool)
+
+
+def _insert(jobs: list[PrefillJob], job: PrefillJob) -> None:
+    insort(jobs, job, key=lambda other: other.turn)
+
+
+def _chunk(job: PrefillJob, num_tokens: int) -> Chunk:
+    return Chunk(job, job.sequence.step(num_tokens), job.sequence.num_computed + num_tokens)

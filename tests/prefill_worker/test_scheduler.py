@@ -10,12 +10,13 @@ from model.block_pool import BlockPool
 from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, SamplingParams
+from protocol.requests import GenerateRequest, Promise, SamplingParams
 
 BLOCK = 4
+NOTHING = Promise()
 
 
-def request(length: int, first: int = 0) -> GenerateRequest:
+def request(length: int, first: int = 0, promise: Promise = NOTHING) -> GenerateRequest:
     tokens = tuple(range(first, first + length))
     return GenerateRequest(
         request_id=f"{first}+{length}",
@@ -24,6 +25,7 @@ def request(length: int, first: int = 0) -> GenerateRequest:
         num_prompt_tokens=length,
         sampling=SamplingParams(),
         max_tokens=5,
+        promise=promise,
     )
 
 
@@ -55,13 +57,13 @@ def run(scheduler: PrefillScheduler) -> list[tuple[int, int]]:
 def test_prompts_share_a_step_up_to_its_token_budget():
     one = scheduler()
     for length, first in ((6, 0), (30, 100), (3, 50)):
-        one.add(request(length, first))
+        one.add(request(length, first), now=0.0)
     assert [run(one) for _ in range(4)] == [[(0, 6), (1, 10)], [(1, 16)], [(1, 4), (2, 3)], []]
 
 
 def test_only_the_last_chunk_draws_a_token():
     one = scheduler()
-    one.add(request(20))
+    one.add(request(20), now=0.0)
     draws = []
     for _ in range(2):
         step = one.schedule()
@@ -73,16 +75,16 @@ def test_only_the_last_chunk_draws_a_token():
 def test_no_more_prompts_share_a_step_than_the_batch_allows():
     one = scheduler(max_batch=2)
     for first in (0, 50, 100):
-        one.add(request(2, first))
+        one.add(request(2, first), now=0.0)
     assert run(one) == [(0, 2), (1, 2)]
     assert run(one) == [(2, 2)]
 
 
 def test_a_prompt_computed_before_costs_only_what_lies_behind_its_full_blocks():
     one = scheduler()
-    one.add(request(10))
+    one.add(request(10), now=0.0)
     run(one)
-    job = one.add(request(10))
+    job = one.add(request(10), now=0.0)
     assert run(one) == [(1, 2)]
     assert job.num_cached_tokens == 8
     assert (one.prefix_queries, one.prefix_hits) == (20, 8)
@@ -90,9 +92,9 @@ def test_a_prompt_computed_before_costs_only_what_lies_behind_its_full_blocks():
 
 def test_a_wholly_cached_prompt_still_computes_its_last_block_to_draw_a_token():
     one = scheduler()
-    one.add(request(8))
+    one.add(request(8), now=0.0)
     run(one)
-    one.add(request(8))
+    one.add(request(8), now=0.0)
     step = one.schedule()
     assert shape(step) == [(1, 4)]
     assert step.chunks[0].ends_prompt
@@ -100,7 +102,7 @@ def test_a_wholly_cached_prompt_still_computes_its_last_block_to_draw_a_token():
 
 def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it():
     one = scheduler(num_blocks=4)
-    first, large, small = (one.add(request(length, start)) for length, start in ((8, 0), (16, 50), (4, 100)))
+    first, large, small = (one.add(request(length, start), now=0.0) for length, start in ((8, 0), (16, 50), (4, 100)))
     step = one.schedule()
     assert shape(step) == [(0, 8)]
     one.begin_sending(first)
@@ -112,17 +114,17 @@ def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it():
     assert run(one) == [(small.arrival, 4)]
 
 
-def test_another_policy_takes_another_order():
-    one = scheduler(max_step_tokens=200, max_batch=1, policy=lambda job: (job.num_tokens, job.arrival))
+def test_the_shortest_first_takes_another_order():
+    one = scheduler(max_step_tokens=200, max_batch=1, queue="sjf")
     for length, first in ((9, 0), (3, 50), (6, 100)):
-        one.add(request(length, first))
+        one.add(request(length, first), now=0.0)
     assert [run(one) for _ in range(3)] == [[(1, 3)], [(2, 6)], [(0, 9)]]
 
 
 def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run():
     pool = BlockPool(8, BLOCK)
     one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200, max_waiting=1024)
-    job = one.add(request(10))
+    job = one.add(request(10), now=0.0)
     step = one.schedule()
     one.end(job)
     assert pool.owned_blocks == 3
@@ -133,7 +135,7 @@ def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run()
 def test_an_abandoned_step_gives_the_blocks_of_ended_jobs_back_unnamed():
     pool = BlockPool(8, BLOCK)
     one = PrefillScheduler(pool, max_step_tokens=16, max_batch=8, max_context=200, max_waiting=1024)
-    job = one.add(request(10))
+    job = one.add(request(10), now=0.0)
     step = one.schedule()
     one.abandon(step)
     one.end(job)
@@ -143,28 +145,28 @@ def test_an_abandoned_step_gives_the_blocks_of_ended_jobs_back_unnamed():
 @pytest.mark.parametrize(("length", "blocks"), [(0, 64), (200, 64), (17, 4)])
 def test_a_prompt_that_can_never_run_is_refused(length: int, blocks: int):
     with pytest.raises(RequestError):
-        scheduler(num_blocks=blocks).add(request(length))
+        scheduler(num_blocks=blocks).add(request(length), now=0.0)
 
 
 def test_a_prompt_too_many_is_refused_as_overload_until_the_queue_moves():
     one = scheduler(max_waiting=2)
-    one.add(request(4))
-    one.add(request(4, 50))
+    one.add(request(4), now=0.0)
+    one.add(request(4, 50), now=0.0)
     with pytest.raises(RequestError, match="wait here already") as refused:
-        one.add(request(4, 100))
+        one.add(request(4, 100), now=0.0)
     assert (refused.value.status, refused.value.code) == (429, "overloaded")
     run(one)
-    one.add(request(4, 100))
+    one.add(request(4, 100), now=0.0)
 
 
 def awaiting(one: PrefillScheduler, length: int, first: int = 0) -> PrefillJob:
-    return one.add(request(length, first), awaits_offer=True)
+    return one.add(request(length, first), now=0.0, awaits_offer=True)
 
 
 def test_a_prompt_that_awaits_an_offer_holds_nothing_and_holds_nobody_up():
     one = scheduler()
     job = awaiting(one, 20)
-    one.add(request(3, 100))
+    one.add(request(3, 100), now=0.0)
     assert run(one) == [(1, 3)]
     assert job.sequence.block_ids == []
     assert one.num_waiting == 1
@@ -190,7 +192,7 @@ def test_an_offered_beginning_is_pulled_and_the_rest_is_computed():
 
 def test_what_is_cached_here_is_not_pulled():
     one = scheduler()
-    one.add(request(10))
+    one.add(request(10), now=0.0)
     run(one)
     job = awaiting(one, 20)
     one.offered(job, 16)
@@ -203,7 +205,7 @@ def test_what_is_cached_here_is_not_pulled():
 @pytest.mark.parametrize(("offered", "is_taken"), [(12, True), (11, False), (8, False), (20, False), (0, False)])
 def test_an_offer_is_taken_where_it_spares_enough_and_leaves_a_token_to_compute(offered: int, is_taken: bool):
     one = scheduler(min_pull_tokens=4)
-    one.add(request(10))
+    one.add(request(10), now=0.0)
     run(one)
     job = awaiting(one, 20)
     one.offered(job, offered)
@@ -229,15 +231,15 @@ def test_a_prompt_that_pulls_lets_others_be_computed_and_joins_them():
     one = scheduler(max_batch=1, max_step_tokens=8)
     job = awaiting(one, 20)
     one.offered(job, 16)
-    one.add(request(12, 100))
+    one.add(request(12, 100), now=0.0)
     assert run(one) == [(1, 8)]
     one.pulled(job)
-    assert [run(one) for _ in range(3)] == [[(1, 4)], [(0, 4)], []]
+    assert [run(one) for _ in range(3)] == [[(0, 4)], [(1, 4)], []], "it came first"
 
 
 def test_a_pull_begins_although_a_step_is_under_way_or_its_batch_is_full():
     one = scheduler(max_batch=1)
-    one.add(request(30))
+    one.add(request(30), now=0.0)
     step = one.schedule()
     job, late = awaiting(one, 20, 100), awaiting(one, 20, 150)
     one.offered(job, 16)
@@ -249,9 +251,9 @@ def test_a_pull_begins_although_a_step_is_under_way_or_its_batch_is_full():
 
 def test_nobody_with_an_offer_overtakes_one_that_has_none():
     one = scheduler(max_batch=1)
-    one.add(request(30))
+    one.add(request(30), now=0.0)
     step = one.schedule()
-    one.add(request(4, 100))
+    one.add(request(4, 100), now=0.0)
     job = awaiting(one, 20, 150)
     one.offered(job, 16)
     assert one.admit_offered() == Admission((), ())
@@ -261,7 +263,7 @@ def test_nobody_with_an_offer_overtakes_one_that_has_none():
 
 def test_where_blocks_are_short_every_offer_that_waits_is_given_up():
     one = scheduler(num_blocks=8)
-    first = one.add(request(16))
+    first = one.add(request(16), now=0.0)
     one.begin_sending(first)
     run(one)
     large, small = awaiting(one, 24, 100), awaiting(one, 8, 150)
@@ -308,7 +310,8 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_prompt_is_computed_
     for _ in range(1000):
         if num_prompts and (draw.random() < 0.5 or not live):
             awaits_offer = draw.random() < 0.5
-            job = one.add(request(draw.randint(1, 48), first=draw.choice((0, 0, 100))), awaits_offer=awaits_offer)
+            prompt = request(draw.randint(1, 48), first=draw.choice((0, 0, 100)))
+            job = one.add(prompt, now=0.0, awaits_offer=awaits_offer)
             live.append(job)
             num_prompts -= 1
             if awaits_offer:
