@@ -10,12 +10,13 @@
 
 import os
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
-from cluster.config import ClusterConfig, read_config
+from cluster.config import ClusterConfig, read_config, with_keys_of_file
 from cluster.router_deployment import RouterReplica, RouterSettings, router_options
 from cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
 from cluster.worker_settings import WorkerSettings
@@ -26,20 +27,21 @@ MIN_SECRET_CHARS = 16
 
 
 def application(config: ClusterConfig, secret: bytes) -> Application:
-    """The application's graph. Nothing starts before Serve runs it."""
+    """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys."""
+    config = with_keys_of_file(config)
     decode = WorkerSettings.of(config, config.decode)
     decode_app = (
-        serve.deployment(DecodeReplica, name="DecodeWorker")
+        serve.deployment(workers.decode, name="DecodeWorker")
         .options(**worker_options(decode, config.decode.replicas))
-        .bind(decode, config.decode.worker, secret)
+        .bind(decode, config.decode.worker, secret, *workers.arguments)
     )
     handles = [decode_app]
     if config.prefill.replicas > 0:
         prefill = WorkerSettings.of(config, config.prefill)
         handles.append(
-            serve.deployment(PrefillReplica, name="PrefillWorker")
+            serve.deployment(workers.prefill, name="PrefillWorker")
             .options(**worker_options(prefill, config.prefill.replicas))
-            .bind(prefill, config.prefill.worker, secret)
+            .bind(prefill, config.prefill.worker, secret, *workers.arguments)
         )
     router = serve.deployment(RouterReplica, name="Router").options(**router_options(config.router.replicas))
     return router.bind(RouterSettings.of(config), secret, *handles)

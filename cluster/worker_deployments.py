@@ -21,6 +21,7 @@ from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.clock import draw_epoch
 from protocol.errors import EpochMismatch, WorkerLost
+from protocol.network import Network
 from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.tcp_network import TcpNetwork
@@ -48,7 +49,7 @@ class _WorkerReplica:
 
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
-        self._network = TcpNetwork(secret)
+        self._network = self._make_network(secret)
         self._parts = await load_parts(
             settings,
             self._peer,
@@ -59,6 +60,9 @@ class _WorkerReplica:
             gpu=own_gpu(),
         )
         return self._parts
+
+    def _make_network(self, secret: bytes) -> Network:
+        return TcpNetwork(secret)
 
     async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
         self._worker = worker
