@@ -26,7 +26,19 @@ SECRET_VARIABLE = "TWOSTROKE_SECRET"
 MIN_SECRET_CHARS = 16
 
 
-def application(config: ClusterConfig, secret: bytes) -> Application:
+@dataclass(frozen=True)
+class WorkerClasses:
+    """What the workers are replicas of; tests deploy ones that can be harmed."""
+
+    prefill: type[PrefillReplica] = PrefillReplica
+    decode: type[DecodeReplica] = DecodeReplica
+    arguments: tuple[Any, ...] = ()  # of their constructors, behind those that all have
+
+
+_SOUND = WorkerClasses()
+
+
+def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _SOUND) -> Application:
     """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys."""
     config = with_keys_of_file(config)
     decode = WorkerSettings.of(config, config.decode)
