@@ -22,6 +22,7 @@ from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
+from model.step_costs import StepContent, StepCostFit
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers, WorkerCounters, worker_stats
 from protocol.clock import Clock
@@ -71,6 +72,7 @@ class DecodeWorker:
         swap_pool = None if swap_space is None else BlockPool(swap_space.num_blocks, pool.block_size)
         self._preemption = PreemptionPolicy(config.preemption, 0 if swap_space is None else swap_space.block_bytes)
         self._swapped = SwappedBlocks(swap_pool, self._preemption)
+        self._costs = StepCostFit()
         self._scheduler = DecodeScheduler(
             pool,
             max_step_tokens=config.max_step_tokens,
@@ -177,7 +179,15 @@ class DecodeWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = [side.stats for side in (self._receiver, self._sender) if side is not None]
-        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine, self._swap_numbers())
+        return worker_stats(
+            self._counters,
+            self._scheduler,
+            self._pool,
+            transfers,
+            self._engine,
+            self._costs.costs(),
+            self._swap_numbers(),
+        )
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
@@ -235,9 +245,11 @@ class DecodeWorker:
             for step in self._under_way.give_up():
                 self._scheduler.abandon(step)
             raise
-        # A step that draws a token past the prompt computes a decode's single token; everything else is prompt.
-        num_computed = sum(len(entry.step.token_ids) for entry in ended.step.entries if len(entry.step.token_ids) > 1)
+        content = StepContent.of([entry.step for entry in ended.step.entries])
+        num_computed = content.prompt_tokens
         self._counters.count_step(ended.seconds, num_computed)
+        if not ended.step.swaps:  # what copies take says nothing about other steps
+            self._costs.add(content, ended.seconds)
         if num_computed:
             self._preemption.computing.count(num_computed, ended.seconds)
         if self._swap_space is not None:

@@ -7,6 +7,7 @@ from typing import Protocol
 from model.block_pool import BlockPool
 from model.step import Engine
 from protocol.stats import WorkerStats
+from protocol.step_costs import StepCosts
 
 
 class SchedulerNumbers(Protocol):
@@ -89,9 +90,13 @@ def worker_stats(
     pool: BlockPool,
     transfers: Sequence[TransferNumbers],
     engine: Engine,
+    costs: StepCosts | None,
     swaps: SwapNumbers = NO_SWAPS,
 ) -> WorkerStats:
-    """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none."""
+    """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none.
+
+    `costs` are those of its steps, as far as they are known.
+    """
     return WorkerStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -122,4 +127,5 @@ def worker_stats(
         transfer_links_lost=sum(side.links_lost for side in transfers),
         pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,
+        costs=costs,
     )

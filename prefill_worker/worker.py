@@ -13,6 +13,7 @@ from kvtransfer.sides import Outgoing, ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
+from model.step_costs import StepContent, StepCostFit
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import WorkerCounters, worker_stats
 from prefill_worker.calls import Call
@@ -113,6 +114,7 @@ class PrefillWorker:
         self._calls_by_job: dict[PrefillJob, Call] = {}  # until the call returns
         self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
         self._counters = WorkerCounters()
+        self._costs = StepCostFit()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
@@ -169,7 +171,7 @@ class PrefillWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = [side.stats for side in (self._sender, self._receiver) if side is not None]
-        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine)
+        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine, self._costs.costs())
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
@@ -232,16 +234,19 @@ class PrefillWorker:
                 if call is not None and call.outgoing is not None:
                     call.outgoing.layer_ready(layer, chunk.num_tokens_after)
 
+        batch = [chunk.step for chunk in step.chunks]
         started_at = self._clock()
         self._is_computing = True
         try:
-            sampled = await self._engine.step([chunk.step for chunk in step.chunks], on_layer)
+            sampled = await self._engine.step(batch, on_layer)
         except Exception:
             self._scheduler.abandon(step)
             raise
         finally:
             self._is_computing = False
-        self._counters.count_step(self._clock() - started_at, sum(len(chunk.step.token_ids) for chunk in step.chunks))
+        seconds = self._clock() - started_at
+        self._costs.add(StepContent.of(batch), seconds)
+        self._counters.count_step(seconds, sum(len(one.token_ids) for one in batch))
         return sampled
 
     def _post_process(self, step: PrefillStep, sampled: Sequence[SampledToken | None]) -> None:

@@ -1,0 +1,242 @@
+"""What a worker learns of its steps, from steps whose costs are known."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.step import SequenceStep
+from model.step_costs import COLD_STEPS, FIRST_SAMPLES, MEMORY, StepContent, StepCostFit, _least
+from protocol.step_costs import StepCosts
+
+GPU = StepCosts(6e-3, 1.6e-5, 1e-9, 4e-5, 8e-8)  # about 8B parameters on a large one
+CPU = StepCosts(15e-3, 6e-4, 4e-8, 9e-4, 2e-6)  # about 160M on two cores
+Draw = Callable[[random.Random], StepContent]
+
+
+def prompts(draw: random.Random) -> StepContent:
+    num_tokens = int(10 ** draw.uniform(0.5, 3.3))
+    num_before = draw.choice((0, draw.randrange(8000)))
+    return StepContent(num_tokens, num_tokens * (num_before + num_tokens / 2), 0, 0)
+
+
+def rows(draw: random.Random) -> StepContent:
+    num_rows = int(10 ** draw.uniform(0, 2))
+    return StepContent(0, 0.0, num_rows, sum(draw.randrange(10, 4000) for _ in range(num_rows)))
+
+
+def both(draw: random.Random) -> StepContent:
+    prompt, row = prompts(draw), rows(draw)
+    return StepContent(prompt.prompt_tokens, prompt.pairs, row.rows, row.context_tokens)
+
+
+ALL: tuple[Draw, ...] = (prompts, rows, both)
+
+
+def seconds(costs: StepCosts, content: StepContent) -> float:
+    values = (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s)
+    return sum(cost * feature for cost, feature in zip(values, (1, *content), strict=True))
+
+
+def times(costs: StepCosts, factor: float) -> StepCosts:
+    return StepCosts(
+        *(factor * value for value in (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s))
+    )
+
+
+def run(
+    fit: StepCostFit, costs: StepCosts, kinds: Sequence[Draw], steps: int, *, noise: float = 0.1, strays: float = 0.02
+) -> None:
+    """So many steps, their times off by `noise`, and a share of them far off."""
+    draw = random.Random(steps)
+    for _ in range(steps):
+        content = draw.choice(kinds)(draw)
+        stray = draw.choice((0.1, 3, 10, 30)) if draw.random() < strays else 1
+        fit.add(content, seconds(costs, content) * stray * math.exp(draw.gauss(0, noise)))
+
+
+def warm() -> StepCostFit:
+    """One that has its cold steps behind it."""
+    fit = StepCostFit()
+    for _ in range(COLD_STEPS):
+        fit.add(StepContent(1, 1.0, 0, 0), 1.0)
+    return fit
+
+
+def errors(fit: StepCostFit, costs: StepCosts, kinds: Sequence[Draw]) -> list[float]:
+    """Relative errors on other steps than those of `run`, in order of size."""
+    fitted = fit.costs()
+    assert fitted is not None
+    draw = random.Random(-1)
+    contents = [draw.choice(kinds)(draw) for _ in range(300)]
+    return sorted(abs(seconds(fitted, one) / seconds(costs, one) - 1) for one in contents)
+
+
+@pytest.mark.parametrize("truth", [GPU, CPU])
+@pytest.mark.parametrize("kinds", [(prompts,), (rows,), ALL], ids=["prompts", "rows", "all"])
+@pytest.mark.parametrize("steps", [150, 2000])
+def test_other_steps_are_predicted_within_a_tenth_despite_noise_and_strays(
+    truth: StepCosts, kinds: Sequence[Draw], steps: int
+) -> None:
+    fit = warm()
+    run(fit, truth, kinds, steps)
+    found = errors(fit, truth, kinds)
+    assert found[len(found) // 2] < 0.05
+    assert found[len(found) * 9 // 10] < 0.1
+
+
+def test_without_noise_the_costs_themselves_are_found() -> None:
+    fit = warm()
+    run(fit, CPU, ALL, 2000, noise=0.0)
+    fitted = fit.costs()
+    assert fitted is not None
+    for field in ("base_s", "token_s", "pair_s", "row_s", "context_s"):
+        assert getattr(fitted, field) == pytest.approx(getattr(CPU, field), rel=0.1), field
+
+
+def test_nothing_is_told_before_some_warm_steps_and_something_soon_after() -> None:
+    fit = StepCostFit()
+    run(fit, CPU, ALL, COLD_STEPS + FIRST_SAMPLES - 1)
+    assert fit.costs() is None
+    run(fit, CPU, ALL, 1)
+    costs = fit.costs()
+    assert costs is not None
+    assert costs.num_samples == FIRST_SAMPLES
+
+
+def test_cold_steps_count_for_nothing() -> None:
+    cold, fit = StepCostFit(), warm()
+    draw = random.Random(1)
+    for _ in range(COLD_STEPS):
+        cold.add(prompts(draw), 1000.0)
+    for one in (cold, fit):
+        run(one, CPU, (prompts,), 500)
+    assert cold.costs() == fit.costs()
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_machine_that_has_changed_is_followed_within_some_hundred_steps(factor: float) -> None:
+    fit = warm()
+    run(fit, CPU, ALL, 1000)
+    run(fit, times(CPU, factor), ALL, 500)
+    found = errors(fit, times(CPU, factor), ALL)
+    assert found[len(found) * 9 // 10] < 0.1
+
+
+def test_strays_alone_move_little() -> None:
+    fit = warm()
+    run(fit, CPU, ALL, 1000)
+    before = fit.costs()
+    draw = random.Random(5)
+    for _ in range(3):
+        fit.add(rows(draw), 60.0)  # as while a CUDA graph is recorded
+    run(fit, CPU, ALL, 29)
+    assert fit.costs() != before
+    found = errors(fit, CPU, ALL)
+    assert found[len(found) * 9 // 10] < 0.1
+
+
+def test_prompts_are_guessed_at_before_any_was_seen_and_then_learnt_at_once() -> None:
+    fit = warm()
+    run(fit, GPU, (rows,), 1000)
+    guessed = fit.costs()
+    assert guessed is not None
+    assert GPU.token_s / 10 < guessed.token_s < GPU.token_s * 10
+    run(fit, GPU, (rows, rows, rows, prompts), 64)
+    found = errors(fit, GPU, (prompts,))
+    assert found[len(found) // 2] < 0.1
+
+
+def test_much_longer_prompts_than_ever_before_are_learnt_from() -> None:
+    def short(draw: random.Random) -> StepContent:
+        num_tokens = draw.randrange(2, 60)
+        return StepContent(num_tokens, num_tokens**2 / 2, 0, 0)
+
+    def long(draw: random.Random) -> StepContent:
+        num_tokens = draw.randrange(10_000, 16_000)
+        return StepContent(num_tokens, num_tokens**2 / 2, 0, 0)
+
+    truth = StepCosts(15e-3, 6e-4, 4e-6, 0.0, 0.0)
+    fit = warm()
+    run(fit, truth, (short,), 1000)
+    run(fit, truth, (short, short, short, long), 64)
+    found = errors(fit, truth, (long,))
+    assert found[len(found) // 2] < 0.1
+
+
+def test_what_steps_of_late_do_not_tell_apart_stays_as_it_was() -> None:
+    def always_the_same(_: random.Random) -> StepContent:
+        return StepContent(0, 0.0, 16, 16_000)
+
+    fit = warm()
+    run(fit, GPU, (rows,), 500, strays=0.0)
+    run(fit, GPU, (always_the_same,), int(30 * MEMORY), strays=0.0)
+    found = errors(fit, GPU, (rows,))
+    assert found[len(found) // 2] < 0.1
+
+
+def test_equal_steps_are_predicted_from_the_first_fit_on() -> None:
+    fit = warm()
+    content = StepContent(100, 5000.0, 0, 0)
+    for _ in range(FIRST_SAMPLES):
+        fit.add(content, 0.2)
+    costs = fit.costs()
+    assert costs is not None
+    assert seconds(costs, content) == pytest.approx(0.2, rel=0.01)
+
+
+@given(st.integers(0, 10_000))
+def test_costs_are_finite_and_never_negative_whatever_the_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice((0.0, 0.0, 10 ** draw.uniform(0, 8))) for _ in range(4)]
+    fit = StepCostFit()
+    for _ in range(300):
+        if draw.random() < 0.05:
+            sizes[draw.randrange(4)] = 10 ** draw.uniform(0, 8)
+        tokens, pairs, num_rows, context = (size * draw.choice((0, 1, draw.random())) for size in sizes)
+        fit.add(
+            StepContent(int(tokens), pairs, int(num_rows), int(context)),
+            draw.choice((-1.0, 0.0, 1e-12, 10 ** draw.uniform(-9, 4))),
+        )
+    costs = fit.costs()
+    assert costs is not None
+    for value in (costs.base_s, costs.token_s, costs.pair_s, costs.row_s, costs.context_s):
+        assert math.isfinite(value)
+        assert value >= 0
+
+
+@given(st.integers(0, 10_000))
+def test_the_least_is_that_of_the_best_choice_of_what_is_zero(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    root = draw.normal(size=(5, 5)) * 10.0 ** draw.integers(-3, 4, size=5)
+    left, right = root.T @ root + np.diag(np.diag(root.T @ root)) * 0.01, root.T @ draw.normal(size=5)
+
+    def height(x: np.ndarray) -> float:
+        return float(x @ left @ x / 2 - right @ x)
+
+    best = 0.0
+    for chosen in product((False, True), repeat=5):
+        free = np.array(chosen)
+        x = np.zeros(5)
+        if free.any():
+            x[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
+        if (x >= 0).all():
+            best = min(best, height(x))
+    found = _least(left, right)
+    assert (found >= 0).all()
+    assert height(found) == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+def test_a_step_contains_prompts_in_pairs_and_rows_in_contexts() -> None:
+    batch = [
+        SequenceStep(range(10), 0, (), None),
+        SequenceStep(range(4), 100, (), None),
+        SequenceStep((7,), 41, (), None),
+        SequenceStep((0,), 9, (), None, follows=0),
+    ]
+    assert StepContent.of(batch) == StepContent(14, 50 + 4 * 102, 2, 42 + 10)
