@@ -13,16 +13,18 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from dataclasses import replace
 from typing import Any, Literal, TextIO
 
 import msgspec
 
 from cluster.commands.status import fetch_status
-from cluster.config import ClusterConfig, read_config
+from cluster.config import ClusterConfig, read_config, with_keys_of_file
 from cluster.local_ray import LocalRayOptions, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
 from cluster.preflight import check_model
 from protocol.errors import ConfigError
+from router.tenants import KeyConfig, new_key
 
 READY_S = 120.0
 _CONFIG_ERROR = re.compile(r"protocol\.errors\.ConfigError: (.+)")
@@ -88,7 +90,7 @@ def main() -> int:
 
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
-    config = read_config(order.settings)
+    config, api_key = _with_own_key(with_keys_of_file(read_config(order.settings)))
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
     _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
@@ -97,7 +99,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         _deploy(config)
         _await_ready(own_url(order.host, order.port))
-        for line in _describe_workers(own_url(order.host, order.port)):
+        for line in _describe_workers(own_url(order.host, order.port), api_key):
             _report(reports, Report("step", line))
         _report(reports, Report("ready", name))
         starter.wait_until_gone()
@@ -158,11 +160,20 @@ def _await_ready(url: str) -> None:
         time.sleep(0.1)
 
 
-def _describe_workers(url: str) -> list[str]:
+def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
+    """The configuration with a key for this process beside its own, and that key; None where none is needed."""
+    if not config.auth.keys:
+        return config, None
+    key, sha256 = new_key()
+    own = KeyConfig("twostroke serve", sha256, admin=True)
+    return replace(config, auth=replace(config.auth, keys=(*config.auth.keys, own))), key
+
+
+def _describe_workers(url: str, api_key: str | None) -> list[str]:
     """A line for each kind of worker: how many are up, and what one's KV cache holds."""
     kinds = Counter(
         (worker["role"], worker["ranks"], worker["num_blocks"], worker["block_size"], worker["max_context"])
-        for worker in fetch_status(url)["workers"]
+        for worker in fetch_status(url, api_key)["workers"]
     )
     lines: list[str] = []
     for (role, ranks, num_blocks, block_size, max_context), count in sorted(kinds.items()):

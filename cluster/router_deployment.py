@@ -1,26 +1,35 @@
 """The router as a Serve deployment: the application's ingress. Its process never imports torch."""
 
+import asyncio
+import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import ClusterConfig, ModelSection, RouterSection
+from cluster.exposure import exposure_warning
 from cluster.fleet import ServeFleet
 from cluster.model_folder import resolve_model_folder, served_name
 from protocol.clock import draw_epoch
 from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
+from router.admission import Admission
 from router.app import build_app
 from router.doctor import Doctor
 from router.pipeline import Pipeline
 from router.service import RouterService, ServiceConfig
+from router.slo import SLOConfig
+from router.tenants import KeyConfig, Tenants
 from router.token_channels import TokenChannels
 from router.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,11 +39,13 @@ class RouterSettings:
     model: ModelSection
     router: RouterSection
     expected: dict[Role, int]  # how many workers of each role are to be there
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    keys: tuple[KeyConfig, ...] = ()
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "RouterSettings":
         expected: dict[Role, int] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
-        return cls(config.model, config.router, expected)
+        return cls(config.model, config.router, expected, config.slo, config.auth.keys)
 
 
 @serve.ingress()
@@ -57,11 +68,15 @@ class RouterReplica:
         channels = TokenChannels(
             network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
         )
+        replicas = settings.router.replicas
+        admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
+        await asyncio.to_thread(_warn_of_exposure, has_keys=bool(settings.keys))
         self._service = RouterService(
             config=ServiceConfig(
                 model_name=served_name(settings.model, folder),
                 expects_prefill=settings.expected["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
+                max_choices_in_flight=settings.router.max_choices_in_flight,
             ),
             tokenizer=TextTokenizer.load(folder),
             fleet=fleet,
@@ -73,7 +88,11 @@ class RouterReplica:
                 clock=time.monotonic,
                 router=peer,
                 config=settings.router.pipeline,
+                admit=admission.admit,
             ),
+            slo=settings.slo,
+            admission=admission,
+            tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
         )
         self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=settings.expected)
         await self._service.start()
@@ -89,6 +108,14 @@ class RouterReplica:
         """Serve awaits this once the replica has drained."""
         if self._service is not None:
             await self._service.close()
+
+
+def _warn_of_exposure(*, has_keys: bool) -> None:
+    """Where Serve's proxies listen, no public function tells."""
+    client = _get_global_client()
+    warning = None if client is None else exposure_warning(client.http_config.host or "", has_keys=has_keys)
+    if warning is not None:
+        _log.warning(warning)
 
 
 def router_options(replicas: int) -> dict[str, Any]:

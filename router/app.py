@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from protocol.errors import RequestError, TwostrokeError
 from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
+from router.authentication import Authentication, check_admin, tenant_of
 from router.doctor import doctor
 from router.generation import Generation
 from router.http_io import (
@@ -29,13 +30,14 @@ from router.http_io import (
     until_disconnect,
     until_responded,
 )
-from router.jobs import Job
+from router.jobs import Job, Terms
 from router.openai_chat import ChatFormat
 from router.openai_common import INTERNAL_ERROR, Format
 from router.openai_completions import CompletionFormat
 from router.openapi import OPERATIONS, document
 from router.parsing import parse, token_ids_of
 from router.policy import NoPath
+from router.promises import promise_of
 from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from router.service import RouterService
 
@@ -48,14 +50,15 @@ def build_app(service: RouterService | None = None) -> FastAPI:
     """The app. Set `app.state.service` before the first request where it is not given here."""
     app = FastAPI(title="Twostroke", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
+    app.add_middleware(Authentication)
     app.add_middleware(RequestIds)
     app.add_middleware(Belongings)
     app.add_exception_handler(HTTPException, _on_http_error)
     for operation in OPERATIONS:
         # Load balancers ask for heads.
         methods = ["GET", "HEAD"] if operation.method == "GET" else [operation.method]
-        endpoint = _ENDPOINTS[operation.name]
-        app.add_api_route(operation.path, _guarded(endpoint), methods=methods, response_model=None)
+        endpoint = _guarded(_ENDPOINTS[operation.name], for_admins=operation.for_admins)
+        app.add_api_route(operation.path, endpoint, methods=methods, response_model=None)
     return app
 
 
@@ -65,7 +68,8 @@ async def completions(request: Request) -> Response:
     arrive = service.clock()
     asked = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
-    jobs = await service.jobs.of_completion(asked, service.max_context(), _reserve(request))
+    terms = _terms(request, asked)
+    jobs = await service.jobs.of_completion(asked, service.max_context(), _reserve(request), terms)
     form = _format(CompletionFormat, "cmpl", service, asked, jobs)
     return await _answer(request, asked, jobs, form, arrive)
 
@@ -76,7 +80,8 @@ async def chat_completions(request: Request) -> Response:
     arrive = service.clock()
     asked = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))
     service.check_model(asked.model)
-    jobs = await service.jobs.of_chat(asked, service.max_context(), _reserve(request))
+    terms = _terms(request, asked)
+    jobs = await service.jobs.of_chat(asked, service.max_context(), _reserve(request), terms)
     form = _format(ChatFormat, "chatcmpl", service, asked, jobs)
     return await _answer(request, asked, jobs, form, arrive)
 
@@ -157,7 +162,10 @@ async def show_version(request: Request) -> Response:
 async def openapi(request: Request) -> Response:
     """GET /openapi.json."""
     config = _service(request).config
-    return json_response(document(version=config.version, model=config.model_name, has_keys=False))
+    has_keys, slo_classes = bool(_service(request).tenants), [one.name for one in _service(request).slo.classes]
+    return json_response(
+        document(version=config.version, model=config.model_name, has_keys=has_keys, slo_classes=slo_classes)
+    )
 
 
 _ENDPOINTS: Mapping[str, Endpoint] = {
@@ -199,9 +207,22 @@ def _include_usage(asked: GenerationFields) -> bool:
     return asked.stream_options is not None and bool(asked.stream_options.include_usage)
 
 
+def _terms(request: Request, asked: GenerationFields) -> Terms:
+    tenant = tenant_of(request)
+    promise = promise_of(_service(request).slo, tenant, request.headers, asked.service_tier, asked.priority)
+    return Terms(promise, b"" if tenant is None else tenant.cache_salt)
+
+
 def _reserve(request: Request) -> Callable[[int], None]:
     """Takes places that are given back when the response is over, whichever way."""
-    return lambda num_choices: until_responded(request).enter_context(_service(request).room(num_choices))
+    tenant, belongings = tenant_of(request), until_responded(request)
+
+    def reserve(num_choices: int) -> None:
+        if tenant is not None:
+            belongings.enter_context(tenant.limits.in_flight(num_choices))
+        belongings.enter_context(_service(request).room(num_choices))
+
+    return reserve
 
 
 def _format(
@@ -220,6 +241,7 @@ def _format(
         service.tokenizer,
         return_token_ids=bool(asked.return_token_ids),
         usage_in_chunks=_include_usage(asked),
+        service_tier=jobs[0].request.promise.class_name if service.slo.is_set else None,
     )
 
 
@@ -235,6 +257,10 @@ async def _answer(
         return_token_ids=bool(asked.return_token_ids),
         arrive=arrive,
     )
+    tenant = tenant_of(request)
+    if tenant is not None:
+        tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
+        until_responded(request).enter_context(tokens)
     if asked.stream:
         return EventStream(generation.events(), on_error=_service(request).metrics.refused)
 
@@ -244,11 +270,16 @@ async def _answer(
     return await until_disconnect(request.receive, whole())
 
 
-def _guarded(endpoint: Endpoint) -> Endpoint:
+def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:
     """Every error of our own becomes an OpenAI error object, and is counted."""
 
     async def guarded(request: Request) -> Response:
         try:
+            if for_admins:
+                check_admin(request)
+            tenant = tenant_of(request)
+            if tenant is not None and request.method == "POST":
+                tenant.limits.count_request()
             return await endpoint(request)
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; logs do

@@ -1,7 +1,7 @@
 """One response under way: its choices, as server-sent events or as one body."""
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 from protocol.errors import TwostrokeError
@@ -43,7 +43,18 @@ class Generation:
         self._include_usage = include_usage
         self._return_stages = return_stages
         self._return_token_ids = return_token_ids
-        self._stages = [Stages(arrive) for _ in jobs]
+        # A response is judged once, by its first choice: half of one helps nobody.
+        self._stages = [Stages(arrive, follows=job.index > 0) for job in jobs]
+
+    @property
+    def most_tokens(self) -> int:
+        """What all choices may come to use, prompts included."""
+        return self._prompt_tokens() + sum(job.request.max_tokens for job in self._jobs)
+
+    def used_tokens(self) -> int:
+        """What has been used so far: outputs, and the prompts of choices that were begun."""
+        begun = any(stages.attempts for stages in self._stages)
+        return (self._prompt_tokens() if begun else 0) + sum(stages.num_output_tokens for stages in self._stages)
 
     async def whole(self) -> bytes:
         """The body of the response. Raises TwostrokeError where a choice fails."""
@@ -93,16 +104,21 @@ class Generation:
         return bool(delta.text or delta.shown or delta.finish_reason or self._return_token_ids)
 
     def _usage(self) -> Usage:
-        """Prompts count once, however many choices each has."""
-        leaders = {job.group: job for job in reversed(self._jobs)}.values()
-        prompt_tokens = sum(job.request.num_prompt_tokens for job in leaders)
+        prompt_tokens = self._prompt_tokens()
         completion_tokens = sum(stages.num_output_tokens for stages in self._stages)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(
-                sum(self._stages[job.index].num_cached_tokens for job in leaders)
+                sum(self._stages[job.index].num_cached_tokens for job in self._leaders())
             ),
             stages=[stage_times(stages) for stages in self._stages] if self._return_stages else None,
         )
+
+    def _leaders(self) -> Iterable[Job]:
+        """The first choice of each prompt: prompts count once, however many choices each has."""
+        return {job.group: job for job in reversed(self._jobs)}.values()
+
+    def _prompt_tokens(self) -> int:
+        return sum(job.request.num_prompt_tokens for job in self._leaders())

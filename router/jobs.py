@@ -3,12 +3,12 @@
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, SamplingParams
+from protocol.requests import GenerateRequest, Promise, SamplingParams
 from router.parsing import prompts_of, too_long
 from router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
 from router.tokenizer import TextTokenizer
@@ -29,6 +29,17 @@ class Job:
     echo: str = ""  # shown before the first token
 
 
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a request is served, beside what it asks for itself."""
+
+    promise: Promise = field(default_factory=Promise)
+    cache_salt: bytes = b""
+
+
+_NO_TERMS = Terms()
+
+
 class JobMaker:
     """Makes jobs for one model. `draw_seed` gives the seed of requests that name none."""
 
@@ -37,7 +48,11 @@ class JobMaker:
         self._draw_seed = draw_seed
 
     async def of_completion(
-        self, asked: CompletionRequest, max_context: int, reserve: Callable[[int], None] = lambda num_choices: None
+        self,
+        asked: CompletionRequest,
+        max_context: int,
+        reserve: Callable[[int], None] = lambda num_choices: None,
+        terms: Terms = _NO_TERMS,
     ) -> list[Job]:
         """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
         prompts = prompts_of(asked.prompt, max_context)
@@ -57,11 +72,15 @@ class JobMaker:
             echo = ""
             if asked.echo:
                 echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
-            jobs += self._choices(asked, token_ids, max_tokens, asked.logprobs, first=jobs, echo=echo)
+            jobs += self._choices(asked, token_ids, max_tokens, asked.logprobs, terms, first=jobs, echo=echo)
         return jobs
 
     async def of_chat(
-        self, asked: ChatRequest, max_context: int, reserve: Callable[[int], None] = lambda num_choices: None
+        self,
+        asked: ChatRequest,
+        max_context: int,
+        reserve: Callable[[int], None] = lambda num_choices: None,
+        terms: Terms = _NO_TERMS,
     ) -> list[Job]:
         """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
         reserve(asked.n or 1)
@@ -71,7 +90,7 @@ class JobMaker:
         param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = self._max_tokens(asked.max_completion_tokens or asked.max_tokens, room, room, param)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        return self._choices(asked, token_ids, max_tokens, logprobs, first=())
+        return self._choices(asked, token_ids, max_tokens, logprobs, terms, first=())
 
     async def _tokenise(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         token_ids = await self.encode(text, param, max_context, add_special_tokens=add_special_tokens)
@@ -109,6 +128,7 @@ class JobMaker:
         token_ids: Sequence[int],
         max_tokens: int,
         logprobs: int | None,
+        terms: Terms,
         *,
         first: Sequence[Job],
         echo: str = "",
@@ -129,6 +149,8 @@ class JobMaker:
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens or 0,
             stop_token_ids=stop_token_ids,
+            cache_salt=terms.cache_salt,
+            promise=terms.promise,
         )
         group = first[-1].group + 1 if first else 0
         return [

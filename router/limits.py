@@ -1,7 +1,7 @@
 """What one API key may use: requests and tokens a minute, and choices at a time. Pure: the clock is injected."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from protocol.clock import Clock
@@ -96,27 +96,20 @@ class KeyLimits:
         finally:
             self._in_flight -= num_choices
 
-    def reserve_tokens(self, amount: int) -> "TokenReservation":
-        """Tokens that a request may come to use. Raises RateLimited where the key has too few left."""
+    @contextmanager
+    def tokens(self, most: int, used: Callable[[], int]) -> Iterator[None]:
+        """Set tokens aside for a request that takes `most`; at the end it is asked how many it `used`.
+
+        Raises RateLimited where the key has too few left.
+        """
         if self._tokens is None:
-            return TokenReservation(None, 0.0)
+            yield
+            return
         try:
-            return TokenReservation(self._tokens, self._tokens.take(amount))
+            taken = self._tokens.take(most)
         except NotYet as not_yet:
             raise RateLimited("the API key has used up its tokens", retry_after_s=not_yet.wait_s) from None
-
-
-class TokenReservation:
-    """Tokens that were set aside for a request; a context manager that returns those that it did not use."""
-
-    def __init__(self, bucket: TokenBucket | None, taken: float):
-        self._bucket = bucket
-        self._taken = taken
-        self.used = 0
-
-    def __enter__(self) -> "TokenReservation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bucket is not None:
-            self._bucket.settle(self._taken, self.used)
+        try:
+            yield
+        finally:
+            self._tokens.settle(taken, used())

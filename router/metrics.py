@@ -74,6 +74,11 @@ class RouterMetrics:
             registry=self._registry,
         ).labels(model)
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        """For series that others add."""
+        return self._registry
+
     def begun(self, num_prompt_tokens: int) -> None:
         """A choice starts."""
         self.in_flight.inc()

@@ -79,6 +79,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion"
 
 
@@ -91,11 +92,15 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion.chunk"
 
 
 class ChatFormat:
-    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do."""
+    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do.
+
+    `service_tier` is the request's SLO class; None where there is nothing to tell.
+    """
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class ChatFormat:
         *,
         return_token_ids: bool,
         usage_in_chunks: bool,
+        service_tier: str | None = None,
     ):
         self._id = response_id
         self._created = created
@@ -115,6 +121,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
         self._no_usage = None if usage_in_chunks else msgspec.UNSET
+        self._tier = msgspec.UNSET if service_tier is None else service_tier
 
     def opening(self, index: int) -> bytes | None:
         chunk = self._chunk(ChunkChoice(index, DeltaMessage("assistant", ""), None, None))
@@ -130,7 +137,7 @@ class ChatFormat:
         return event(self._chunk(choice))
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return event(ChatChunk(self._id, self._created, self._model, [], usage))
+        return event(ChatChunk(self._id, self._created, self._model, [], usage, service_tier=self._tier))
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         written = []
@@ -139,13 +146,13 @@ class ChatFormat:
             if self._return_token_ids:
                 choice.token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
             written.append(choice)
-        response = ChatCompletion(self._id, self._created, self._model, written, usage)
+        response = ChatCompletion(self._id, self._created, self._model, written, usage, service_tier=self._tier)
         if self._return_token_ids:
             response.prompt_token_ids = list(self._jobs[0].request.token_ids)
         return encode_json(response)
 
     def _chunk(self, choice: ChunkChoice) -> ChatChunk:
-        return ChatChunk(self._id, self._created, self._model, [choice], self._no_usage)
+        return ChatChunk(self._id, self._created, self._model, [choice], self._no_usage, service_tier=self._tier)
 
     def _logprobs(self, deltas: Sequence[Delta]) -> Logprobs | None:
         if self._jobs[0].request.sampling.logprobs is None:

@@ -39,11 +39,15 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[Choice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
     object: str = "text_completion"
 
 
 class CompletionFormat:
-    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do."""
+    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do.
+
+    `service_tier` is the request's SLO class; None where there is nothing to tell.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class CompletionFormat:
         *,
         return_token_ids: bool,
         usage_in_chunks: bool,
+        service_tier: str | None = None,
     ):
         self._id = response_id
         self._created = created
@@ -63,6 +68,7 @@ class CompletionFormat:
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
         self._no_usage = None if usage_in_chunks else msgspec.UNSET
+        self._tier = msgspec.UNSET if service_tier is None else service_tier
         self._unopened = {job.index for job in jobs}
 
     def opening(self, index: int) -> bytes | None:
@@ -73,14 +79,14 @@ class CompletionFormat:
         if delta.index in self._unopened:
             self._unopened.discard(delta.index)
             choice = self._with_prompt(choice)
-        return event(Completion(self._id, self._created, self._model, [choice], self._no_usage))
+        return event(Completion(self._id, self._created, self._model, [choice], self._no_usage, self._tier))
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return event(Completion(self._id, self._created, self._model, [], usage))
+        return event(Completion(self._id, self._created, self._model, [], usage, self._tier))
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         written = [self._with_prompt(self._choice(index, deltas)) for index, deltas in enumerate(choices)]
-        return encode_json(Completion(self._id, self._created, self._model, written, usage))
+        return encode_json(Completion(self._id, self._created, self._model, written, usage, self._tier))
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> Choice:
         logprobs = None

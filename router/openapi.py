@@ -16,7 +16,17 @@ from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, 
 from router.openai_chat import ChatChunk, ChatCompletion
 from router.openai_common import ErrorObject
 from router.openai_completions import Completion
+from router.promises import (
+    CLASS_HEADER,
+    MOST_MS,
+    MOST_PRIORITY,
+    OPENAI_TIERS,
+    PRIORITY_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.slo import STANDARD
 
 _REF = "#/components/schemas/"
 
@@ -29,6 +39,7 @@ BODY = (400, 413)
 _ERRORS: Mapping[int, str] = {
     400: "A field is wrong, missing or unknown, or the prompt does not fit the model's context",
     401: "The API key is missing, or unknown here",
+    403: "The API key may not do this",
     404: "Another model than the one served",
     408: "The client does not read the answer",
     409: "An examination is going on already",
@@ -50,7 +61,8 @@ _REQUEST_ID = {
     "description": "Echoed where it is 1 to 128 characters of A-Z a-z 0-9 . _ : -, else replaced",
     "schema": {"type": "string"},
 }
-_SLO_HEADERS: Sequence[Mapping[str, Any]] = ()
+_MILLISECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
+_PRIORITIES = {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY}
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Operation:
     description: str = "The answer"
     takes_slo: bool = False  # in headers
     is_open: bool = False  # to everybody, with or without a key
+    for_admins: bool = False  # needs a key with `admin: true`, where there are keys
     parameters: Sequence[Mapping[str, Any]] = ()
 
 
@@ -120,8 +133,10 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation("/health", "GET", "health", "This process is alive", {_JSON: Health}, is_open=True),
     Operation("/ready", "GET", "ready", "A whole path is there", {_JSON: Ready}, errors=(503,), is_open=True),
-    Operation("/metrics", "GET", "metrics", "Prometheus' text", {"text/plain": None}, errors=(503,)),
-    Operation("/status", "GET", "status", "The workers and their numbers", {_JSON: None}, errors=(503,)),
+    Operation("/metrics", "GET", "metrics", "Prometheus' text", {"text/plain": None}, errors=(503,), for_admins=True),
+    Operation(
+        "/status", "GET", "status", "The workers and their numbers", {_JSON: None}, errors=(503,), for_admins=True
+    ),
     Operation(
         "/doctor",
         "GET",
@@ -129,13 +144,14 @@ OPERATIONS: Sequence[Operation] = (
         "Every way of KV, tried out: one line of JSON for each",
         {"application/x-ndjson": None},
         errors=(409, 503),
+        for_admins=True,
     ),
     Operation("/version", "GET", "show_version", "The server's version", {_JSON: Version}, errors=(503,)),
     Operation("/openapi.json", "GET", "openapi", "This document", {_JSON: None}, errors=(503,)),
 )
 
 
-def document(*, version: str, model: str, has_keys: bool) -> dict[str, Any]:
+def document(*, version: str, model: str, has_keys: bool, slo_classes: Sequence[str] = (STANDARD,)) -> dict[str, Any]:
     """The OpenAPI document of a server of `model`; `has_keys`: API keys are asked for."""
     bodies = [one.body for one in OPERATIONS if one.body is not None]
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
@@ -148,9 +164,11 @@ def document(*, version: str, model: str, has_keys: bool) -> dict[str, Any]:
     schemas = definitions["$defs"] | components
     for body in bodies:
         _name_model(schemas[body.__name__], model)
+        _name_classes(schemas[body.__name__], slo_classes)
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
-        paths.setdefault(one.path.replace(":path", ""), {})[one.method.lower()] = _described(one, has_keys)
+        described = _described(one, has_keys, slo_classes)
+        paths.setdefault(one.path.replace(":path", ""), {})[one.method.lower()] = described
     told: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -172,12 +190,18 @@ def _name_model(schema: dict[str, Any], model: str) -> None:
     schema["properties"]["model"] = {"enum": [model, None] if is_optional else [model]}
 
 
-def _described(one: Operation, has_keys: bool) -> dict[str, Any]:
-    errors = sorted({*one.errors, 500, *((401,) if has_keys and not one.is_open else ())})
+def _name_classes(schema: dict[str, Any], slo_classes: Sequence[str]) -> None:
+    """Only the classes that there are may be asked for, and OpenAI's own tiers, which mean one of them."""
+    if "service_tier" in schema["properties"]:
+        schema["properties"]["service_tier"] = {"enum": [*dict.fromkeys((*slo_classes, *OPENAI_TIERS)), None]}
+
+
+def _described(one: Operation, has_keys: bool, slo_classes: Sequence[str]) -> dict[str, Any]:
+    errors = sorted({*one.errors, 500, *(_errors_of_keys(one) if has_keys and not one.is_open else ())})
     told: dict[str, Any] = {
         "operationId": one.name,
         "summary": one.summary,
-        "parameters": [*one.parameters, _REQUEST_ID, *(_SLO_HEADERS if one.takes_slo else ())],
+        "parameters": [*one.parameters, _REQUEST_ID, *(_slo_headers(slo_classes) if one.takes_slo else ())],
         "responses": {
             "200": {
                 "description": one.description,
@@ -195,6 +219,24 @@ def _described(one: Operation, has_keys: bool) -> dict[str, Any]:
     if has_keys and not one.is_open:
         told["security"] = [{"key": []}]
     return told
+
+
+def _slo_headers(slo_classes: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    return [
+        {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+        for name, description, schema in (
+            (CLASS_HEADER, "The SLO class, before what `service_tier` names", {"enum": list(slo_classes)}),
+            (TTFT_HEADER, "Milliseconds to the first token, instead of the class's", _MILLISECONDS),
+            (TPOT_HEADER, "Milliseconds between tokens, instead of the class's", _MILLISECONDS),
+            (PRIORITY_HEADER, "As the field `priority`: the lower goes first", _PRIORITIES),
+        )
+    ]
+
+
+def _errors_of_keys(one: Operation) -> tuple[int, ...]:
+    if one.method == "POST":
+        return (401, 403, 429) if one.takes_slo else (401, 429)
+    return (401, 403) if one.for_admins else (401,)
 
 
 def _content(kind: str, struct: type[msgspec.Struct] | None) -> dict[str, Any]:

@@ -17,6 +17,10 @@ MOST_PRIORITY = 100
 """Of a request, either way; it is added to that of its class."""
 
 _DEFAULT_TIERS = ("auto", "default")
+OPENAI_TIERS = (*_DEFAULT_TIERS, "flex", "priority")
+"""What OpenAI's clients may send. Unless a class has that name, the first two mean the request's default class, `flex`
+the class of the lowest priority, `priority` that of the highest.
+"""
 
 
 def promise_of(

@@ -120,13 +120,14 @@ class GenerationFields(_Request):
         | None
     ) = None
     response_format: ResponseFormat | None = None
+    service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/promises.py`
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
     return_token_ids: bool | None = None
     return_stages: bool | None = None
     # Accepted, and without effect here: what OpenAI's own clients send for OpenAI's own books.
     user: ShortText | None = None
     store: bool | None = None
     metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] | None = None
-    service_tier: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
 

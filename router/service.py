@@ -14,13 +14,18 @@ import msgspec
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError
 from protocol.stats import WorkerInfo, WorkerStats
+from router.admission import Admission, Overloaded
+from router.attainment import Verdict, verdict_of
 from router.choices import ChoiceWriter, Delta
 from router.fleet import Fleet
 from router.jobs import Job, JobMaker
 from router.metrics import Outcome, RouterMetrics
 from router.pipeline import Pipeline
 from router.policy import NoPath
+from router.slo import SLOConfig
+from router.slo_metrics import SLOMetrics
 from router.stages import Stages
+from router.tenants import Tenants
 from router.token_channels import TokenChannels
 from router.tokenizer import TextTokenizer
 
@@ -47,7 +52,11 @@ class ServiceConfig:
 
 
 class RouterService:
-    """Serves one model. `start` and `close` it on the event loop that it serves on."""
+    """Serves one model. `start` and `close` it on the event loop that it serves on.
+
+    `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
+    everybody may ask.
+    """
 
     def __init__(
         self,
@@ -57,6 +66,9 @@ class RouterService:
         fleet: Fleet,
         channels: TokenChannels,
         pipeline: Pipeline,
+        slo: SLOConfig | None = None,
+        admission: Admission | None = None,
+        tenants: Tenants | None = None,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         draw_seed: Callable[[], int] | None = None,
@@ -66,6 +78,16 @@ class RouterService:
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
         self.metrics = RouterMetrics(config.model_name, self._worker_numbers)
         self.clock = clock
+        self.slo = slo or SLOConfig()
+        self.tenants = tenants
+        self._admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
+        self.promises = SLOMetrics(
+            model=config.model_name,
+            classes=self.slo.classes,
+            admission=self._admission,
+            clock=clock,
+            registry=self.metrics.registry,
+        )
         self._fleet = fleet
         self._channels = channels
         self._pipeline = pipeline
@@ -110,7 +132,10 @@ class RouterService:
         """
         if self._num_choices + num_choices > self.config.max_choices_in_flight:
             raise RequestError(
-                "the server has as many requests as it can take; try again shortly", code="overloaded", status=429
+                "the server has as many requests as it can take; try again shortly",
+                code="overloaded",
+                status=429,
+                retry_after_s=1,
             )
         self._num_choices += num_choices
         try:
@@ -159,6 +184,7 @@ class RouterService:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
         writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
+        verdict: Verdict | None = None
         last: float | None = None
         self.metrics.begun(job.request.num_prompt_tokens)
         try:
@@ -177,11 +203,16 @@ class RouterService:
                     yield delta
                     if delta.finish_reason is not None and event.finish_reason is None:
                         break  # a stop string: the workers don't know of it, and are told by closing
-        except TwostrokeError:
+            verdict = verdict_of(job.request.promise, stages)
+            self._admission.ended(job.request, stages)
+        except TwostrokeError as error:
             outcome = "error"
+            verdict = "refused" if isinstance(error, Overloaded) else "missed"
             raise
         finally:
             self.metrics.ended(stages, outcome)
+            if verdict is not None:
+                self.promises.over(job.request, stages, verdict)
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""

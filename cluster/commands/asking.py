@@ -1,6 +1,9 @@
 """What the commands that ask a running server share: the address, what is told where none answers, the console."""
 
+import os
 import urllib.error
+import urllib.request
+from http.client import HTTPResponse
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -9,6 +12,7 @@ from rich.table import Table
 
 from protocol.errors import ConfigError
 
+API_KEY_VARIABLE = "TWOSTROKE_API_KEY"
 PIPE_COLUMNS = 190
 
 
@@ -26,11 +30,23 @@ def endpoint(url: str, path: str) -> str:
     return f"{url.rstrip('/')}/{path}"
 
 
+def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> HTTPResponse:
+    """The open answer of a GET, with the API key that is given or in the environment. Raises ConfigError, OSError."""
+    request = urllib.request.Request(endpoint(url, path))
+    key = api_key or os.environ.get(API_KEY_VARIABLE)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
+    return answer
+
+
 def no_answer(url: str, error: Exception) -> str:
     """One line for people, without the library's own wrapping."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
     if isinstance(error, urllib.error.HTTPError):
+        if error.code in (401, 403):
+            return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLE}"
         text = f"status {error.code}"
     return f"no Twostroke server answers at {url}: {text}"
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.commands.asking import endpoint, fits, no_answer, table_console
+from cluster.commands.asking import ask, fits, no_answer, table_console
 from protocol.errors import ConfigError
 
 SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most
@@ -62,7 +62,7 @@ def fetch_report(url: str) -> Iterator[dict[str, Any]]:
     Raises ConfigError where no server of ours answers, or it refuses.
     """
     try:
-        answer = urllib.request.urlopen(endpoint(url, "doctor"), timeout=SILENCE_S)
+        answer = ask(url, "doctor", timeout_s=SILENCE_S)
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(f"{url}/doctor: {_refusal(error)}") from error

@@ -20,8 +20,9 @@ from typing import IO, Any, get_args
 import msgspec
 from rich.console import Console
 
-from cluster.config import TransportChoice, load_yaml, read_config
+from cluster.config import TransportChoice, load_yaml, read_config, with_keys_of_file
 from cluster.descendants import become_subreaper, end_descendants
+from cluster.exposure import exposure_warning
 from cluster.local_ray import haproxy_binary
 from cluster.local_server import Order, Report, own_url
 from cluster.model_folder import check_model_path
@@ -53,8 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"port {arguments.port} is none: choose one from 1 to 65535")
     check_port(arguments.host, arguments.port)
-    check_model_path(read_config(settings).model.path)
+    config = with_keys_of_file(read_config(settings))
+    check_model_path(config.model.path)
     console = Console(highlight=False)
+    warning = exposure_warning(arguments.host, has_keys=bool(config.auth.keys))
+    if warning is not None:
+        console.print(f"[bold red]{warning}[/]", soft_wrap=True)
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
     if not haproxy and not arguments.no_haproxy:
         console.print("There is no HAProxy for this machine: Serve's own, slower proxy is used.")
