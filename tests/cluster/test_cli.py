@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import main
-from cluster.commands.status import show_status, worker_rows
+from cluster.commands.status_tables import show_status, worker_rows
 from protocol.stats import WorkerStats
 from tests.cluster.command_line import answering, one_line
 
