@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from decode_worker.preemption import Preemption
+from model.queue_order import QueuePolicy
 from protocol.errors import ConfigError
 from protocol.token_server import TokenServerConfig
 
@@ -14,6 +15,10 @@ class DecodeConfig:
     max_step_tokens: int = 512  # tokens of one step: one for each running request, the rest for prompts computed here
     max_batch: int = 256  # requests in one step
     max_waiting: int = 1024  # requests that wait for blocks or a prefill worker; more are refused with status 429
+    queue: QueuePolicy = "edf"  # whose turn it is within a priority: least time left, fewest tokens, or first come
+    tpot_safety: float = 0.9  # of the time per token that a request was promised, what its steps may be planned to take
+    stall_factor: float = 2.0  # how many times as long prompts may make a step whose requests were promised nothing
+    min_chunk_tokens: int = 32  # of prompts that a step computes beside decodes, whatever time they take
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
     preemption: Preemption = "auto"  # what becomes of a request's KV where blocks run out; auto: by estimated cost
     swap_gib: float = 0.0  # host memory for KV of such requests; 0: all are computed again
@@ -24,7 +29,7 @@ class DecodeConfig:
     token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_waiting"):
+        for name in ("max_batch", "max_waiting", "min_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be at least 1")
         if self.max_step_tokens < self.max_batch:
@@ -35,6 +40,10 @@ class DecodeConfig:
         for name in ("offer_wait_s", "max_step_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be above 0")
+        if not 0 < self.tpot_safety <= 1:
+            raise ConfigError(f"decode.tpot_safety is {self.tpot_safety}: it must be above 0 and at most 1")
+        if not self.stall_factor >= 1:
+            raise ConfigError(f"decode.stall_factor is {self.stall_factor}: it must be at least 1")
         if self.swap_gib < 0:
             raise ConfigError(f"decode.swap_gib is {self.swap_gib}: it must be at least 0")
         if self.preemption == "swap" and self.swap_gib == 0:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from model.queue_order import Turn
 from model.sequence import SequenceState
 from model.step import BlockCopy, SequenceStep
 from protocol.requests import FinishReason, GenerateRequest, SampledToken, TokenEvent
@@ -13,7 +14,7 @@ class Phase(Enum):
 
     WAITING = auto()  # holds no blocks
     TRANSFERRING = auto()  # holds the prompt's blocks; their KV is on its way
-    RUNNING = auto()  # in every step that has room for it, with a chunk of tokens not computed yet or its last token
+    RUNNING = auto()  # in every step that has a place for it, with a chunk of tokens not computed yet or its last token
     ENDED = auto()  # finished, failed or aborted
 
 
@@ -31,7 +32,10 @@ class DecodeJob:
 
     sequence: SequenceState
     arrival: int  # 0, 1, 2, ...: the order in which requests came
+    arrived_at: float  # in seconds of the worker's clock
+    num_uncached: int  # tokens that were not in the prefix cache when it came
     wants_transfer: bool  # its KV comes from a prefill worker
+    turn: Turn = ()  # while it waits, or its prompt is computed here
     is_offered: bool = False  # that worker has begun, and holds all the blocks that it needs itself
     phase: Phase = Phase.WAITING
     # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
@@ -39,6 +43,8 @@ class DecodeJob:
     is_receiving: bool = False  # a transfer may be writing into its blocks
     is_copying: bool = False  # the engine may be copying between its blocks and those of `swapped`
     swapped: SwappedKV | None = None
+    has_place: bool = False  # it was in the batch of the last step
+    keeps_blocks: bool = False  # its class's share has brought it on: no higher class takes its blocks back
     num_cached_tokens: int = 0  # found in the prefix cache on first admission
     num_preemptions: int = 0
 
@@ -49,6 +55,16 @@ class DecodeJob:
     @property
     def has_ended(self) -> bool:
         return self.phase is Phase.ENDED
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has output tokens already: it was resumed, or gave way."""
+        return self.sequence.num_output_tokens > 0
+
+    @property
+    def num_indivisible(self) -> int:
+        """Tokens whose KV comes at once; 0 where it is computed here, in chunks."""
+        return len(self.sequence.token_ids) if self.wants_transfer else 0
 
     @property
     def is_in_use(self) -> bool:

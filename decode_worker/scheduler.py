@@ -1,29 +1,37 @@
 """Which requests share the next step, who waits, and who must give way. Pure: no I/O, no clock, no asyncio.
 
-A request waits until its blocks are reserved (for a transfer not before it is offered); then its KV comes by the
-transfer, or is computed here in chunks; then it decodes, one token a step. Where blocks run out, the youngest gives all
-of its back: it is computed again later, which its own cached prefix makes cheap, or its KV is copied to host memory and
-back. The oldest request therefore always gets on, and so does everyone in turn.
+A request waits until its blocks are reserved (for a transfer not before it is offered), in the order that
+model/queue_order.py says; then its KV comes by the transfer, or is computed here in chunks; then it decodes, one token
+a step, as long as it has a place in the batch. Where blocks run out, or one of a higher class waits for some, others
+give all of theirs back (decode_worker/yielding.py): what they lose is computed again later, which their own cached
+prefix makes cheap, or their KV is copied to host memory and back. The oldest request of the highest class therefore
+always gets on, and so does everyone in turn: within a class by arrival, across classes by their shares.
 
 A step may be scheduled while the one before it is under way ("ahead"): decodes go on with the token that is being
 drawn. One that turns out to have ended leaves a row whose token nobody takes.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from decode_worker.batch import Batch
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
 from decode_worker.request_bounds import check_fits
 from decode_worker.run_ahead import drawn_for, must_be_awaited
+from decode_worker.step_budget import PromptBudget, StepBudget
 from decode_worker.swapped_blocks import SwappedBlocks
+from decode_worker.yielding import first_to_go, who_yields
 from model.block_pool import BlockPool
+from model.class_shares import ClassShares
+from model.queue_order import NO_LIMIT, QueuePolicy, turn_of, turns
 from model.sequence import SequenceState
 from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, SampledToken, finish_reason
+from protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
 
 
 class DecodeScheduler:
-    """Continuous batching over one block pool: at most `max_step_tokens` tokens of `max_batch` requests in a step.
+    """Continuous batching over one block pool: at most `max_batch` requests in a step, and what `budget` says.
 
     Admission leaves `watermark_blocks` free, so that running requests have some to grow into. At most `max_waiting`
     newcomers may be queued.
@@ -33,23 +41,27 @@ class DecodeScheduler:
         self,
         pool: BlockPool,
         *,
-        max_step_tokens: int,
+        budget: StepBudget,
         max_batch: int,
         watermark_blocks: int,
         max_context: int,
         max_waiting: int,
         swapped: SwappedBlocks,
+        queue: QueuePolicy = "edf",
     ):
         self._pool = pool
         self._swapped = swapped
-        self._max_step_tokens = max_step_tokens
+        self._budget = budget
         self._max_batch = max_batch
         self._watermark_blocks = watermark_blocks
         self._max_context = max_context
         self._max_waiting = max_waiting
-        # Both in the order of arrival, whatever happened to a job in between.
-        self._waiting: list[DecodeJob] = []
-        self._running: list[DecodeJob] = []
+        self._policy = queue
+        self._batch = Batch(max_batch, budget)
+        self._shares = ClassShares()
+        self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
+        self._waiting: list[DecodeJob] = []  # by their turns
+        self._running: list[DecodeJob] = []  # in the order of arrival
         self._transferring: set[DecodeJob] = set()
         self._num_arrived = 0
         self.prefix_queries = 0  # counter: prompt tokens looked up
@@ -70,11 +82,24 @@ class DecodeScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens still to be computed here before their requests decode."""
-        local = sum(job.num_to_compute for job in self._waiting if not job.wants_transfer)
-        return local + sum(job.sequence.num_uncomputed for job in self._running if job.sequence.num_uncomputed > 1)
+        return sum(tokens for _, tokens in self.waiting_work())
 
-    def add(self, request: GenerateRequest, *, wants_transfer: bool) -> DecodeJob:
-        """Queue a request.
+    @property
+    def decoding(self) -> Iterable[DecodeJob]:
+        """The requests that decode, those that stand still included."""
+        return (job for job in self._running if job.sequence.num_uncomputed <= 1)
+
+    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
+        """Tokens still to be computed here before they decode, of each request that does not."""
+        for job in self._waiting:
+            if not job.wants_transfer:
+                yield job.request.promise, job.num_to_compute
+        for job in self._running:
+            if job.sequence.num_uncomputed > 1:
+                yield job.request.promise, job.sequence.num_uncomputed
+
+    def add(self, request: GenerateRequest, *, now: float, wants_transfer: bool) -> DecodeJob:
+        """Queue a request; `now` is in seconds of a clock that the caller keeps to.
 
         Raises RequestError for one that could never run here to its end, and, with status 429, for one too many.
         One that gives way later is queued again whatever the number.
@@ -82,13 +107,16 @@ class DecodeScheduler:
         check_fits(request, max_context=self._max_context, capacity=self._pool.num_blocks * self._pool.block_size)
         if len(self._waiting) >= self._max_waiting:
             raise RequestError(f"{self._max_waiting} requests wait here already", code="overloaded", status=429)
-        job = DecodeJob(SequenceState(request, self._pool.block_size), self._num_arrived, wants_transfer)
+        sequence = SequenceState(request, self._pool.block_size)
+        num_cached = self._pool.lookup(sequence.matchable_hashes) * self._pool.block_size
+        num_uncached = len(sequence.token_ids) - num_cached
+        job = DecodeJob(sequence, self._num_arrived, now, num_uncached, wants_transfer)
         self._num_arrived += 1
-        self._waiting.append(job)
+        self._wait(job)
         return job
 
     def schedule(self, in_flight: DecodeStep | None = None) -> DecodeStep:
-        """Decide the next step: decodes, then chunks of prompts begun, then whoever can be admitted.
+        """Decide the next step: decodes, then in the order of their turns chunks of prompts begun, and admission.
 
         `in_flight` is the one step under way, if any. The new one, which is to run right behind it, is empty where that
         can't be decided before its end: where somebody must give way, or a draw needs to know the tokens before it.
@@ -96,43 +124,28 @@ class DecodeScheduler:
         Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
         and for all but one of them before the next call.
         """
-        staying = [job for job in self._running if not job.is_drawing_its_last]
-        decodes = [job for job in staying[: self._max_batch] if job.num_unscheduled == 1]
+        staying = self._staying()
+        chosen = self._batch.choose(staying)
+        decodes = [job for job in chosen if job.num_unscheduled == 1]
         if in_flight is not None and not self._can_run_ahead(in_flight, decodes):
             return DecodeStep((), ())
-        decodes, swapped_out = self._make_room(decodes)
-        if swapped_out is not None:
-            return DecodeStep((), (), (swapped_out,))
-        prompts = [job for job in staying[: self._max_batch] if job.num_unscheduled > 1]
+        if swaps := self._make_room(decodes):
+            return DecodeStep((), (), swaps)
+        staying = [job for job in staying if job.phase is Phase.RUNNING]
+        chosen = [job for job in chosen if job.phase is Phase.RUNNING]
+        self._batch.settle(staying, chosen)
         follows = drawn_for(in_flight)
         entries: list[Entry] = []
-        for job in decodes:
-            job.sequence.reserve(self._pool, job.num_under_way + 1)
-            self._add_entry(entries, job, 1, follows.get(job))
-        budget = self._max_step_tokens - len(entries)
-        for job in prompts:
-            if budget > 0 and job.phase is Phase.RUNNING:
-                budget -= self._add_entry(entries, job, budget)
-        num_places = self._max_batch - sum(job.phase is Phase.RUNNING for job in staying)
-        reserved: list[DecodeJob] = []
-        swapped_in: list[Swap] = []
-        # One who just gave way can't come back in the same breath: it needs all it gave, and some of that is taken.
-        for job in list(self._waiting):
-            if job.wants_transfer and not job.is_offered:
-                # Blocks reserved for what may still wait for blocks elsewhere could end in a circle of workers that
-                # wait for each other.
-                continue
-            if not job.wants_transfer and (budget == 0 or num_places <= 0):
-                break
-            if not self._admit(job):
-                break  # nobody overtakes one that is ready: a large request would starve behind small ones
-            if job.wants_transfer:
-                reserved.append(job)
-            else:
-                if (swap := self._swapped.swap_in(job)) is not None:
-                    swapped_in.append(swap)
-                budget -= self._add_entry(entries, job, budget)
-                num_places -= 1
+        for job in chosen:
+            if job.num_unscheduled == 1:
+                job.sequence.reserve(self._pool, job.num_under_way + 1)
+                entries.append(_entry(job, 1, follows.get(job)))
+        prompts = [job for job in chosen if job.num_unscheduled > 1]
+        if not prompts and not self._waiting:
+            return DecodeStep(tuple(entries), ())
+        budget = self._budget.for_prompts([entry.job for entry in entries])
+        given, reserved, swapped_in = self._give_turns(prompts, self._max_batch - len(entries), budget)
+        entries.extend(_entry(job, num_tokens) for job, num_tokens in given.items())
         return DecodeStep(tuple(entries), tuple(reserved), tuple(swapped_in))
 
     def reserve_offered(self) -> tuple[DecodeJob, ...]:
@@ -141,11 +154,9 @@ class DecodeScheduler:
         So their KV need not wait for the step's end. Whoever computes here gets its turn before the next step.
         """
         reserved: list[DecodeJob] = []
-        for job in list(self._waiting):
-            if not job.wants_transfer:
-                break
-            if job.is_offered:
-                if not self._admit(job):
+        for job, most in turns((self._ready(),), self._shares):
+            if job.phase is Phase.WAITING:
+                if not job.wants_transfer or not self._admit(job, most):
                     break
                 reserved.append(job)
         return tuple(reserved)
@@ -225,27 +236,93 @@ class DecodeScheduler:
         job.phase = Phase.ENDED
         self._release_if_unused(job)
 
+    def _staying(self) -> list[DecodeJob]:
+        """Those who want a further step."""
+        return [job for job in self._running if not job.is_drawing_its_last]
+
     def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
         if must_be_awaited(in_flight):
             return False
-        return self._blocks_wanted(decodes) <= self._pool.free_blocks  # whoever gives way must be in no step
+        # Whoever gives way must be in no step.
+        return self._blocks_wanted(decodes) <= self._pool.free_blocks and not self._who_yields()
 
-    def _make_room(self, decodes: list[DecodeJob]) -> tuple[list[DecodeJob], Swap | None]:
-        """Have the youngest give way until there are blocks for the next token of the others, who are returned.
+    def _make_room(self, decodes: Sequence[DecodeJob]) -> tuple[Swap, ...]:
+        """Have others give way until there are blocks for the next token of the `decodes` that are left.
 
-        One whose KV is to be kept frees its blocks only when it has been copied: with it, this ends for now.
+        And for the one who is admitted next, where those of lower classes hold them. Whoever's KV is to be kept frees
+        its blocks only when it has been copied: with the copies, this ends for now.
         """
         while self._blocks_wanted(decodes) > self._pool.free_blocks:
-            youngest = self._running.pop()
-            youngest.num_preemptions += 1
-            self.preemptions += 1
-            swap = self._swapped.swap_out(youngest)
-            self._send_back(youngest)
-            if swap is not None:
-                self.swaps += 1
-                return [], swap
-            decodes = [job for job in decodes if job is not youngest]
-        return decodes, None
+            job = first_to_go(self._running)
+            if swap := self._give_way(job):
+                return (swap,)
+            decodes = [other for other in decodes if other is not job]
+        return tuple(swap for job in self._who_yields() if (swap := self._give_way(job)) is not None)
+
+    def _give_way(self, job: DecodeJob) -> Swap | None:
+        self._running.remove(job)
+        job.num_preemptions += 1
+        self.preemptions += 1
+        swap = self._swapped.swap_out(job)
+        if swap is not None:
+            self.swaps += 1
+        self._send_back(job)
+        return swap
+
+    def _who_yields(self) -> list[DecodeJob]:
+        """Those whose blocks the next to be admitted needs, where all that it lacks are these."""
+        if not self._waiting or not self._running:
+            return []
+        lowest = min(job.request.promise.priority for job in self._running)
+        if self._waiting[0].request.promise.priority <= lowest:
+            return []
+        head, _ = next(turns((self._ready(),), self._shares), (None, 0))
+        if head is None or not (head.wants_transfer or self._batch.has_room(head, self._staying())):
+            return []
+        head.sequence.match_prefix(self._pool)  # what it finds of others' blocks it need not get from them
+        missing = self._blocks_missing(head)
+        yielding = who_yields(head, self._running, missing, self._pool) if missing > 0 else []
+        head.sequence.reset(self._pool)
+        return yielding
+
+    def _ready(self) -> list[DecodeJob]:
+        """Those who wait and may be admitted, by their turns.
+
+        Not before it is offered: blocks reserved for what may still wait for blocks elsewhere could end in a circle of
+        workers that wait for each other.
+        """
+        return [job for job in self._waiting if job.is_offered or not job.wants_transfer]
+
+    def _give_turns(
+        self, prompts: Sequence[DecodeJob], num_places: int, budget: PromptBudget
+    ) -> tuple[Counter[DecodeJob], list[DecodeJob], list[Swap]]:
+        """Chunks of prompts in so many places, who is admitted for a transfer, and whose KV comes back."""
+        given: Counter[DecodeJob] = Counter()
+        reserved: list[DecodeJob] = []
+        swapped_in: list[Swap] = []
+        is_open = True  # nobody overtakes one that is ready: a large request would starve behind small ones
+        for job, most in turns((self._ready(), sorted(prompts, key=lambda job: job.turn)), self._shares):
+            if job.phase is Phase.WAITING:
+                is_open = is_open and self._may_join(job, budget) and self._admit(job, most)
+                if not is_open:
+                    continue
+                if job.is_receiving:
+                    reserved.append(job)
+                elif (swap := self._swapped.swap_in(job)) is not None:
+                    swapped_in.append(swap)
+            if job.phase is Phase.RUNNING and (job in given or len(given) < num_places):
+                wanted = min(job.num_unscheduled - given[job], most)
+                num_tokens = budget.take(wanted, job.num_scheduled + given[job])
+                if num_tokens:
+                    given[job] += num_tokens
+                    self._given[job.request.promise] += num_tokens
+        left = [job.request.promise for job in (*self._ready(), *prompts) if job not in given]
+        self._shares.settle(self._given if left else {}, left)
+        self._given.clear()
+        return given, reserved, swapped_in
+
+    def _may_join(self, job: DecodeJob, budget: PromptBudget) -> bool:
+        return job.wants_transfer or (not budget.is_spent and self._batch.has_room(job, self._staying()))
 
     def _copied(self, swap: Swap) -> None:
         job = swap.job
@@ -259,18 +336,23 @@ class DecodeScheduler:
     def _blocks_wanted(self, decodes: Sequence[DecodeJob]) -> int:
         return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
 
-    def _admit(self, job: DecodeJob) -> bool:
-        """Reserve blocks for all tokens known so far."""
+    def _blocks_missing(self, job: DecodeJob) -> int:
+        """For all tokens known so far, of a waiting job that has what the prefix cache holds; 0 or less: none."""
+        others_grow = bool(self._running or self._transferring)
+        wanted = job.sequence.blocks_needed(job.sequence.num_uncomputed)
+        return wanted + (self._watermark_blocks if others_grow else 0) - self._pool.free_blocks
+
+    def _admit(self, job: DecodeJob, most: int) -> bool:
+        """Reserve blocks for all tokens known so far; with a limit, so by its class's share, it keeps them."""
         sequence = job.sequence
         matched = sequence.match_prefix(self._pool)
-        wanted = sequence.blocks_needed(sequence.num_uncomputed)
-        others_grow = bool(self._running or self._transferring)
-        if wanted + (self._watermark_blocks if others_grow else 0) > self._pool.free_blocks:
+        if self._blocks_missing(job) > 0:
             sequence.reset(self._pool)
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
         if job.num_preemptions == 0:
             job.num_cached_tokens = matched
+        job.keeps_blocks = most < NO_LIMIT
         self.prefix_queries += len(sequence.token_ids)
         self.prefix_hits += matched
         self._waiting.remove(job)
@@ -278,7 +360,9 @@ class DecodeScheduler:
             job.phase = Phase.TRANSFERRING
             job.is_receiving = True
             self._transferring.add(job)
+            self._given[job.request.promise] += len(sequence.token_ids)
         else:
+            job.has_place = True
             self._run(job)
         return True
 
@@ -286,20 +370,17 @@ class DecodeScheduler:
         job.phase = Phase.RUNNING
         insort(self._running, job, key=lambda other: other.arrival)
 
+    def _wait(self, job: DecodeJob) -> None:
+        job.phase = Phase.WAITING
+        job.turn = turn_of(job, self._policy)
+        insort(self._waiting, job, key=lambda other: other.turn)
+
     def _send_back(self, job: DecodeJob) -> None:
-        """Back to the queue, at its old place in the order of arrival; what is lost will be computed here."""
+        """Back to the queue; what is lost will be computed here."""
         if not job.is_copying:
             job.sequence.reset(self._pool)
-        job.phase = Phase.WAITING
-        job.wants_transfer = False
-        insort(self._waiting, job, key=lambda other: other.arrival)
-
-    def _add_entry(self, entries: list[Entry], job: DecodeJob, budget: int, follows: int | None = None) -> int:
-        num_tokens = min(job.num_unscheduled, budget)
-        step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
-        entries.append(Entry(job, step))
-        job.under_way.append(step)
-        return num_tokens
+        job.has_place = job.keeps_blocks = job.wants_transfer = False
+        self._wait(job)
 
     def _append(self, job: DecodeJob, token: SampledToken) -> Progress:
         sequence = job.sequence
@@ -314,3 +395,9 @@ class DecodeScheduler:
         if job.has_ended and not job.is_in_use:
             job.sequence.reset(self._pool)
             self._swapped.release(job)
+
+
+def _entry(job: DecodeJob, num_tokens: int, follows: int | None = None) -> Entry:
+    step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+    job.under_way.append(step)
+    return Entry(job, step)

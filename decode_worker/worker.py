@@ -14,6 +14,7 @@ from decode_worker.handovers import Handovers
 from decode_worker.jobs import DecodeStep, Progress
 from decode_worker.preemption import PreemptionPolicy, Rate
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step_budget import StepBudget
 from decode_worker.steps_under_way import EndedStep, StepsUnderWay
 from decode_worker.swapped_blocks import SwappedBlocks
 from kvtransfer.prefix_export import PrefixExports
@@ -75,12 +76,19 @@ class DecodeWorker:
         self._costs = StepCostFit()
         self._scheduler = DecodeScheduler(
             pool,
-            max_step_tokens=config.max_step_tokens,
+            budget=StepBudget(
+                max_step_tokens=config.max_step_tokens,
+                costs=self._costs.costs,
+                tpot_safety=config.tpot_safety,
+                stall_factor=config.stall_factor,
+                min_chunk_tokens=config.min_chunk_tokens,
+            ),
             max_batch=config.max_batch,
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_context=max_context,
             max_waiting=config.max_waiting,
             swapped=self._swapped,
+            queue=config.queue,
         )
         self._token_server = TokenServer(
             peer=peer,
@@ -164,8 +172,9 @@ class DecodeWorker:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if ticket is not None and ticket.request_id != request.request_id:
             raise TicketRefused(f"the ticket is for request {ticket.request_id}")
-        job = self._scheduler.add(request, wants_transfer=ticket is not None and self._handovers is not None)
-        call = Call(job, ticket, asyncio.get_running_loop().create_future(), self._clock())
+        now = self._clock()
+        job = self._scheduler.add(request, now=now, wants_transfer=ticket is not None and self._handovers is not None)
+        call = Call(job, ticket, asyncio.get_running_loop().create_future(), now)
         self._calls.add(call)
         if self._handovers is not None:
             self._handovers.expect(call)

@@ -12,6 +12,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from tests.decode_worker.budgets import step_budget
 
 BLOCK = 4
 STOP = 9
@@ -24,7 +25,7 @@ class Rig:
         self.pool = BlockPool(num_blocks, BLOCK)
         self.scheduler = DecodeScheduler(
             self.pool,
-            max_step_tokens=max_step_tokens,
+            budget=step_budget(max_step_tokens),
             max_batch=max_batch,
             watermark_blocks=0,
             max_context=200,
@@ -45,7 +46,7 @@ class Rig:
             max_tokens=max_tokens,
             stop_token_ids=(STOP,),
         )
-        return self.scheduler.add(request, wants_transfer=False)
+        return self.scheduler.add(request, wants_transfer=False, now=0.0)
 
     def end(self, step: DecodeStep, token: int = 7) -> list[int]:
         """The step has drawn `token` for all who draw; whose it was, by arrival."""

@@ -13,6 +13,7 @@ from decode_worker.swapped_blocks import SwappedBlocks
 from model.block_pool import BlockPool
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from tests.decode_worker.budgets import step_budget
 
 BLOCK = 4
 TOKEN = SampledToken(7)
@@ -45,7 +46,7 @@ class Rig:
         self.pool = BlockPool(num_blocks, BLOCK)
         self.scheduler = DecodeScheduler(
             self.pool,
-            max_step_tokens=max_step_tokens,
+            budget=step_budget(max_step_tokens),
             max_batch=max_batch,
             watermark_blocks=watermark_blocks,
             max_context=200,
@@ -54,7 +55,7 @@ class Rig:
         )
 
     def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:
-        job = self.scheduler.add(request(length, max_tokens, first, **fields), wants_transfer=transfer)
+        job = self.scheduler.add(request(length, max_tokens, first, **fields), wants_transfer=transfer, now=0.0)
         if transfer:
             self.scheduler.offered(job)
         return job
@@ -101,6 +102,7 @@ def test_a_resumed_request_goes_on_with_the_next_index():
             max_tokens=4,
         ),
         wants_transfer=False,
+        now=0.0,
     )
     told = [(one.index, one.finish_reason) for _ in range(2) for one in rig.run()[1]]
     assert told == [(2, None), (3, "length")]
@@ -143,7 +145,7 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
 
 def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up():
     rig = Rig()
-    job = rig.scheduler.add(request(10), wants_transfer=True)
+    job = rig.scheduler.add(request(10), wants_transfer=True, now=0.0)
     rig.add(3, max_tokens=1, first=50)
     assert rig.shape() == [(1, 3)]
     assert job.phase is Phase.WAITING

@@ -15,6 +15,7 @@ from model.block_pool import BlockPool
 from model.step import BlockCopy
 from protocol.errors import WorkerLost
 from protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from tests.decode_worker.budgets import step_budget
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS, a_request, begin, play
 from tests.simulation.worker_rig import Rig as WorkerRig
@@ -31,7 +32,7 @@ class Rig:
         self.host = BlockPool(swap_blocks, BLOCK)
         self.scheduler = DecodeScheduler(
             self.pool,
-            max_step_tokens=16,
+            budget=step_budget(16),
             max_batch=max_batch,
             watermark_blocks=0,
             max_context=200,
@@ -48,7 +49,7 @@ class Rig:
             sampling=SamplingParams(),
             max_tokens=max_tokens,
         )
-        return self.scheduler.add(request, wants_transfer=False)
+        return self.scheduler.add(request, wants_transfer=False, now=0.0)
 
     def end(self, step: DecodeStep) -> None:
         drawn = [TOKEN if entry.step.draw is not None else None for entry in step.entries]
