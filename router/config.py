@@ -1,16 +1,23 @@
 """What a user may set about the way of a sequence through the workers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ConfigError
+from router.ejection import EjectionConfig
+from router.suspects import SuspectsConfig
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
     """How patient the router is, in seconds, and when prefixes are pulled. Raises ConfigError for what can't work."""
 
-    retries: int = 3  # attempts after the first, when decode workers are lost
-    retry_wait_s: float = 10.0  # a begun request waits so long for a worker to come back
+    request_timeout_s: float = 600.0  # a request that takes longer fails
+    retries: int = 5  # attempts in a row, after the first, that bring the request no further
+    retry_budget: float = 0.2  # of the live traffic: retries after refusals and failures of workers that live
+    retry_floor: int = 10  # of those within 10 s, however little traffic there is
+    retry_first_s: float = 0.05  # pause before the second retry of a request; doubles from retry to retry
+    retry_most_s: float = 1.0  # such a pause at most
+    retry_wait_s: float = 20.0  # a begun request waits so long for a worker to come back
     retry_poll_s: float = 0.1
     reuse_wait_s: float = 0.5  # before a worker that failed the request gets it again, where there is no other
     reply_grace_s: float = 1.0  # between a call's end and its last tokens, or the other way round
@@ -18,8 +25,12 @@ class PipelineConfig:
     pulls: bool = True  # prefill workers fetch the prompt's beginning from whoever computed it before
     pull_min_tokens: int = 128  # where that spares so many at least
     prefix_index_pieces: int = 65536  # pieces of 32 tokens of which the router remembers who holds them
+    ejection: EjectionConfig = field(default_factory=EjectionConfig)
+    suspects: SuspectsConfig = field(default_factory=SuspectsConfig)
 
     def __post_init__(self) -> None:
         for name in ("pull_min_tokens", "prefix_index_pieces"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be at least 1")
+        if self.request_timeout_s <= 0:
+            raise ConfigError(f"router.request_timeout_s is {self.request_timeout_s:g}: it must be above 0")

@@ -1,0 +1,66 @@
+"""Suspects wait for each other, so that a worker's death names the one that was there, and for their judgement."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from protocol.clock import Clock
+from protocol.tickets import Peer
+from router.suspects import Case, PoisonRequest, Stay, Suspects
+
+_POLL_S = 0.05
+
+
+class SuspectTurns:
+    """Lets one suspect at a time try a worker. Everybody else passes at once.
+
+    `fate` tells whether a worker that was lost is gone for good: True, False (it lives), or None (not known yet).
+    """
+
+    def __init__(self, suspects: Suspects, *, clock: Clock, verdict_s: float, fate: Callable[[Peer], bool | None]):
+        self._suspects = suspects
+        self._clock = clock
+        self._verdict_s = verdict_s
+        self._fate = fate
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self, case: Case, workers: Collection[Peer]) -> None:
+        """Wait until the case may be tried on `workers`, and hold them for it. Raises PoisonRequest."""
+        while self._suspects.is_suspect(case):
+            await self.judge(case)
+            left_s = self._suspects.paused_until(case) - self._clock()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            elif self._suspects.may_try(case, workers):
+                break
+            else:
+                changed = asyncio.get_running_loop().create_future()
+                self._waiting.append(changed)
+                await changed
+        self._suspects.check(case)
+        is_suspect = self._suspects.is_suspect(case)
+        for worker in workers:
+            self._suspects.stay(case, worker, Stay.HELD if is_suspect else Stay.AWAITS)
+
+    async def judge(self, case: Case) -> None:
+        """Raises PoisonRequest where the case has taken two workers down. Where they live after all, it is innocent."""
+        self._suspects.check(case)
+        deadline = self._clock() + self._verdict_s
+        while workers := self._suspects.accused_of(case):
+            fates = {worker: self._fate(worker) for worker in workers}
+            if all(fates.values()):
+                self._suspects.convict(case)
+                self.changed()
+                raise PoisonRequest
+            is_late = self._clock() >= deadline
+            for worker, is_gone in fates.items():
+                if is_gone is False or (is_gone is None and is_late):
+                    self._suspects.forgive(case, worker)
+            await asyncio.sleep(_POLL_S)
+            self._suspects.check(case)
+
+    def changed(self) -> None:
+        """Somebody has got on, or has left a worker: look who is next."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
