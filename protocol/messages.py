@@ -131,6 +131,10 @@ class Cancel(_Message, frozen=True):
     request_id: str
 
 
+class Drain(_Message, frozen=True):
+    """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun."""
+
+
 class PrefillFailed(_Message, frozen=True):
     """Router to decode worker: no KV will come for this request; compute it yourself."""
 
@@ -246,6 +250,7 @@ Message = (
     | BlocksChanged
     | ReportBlocks
     | Cancel
+    | Drain
     | PrefillFailed
     | SendPrefix
     | Offer

@@ -15,6 +15,7 @@ from protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
+    Drain,
     Hello,
     KVNotSent,
     Ping,
@@ -64,6 +65,7 @@ class TokenServerCallbacks:
     send_prefix: Callable[[Ticket, Sequence[int], bytes], None]  # where to, the prefix's tokens, its cache salt
     router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
     stats: Callable[[], WorkerStats]  # asked for the worker's numbers
+    drain: Callable[[], None] = lambda: None  # the worker is being taken down
 
 
 class TokenServer:
@@ -197,6 +199,8 @@ class TokenServer:
             match message:
                 case Cancel(request_id):
                     self._callbacks.cancel(request_id)
+                case Drain():
+                    self._callbacks.drain()
                 case PrefillFailed(request_id):
                     self._callbacks.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt):

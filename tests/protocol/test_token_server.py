@@ -10,6 +10,7 @@ from model.block_pool import BlockPool
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
     Cancel,
+    Drain,
     Hello,
     Message,
     Ping,
@@ -77,6 +78,7 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
                 ),
                 router_lost=lambda router: heard.append(("lost", router)),
                 stats=lambda: STATS,
+                drain=lambda: heard.append(("drain", "")),
             ),
             blocks=BlockPool(1, 16),
         )
@@ -146,7 +148,7 @@ def test_all_events_of_a_step_travel_in_one_frame_to_their_own_router():
     play(script)
 
 
-def test_the_worker_hears_of_cancels_failed_prefills_and_prefixes_to_send():
+def test_the_worker_hears_of_cancels_failed_prefills_prefixes_to_send_and_its_end():
     async def script(scene: Scene) -> None:
         connection = await scene.welcomed()
         connection.send(Cancel("a"))
@@ -154,8 +156,9 @@ def test_the_worker_hears_of_cancels_failed_prefills_and_prefixes_to_send():
         connection.send(PrefillFailed("b"))
         ticket = mint_ticket(b"secret", "c", WORKER, Peer("prefill-0", 1), (Address("host", 1),))
         connection.send(SendPrefix(ticket, (1, 2), b"salt"))
+        connection.send(Drain())
         await asyncio.sleep(0.1)
-        assert scene.heard == [("cancel", "a"), ("prefill failed", "b"), ("prefix", "c (1, 2) b'salt'")]
+        assert scene.heard == [("cancel", "a"), ("prefill failed", "b"), ("prefix", "c (1, 2) b'salt'"), ("drain", "")]
 
     play(script)
 
