@@ -10,7 +10,8 @@ import re
 import sys
 import time
 
-from tests.simulation.run import Report, quiet_logs, run_scenario
+from tests.simulation.report import Report
+from tests.simulation.run import quiet_logs, run_scenario
 from tests.simulation.scenario import make_scenario
 
 _RANDOM_BYTES = re.compile(r"b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\"")

@@ -18,6 +18,8 @@ from protocol.requests import GenerateRequest, SampledToken, SamplingParams, fin
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61
+POISON = 2**32 - 1
+"""A token of no vocabulary that kills the engine which computes its KV."""
 _TOKEN = struct.Struct("<II")
 
 
@@ -83,6 +85,9 @@ class FakeEngine(Engine):
         self._num_under_way = 0
         self._drawn: list[SampledToken | None] = []  # by the last step
         self._is_dead = False
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.was_poisoned = False
+        self.slowness = 1.0  # steps take so many times what they take else
         self.fail_at_step: int | None = None
         self.released = asyncio.Event()  # a step under way waits for it; cleared, the engine is wedged
         self.released.set()
@@ -140,11 +145,11 @@ class FakeEngine(Engine):
         await self.released.wait()
         batch = with_drawn_tokens(batch, self._drawn)
         layer_s = (self._step_s + self._token_s * sum(len(one.token_ids) for one in batch)) / self._num_layers
+        is_poisoned = any(POISON in one.token_ids for one in batch)
         for layer in range(self._num_layers):
-            await asyncio.sleep(layer_s)
-            if self.num_steps == self.fail_at_step:
-                self._is_dead = True
-                raise RuntimeError("the fake engine was told to fail")
+            await asyncio.sleep(layer_s * self.slowness)
+            if is_poisoned or self.num_steps == self.fail_at_step:
+                self._die(is_poisoned)
             for one, table, grip in zip(batch, tables, grips, strict=True):
                 self._store.touch(table, "a step uses", grip)
                 self._compute(one, layer)
@@ -152,6 +157,12 @@ class FakeEngine(Engine):
                 on_layer(layer)
         self._drawn = [self._draw(one) for one in batch]
         return self._drawn
+
+    def _die(self, is_poisoned: bool) -> None:
+        self._is_dead, self.was_poisoned = True, is_poisoned
+        if not self.died.done():
+            self.died.set_result(None)
+        raise RuntimeError("a poisonous token" if is_poisoned else "the fake engine was told to fail")
 
     def _compute(self, one: SequenceStep, layer: int) -> None:
         store = self._store

@@ -111,7 +111,14 @@ class MemoryConnection:
         loop = asyncio.get_running_loop()
         # Timers of the very same moment fire in no certain order.
         self._last_arrival = max(self._last_arrival + 1e-7, loop.time() + self._fabric.latency())
-        loop.call_at(self._last_arrival, action, *args, context=contextvars.Context())
+        loop.call_at(self._last_arrival, self._land, action, args, context=contextvars.Context())
+
+    def _land(self, action: Callable[..., None], args: tuple[object, ...]) -> None:
+        held = self._fabric.held_between(self.host, self.peer_host)
+        if held is None:
+            action(*args)
+        else:
+            held.append(lambda: action(*args))
 
     def _arrive(self, payload: bytes) -> None:
         self._flying_bytes -= len(payload)
@@ -181,6 +188,8 @@ class MemoryFabric:
         self._typical_latency_s = typical_latency_s
         self._ports = iter(range(1024, 65536))
         self._parted: set[frozenset[str]] = set()
+        self._held: dict[frozenset[str], list[Callable[[], None]]] = {}  # what has got stuck between silenced hosts
+        self._audible: dict[frozenset[str], asyncio.Future[None]] = {}
         self.slowness = 1.0  # latencies are so many times what they are else
         self.trace = trace
         self.mangle: Mangle | None = None
@@ -219,6 +228,30 @@ class MemoryFabric:
         """End a partition."""
         self._parted.discard(frozenset((host, other)))
 
+    def silence(self, host: str, other: str) -> None:
+        """Let nothing get from one to the other until `end_silence`; neither end of a connection is told."""
+        pair = frozenset((host, other))
+        self._held.setdefault(pair, [])
+        self._audible.setdefault(pair, asyncio.get_running_loop().create_future())
+
+    def end_silence(self, host: str, other: str) -> None:
+        """What has got stuck arrives now, in order. Harmless where there is no silence."""
+        pair = frozenset((host, other))
+        if pair in self._held:
+            held = self._held.pop(pair)
+            self._audible.pop(pair).set_result(None)
+            for land in held:
+                land()
+
+    def held_between(self, host: str, other: str) -> list[Callable[[], None]] | None:
+        """Where to put what would arrive now; None where nothing is in its way."""
+        return self._held.get(frozenset((host, other))) if self._held else None
+
+    async def audible(self, host: str, other: str) -> None:
+        """Return once something can get from one to the other."""
+        while (silenced := self._audible.get(frozenset((host, other)))) is not None:
+            await asyncio.shield(silenced)
+
     def remove(self, host: str) -> None:
         """The host has crashed."""
         self.cut(host)
@@ -248,6 +281,7 @@ class MemoryNetwork:
 
     async def connect(self, address: Address) -> MemoryConnection:
         await asyncio.sleep(self._fabric.latency())
+        await self._fabric.audible(self._host, address.host)
         if self.is_dead:
             raise ConnectionLost("a crashed process connects to nobody")
         return self._fabric.connect(self._host, address)

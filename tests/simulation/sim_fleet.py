@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,33 +15,62 @@ from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports import Transports
 from prefill_worker.worker import PrefillWorker
-from protocol.errors import TwostrokeError, WorkerLost
+from protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
+from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import WorkerInfo
+from protocol.stats import Role, WorkerInfo
 from protocol.tickets import Peer, Ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
 from tests.simulation.memory_transport import LinkFabric, memory_transports
 from tests.simulation.scenario import MAX_CONTEXT, Scenario
+from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 SECRET = b"the simulation's secret"
+NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
+RESTART_S = 0.05
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class SimProcess:
-    """One worker with all that its process holds."""
+@dataclass(frozen=True)
+class Parts:
+    """What a worker's process is made of."""
 
-    host: str
-    info: WorkerInfo
     worker: PrefillWorker | DecodeWorker
     store: FakeStore
     pool: SpoilingPool
     engine: FakeEngine
+    network: MemoryNetwork
     transports: Transports
+
+
+@dataclass(eq=False)
+class SimProcess:
+    """One worker with all that its process holds. Its tasks run in its own context, so that it can be stopped."""
+
+    host: str
+    info: WorkerInfo
+    context: Context
+    parts: Parts
     died: "asyncio.Future[None]"
-    calls: dict["asyncio.Task[Any]", None] = field(default_factory=dict)
+    calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
+
+    @property
+    def worker(self) -> PrefillWorker | DecodeWorker:
+        return self.parts.worker
+
+    @property
+    def store(self) -> FakeStore:
+        return self.parts.store
+
+    @property
+    def pool(self) -> SpoilingPool:
+        return self.parts.pool
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.parts.engine
 
 
 class SimFleet:
@@ -48,6 +78,7 @@ class SimFleet:
 
     A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
     and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.
+    A worker whose engine dies is replaced, as a deployment does that asks for its health.
     """
 
     engine_type: type[FakeEngine] = FakeEngine
@@ -61,14 +92,26 @@ class SimFleet:
         self._num_started = 0
         self.processes: dict[Peer, SimProcess] = {}
         self.departed: list[SimProcess] = []
+        self.lost_routers: set[str] = set()  # nobody cancels their calls
         self.prefills_to_refuse = 0  # the next calls fail before they begin
         self.prefill_replies_to_lose = 0  # the next calls fail after they have run
+        self.calls_to_delay = 0  # the next calls come late, also where they have been given up meanwhile
+        self.calls_to_repeat = 0  # the next calls come twice
         self._endings: dict[asyncio.Task[None], None] = {}
 
-    async def start(self, role: str) -> SimProcess:
+    async def start(self, role: Role) -> SimProcess:
         """Start a worker; the fleet knows it from then on."""
-        scenario, host = self._scenario, f"{role}-{self._num_started}"
+        host = f"{role}-{self._num_started}"
         self._num_started += 1
+        context, parts = process_context(host), self._make(role, host)
+        info = await _in(context, parts.worker.start(host))
+        process = SimProcess(host, info, context, parts, asyncio.get_running_loop().create_future())
+        self.processes[info.peer] = process
+        process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
+        return process
+
+    def _make(self, role: Role, host: str) -> Parts:
+        scenario = self._scenario
         loop = asyncio.get_running_loop()
         is_prefill = role == "prefill"
         block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
@@ -125,27 +168,50 @@ class SimFleet:
                 max_context=MAX_CONTEXT,
                 swap_space=swap_space,
             )
-        info = await worker.start(host)
-        process = SimProcess(host, info, worker, store, pool, engine, transports, loop.create_future())
-        self.processes[peer] = process
-        return process
+        return Parts(worker, store, pool, engine, network, transports)
 
     def crash(self, process: SimProcess) -> None:
         """Take a worker away at once."""
         self._trace(f"{process.host} crashes")
         del self.processes[process.info.peer]
         self.departed.append(process)
+        process.parts.network.is_dead = True
         self._fabric.remove(process.host)
         self._links.cut(process.host)
         process.died.set_result(None)
         for call in process.calls:
             call.cancel()
+        virtual_loop().continue_process(process.host)
         self._own(self.end(process))
+
+    async def replace(self, process: SimProcess, *, drain_s: float | None = None) -> bool:
+        """Crash a worker, perhaps after it has drained for so long, and start another; False where it is gone."""
+        if process.info.peer not in self.processes:
+            return False
+        if drain_s is not None:
+            self._trace(f"{process.host} drains")
+            draining = asyncio.create_task(process.worker.drain(), context=process.context.copy())
+            await asyncio.wait({draining}, timeout=drain_s)
+            draining.cancel()
+            await asyncio.wait({draining})
+            if process.info.peer not in self.processes:
+                return False
+            await self.end(process)  # in an orderly way: whoever is left is told
+            if process.info.peer not in self.processes:
+                return False
+        self.crash(process)
+        await asyncio.sleep(RESTART_S)
+        await self.start(process.info.role)
+        return True
+
+    async def _replace_unhealthy(self, process: SimProcess) -> None:
+        await asyncio.sleep(NOTICE_S)
+        await self.replace(process)
 
     async def end(self, process: SimProcess) -> None:
         """Stop a worker, crashed or not, and all that it had."""
         await process.worker.stop()
-        await process.transports.close()
+        await process.parts.transports.close()
 
     async def close(self) -> None:
         """Wait for everything that crashes and cancellations have left to do."""
@@ -157,6 +223,10 @@ class SimFleet:
         """Calls that some worker still works on."""
         return sum(len(process.calls) for process in (*self.processes.values(), *self.departed))
 
+    def calls_of(self, router_id: str) -> int:
+        """Of them, one router's."""
+        return sum(list(process.calls.values()).count(router_id) for process in self.processes.values())
+
     def workers(self) -> Sequence[WorkerInfo]:
         return [process.info for process in self.processes.values()]
 
@@ -167,60 +237,124 @@ class SimFleet:
             self.prefills_to_refuse -= 1
             await asyncio.sleep(self._latency())
             raise WorkerLost("the simulation refuses this prefill")
-        process = await self._reach(worker)
-        if not isinstance(process.worker, PrefillWorker):
-            raise TypeError(f"{worker} is no prefill worker")
-        reply = await self._call(process, process.worker.prefill(_copy(request), _copy(ticket), _copy(pull)))
+
+        def method(process: SimProcess) -> Coroutine[Any, Any, PrefillReply]:
+            if not isinstance(process.worker, PrefillWorker):
+                raise TypeError(f"{worker} is no prefill worker")
+            return process.worker.prefill(_copy(request), _copy(ticket), _copy(pull))
+
+        reply = await self._call(worker, request.router_id, method)
         if self.prefill_replies_to_lose > 0:
             self.prefill_replies_to_lose -= 1
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
     async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
-        process = await self._reach(worker)
-        if not isinstance(process.worker, DecodeWorker):
-            raise TypeError(f"{worker} is no decode worker")
-        return await self._call(process, process.worker.decode(_copy(request), _copy(ticket)))
+        def method(process: SimProcess) -> Coroutine[Any, Any, DecodeReply]:
+            if not isinstance(process.worker, DecodeWorker):
+                raise TypeError(f"{worker} is no decode worker")
+            return process.worker.decode(_copy(request), _copy(ticket))
 
-    async def _reach(self, worker: Peer) -> SimProcess:
-        await asyncio.sleep(self._latency())
+        return await self._call(worker, request.router_id, method)
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        raise NotImplementedError("no simulation tries links out")
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        raise NotImplementedError("no simulation tries links out")
+
+    async def _call(self, worker: Peer, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]) -> T:
+        is_late, is_twice = self.calls_to_delay > 0, self.calls_to_repeat > 0
+        self.calls_to_delay -= is_late
+        self.calls_to_repeat -= is_twice
+        try:
+            await asyncio.sleep(self._latency() + (1.0 if is_late else 0.0) * self._draw.random())
+            await self._fabric.audible(router_id, worker.worker_id)
+        except asyncio.CancelledError:
+            if is_late and (process := self.processes.get(worker)) is not None:  # the cancellation overtakes the call
+                self._own(self._cancel_later(self._begin(process, router_id, method)))
+            raise
         process = self.processes.get(worker)
         if process is None:
             raise WorkerLost(f"worker {worker.worker_id} is gone")
-        return process
-
-    async def _call(self, process: SimProcess, method: Coroutine[Any, Any, T]) -> T:
-        call = asyncio.create_task(method)
-        process.calls[call] = None
-        call.add_done_callback(lambda done: _forget(process, done))
+        call = self._begin(process, router_id, method)
+        if is_twice:
+            self._own(self._repeat(process, router_id, method, call))
         try:
             await asyncio.wait((call, process.died), return_when=asyncio.FIRST_COMPLETED)
+            if not process.died.done():
+                await asyncio.sleep(self._latency())
+                await self._fabric.audible(router_id, worker.worker_id)
         except asyncio.CancelledError:
-            self._own(self._cancel_later(call))
+            if router_id not in self.lost_routers:
+                self._own(self._cancel_later(call))
             raise
         if process.died.done():
             self._own(self._cancel_later(call))
             raise WorkerLost(f"worker {process.host} is gone")
-        await asyncio.sleep(self._latency())
         try:
             return call.result()
         except TwostrokeError:
             raise
         except Exception as error:
-            raise WorkerLost(f"the worker failed: {error!r}") from error
+            raise WorkerFailed(f"the worker failed: {error!r}") from error
+
+    def _begin(
+        self, process: SimProcess, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]
+    ) -> "asyncio.Task[T]":
+        call = asyncio.get_running_loop().create_task(method(process), context=process.context.copy())
+        process.calls[call] = router_id
+        call.add_done_callback(lambda done: _forget(process, done), context=Context())  # though its router stands still
+        return call
+
+    async def _repeat(
+        self,
+        process: SimProcess,
+        router_id: str,
+        method: Callable[[SimProcess], Coroutine[Any, Any, Any]],
+        first: "asyncio.Task[Any]",
+    ) -> None:
+        """The same call once more, while the first is under way: it must be refused."""
+        await asyncio.sleep(self._latency())
+        if first.done() or process.died.done():
+            return
+        again = self._begin(process, router_id, method)
+        await asyncio.wait({again, first}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        refused = await asyncio.gather(again, return_exceptions=True)
+        self._trace(f"a call that came twice: {refused}")
 
     async def _cancel_later(self, call: "asyncio.Task[Any]") -> None:
         await asyncio.sleep(self._latency())
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
 
-    def _own(self, ending: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(ending)
+    def _own(self, ending: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(ending, context=Context())
         self._endings[task] = None
         task.add_done_callback(lambda done: self._endings.pop(done, None))
 
     def _latency(self) -> float:
         return 0.0005 + 0.002 * self._draw.random() + (0.05 if self._draw.random() < 0.02 else 0.0)
+
+
+def process_context(name: str) -> Context:
+    """What tasks of a process of this name run in."""
+    context = Context()
+    context.run(PROCESS.set, name)
+    return context
+
+
+def virtual_loop() -> VirtualLoop:
+    """The loop that runs this simulation."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualLoop):
+        raise TypeError("only virtual processes can be stopped")
+    return loop
+
+
+async def _in(context: Context, work: Coroutine[Any, Any, T]) -> T:
+    return await asyncio.get_running_loop().create_task(work, context=context.copy())
 
 
 def _forget(process: SimProcess, call: "asyncio.Task[Any]") -> None:

@@ -1,4 +1,4 @@
-"""A thousand seeds and more: workers, KV transfer and routers unchanged, on virtual time.
+"""Eleven thousand seeds: workers, KV transfer and routers unchanged, on virtual time.
 
 A failure names its seed: `python -m tests.simulation SEED [--faults]` replays it with a trace.
 """
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.run import Report, run_scenario
-from tests.simulation.scenario import FAULTS, make_scenario
+from tests.simulation.fault_plan import FAULTS
+from tests.simulation.report import Report
+from tests.simulation.run import run_scenario
+from tests.simulation.scenario import make_scenario
 
 ROOT = Path(__file__).parents[2]
 RANDOM_BYTES = re.compile(r"b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\"")
@@ -44,11 +46,13 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.retries == report.prefill_failures == 0
 
 
-@pytest.mark.parametrize("first", range(0, 300, 150))
-def test_requests_end_right_although_workers_links_and_calls_fail(first: int):
-    report = run_seeds(first, 150, with_faults=True)
-    assert report.finished > 300
+@pytest.mark.parametrize("first", range(0, 10_000, 400))
+def test_requests_end_right_although_workers_routers_networks_and_calls_fail(first: int):
+    report = run_seeds(first, 400, with_faults=True)
+    assert report.finished > 1000
     assert {kind for kind, times in report.fired.items() if times} == set(FAULTS), "a fault never struck"
+    assert report.refused > 0
+    assert report.orphaned > 0
     assert report.retries > 0
     assert report.prefill_failures > 0
     assert report.transfers_failed > 0

@@ -126,6 +126,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Let it run again, if it stands still."""
         self._queue.extend(self._queue.stopped.pop(name, ()))
 
+    def continue_all(self) -> None:
+        """Let every process run again."""
+        for name in list(self._queue.stopped):
+            self.continue_process(name)
+
     def create_future(self) -> "asyncio.Future[Any]":
         future = _OrderedFuture(loop=self)
         future._number = next(self._numbers)
@@ -155,6 +160,9 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float = 3600.0) -> T
             for task in sorted(asyncio.all_tasks(loop), key=hash):
                 error.add_note(f"waiting: {describe(task)}")
             raise
+        finally:
+            if isinstance(loop, VirtualLoop):
+                loop.continue_all()  # so that what is left of them can be cancelled
 
 
 def describe(task: "asyncio.Task[Any]") -> str:

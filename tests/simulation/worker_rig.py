@@ -18,7 +18,7 @@ from prefill_worker.worker import PrefillWorker
 from protocol.errors import ConnectionLost
 from protocol.messages import Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
 from protocol.requests import GenerateRequest, SamplingParams
-from protocol.stats import WorkerInfo
+from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
@@ -90,6 +90,7 @@ class Rig:
     fabric: MemoryFabric
     links: LinkFabric
     frames: list[TokenFrame] = field(default_factory=list)
+    numbers: list[WorkerStats] = field(default_factory=list)  # as the router was told of them
     not_sent: list[str] = field(default_factory=list)  # requests whose KV did not leave, as their router was told
     router: MemoryConnection | None = None
     prefill: MemoryConnection | None = None
@@ -140,6 +141,8 @@ class Rig:
                 self.not_sent.append(message.request_id)
             if isinstance(message, TokenFrame):
                 self.frames.append(message)
+            if isinstance(message, StatsFrame):
+                self.numbers.append(message.stats)
 
 
 def play(

@@ -1,0 +1,176 @@
+"""Makes a scenario's faults happen, and counts those that hit something."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from protocol.stats import Role
+from tests.simulation.fault_plan import Fault
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
+from tests.simulation.sim_router import SimRouter
+
+SHORT_S = (0.05, 0.4, 1.0)
+LONG_S = (
+    3.0,
+    7.0,
+    15.0,
+)  # beyond a transfer's lease, a router's patience with a silent channel, a token channel's lease
+
+
+class Injector:
+    """All faults of a run."""
+
+    def __init__(
+        self,
+        faults: tuple[Fault, ...],
+        *,
+        fleet: SimFleet,
+        fabric: MemoryFabric,
+        links: LinkFabric,
+        routers: list[SimRouter],
+        trace: Trace,
+    ):
+        self.fired: Counter[str] = Counter()
+        self._faults = faults
+        self._fleet = fleet
+        self._fabric = fabric
+        self._links = links
+        self._routers = routers
+        self._trace = trace
+
+    async def run(self) -> None:
+        """Strike when it is time; returns when all that was begun has ended."""
+        strikes = [asyncio.create_task(self._strike_at(fault), name=f"fault {fault.kind}") for fault in self._faults]
+        for strike in strikes:
+            await strike
+
+    async def _strike_at(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        for _ in range(20):  # a link that does not stand yet can't be cut: try again soon
+            hit = await self._strike(fault)
+            if hit:
+                break
+            await asyncio.sleep(0.005)
+        self._trace(f"fault {fault.kind}: {'hit' if hit else 'nothing to hit'}")
+        self.fired[fault.kind] += bool(hit)
+
+    async def _strike(self, fault: Fault) -> int:
+        """Do what `fault` says; returns how much it hit."""
+        fleet, which = self._fleet, fault.which
+        prefill, decode = self._pick("prefill", which), self._pick("decode", which // 7)
+        match fault.kind:
+            case "damage":
+                self._links.damage = _damage_next(1 + which % 2)
+                return 1
+            case "refuse_prefill":
+                fleet.prefills_to_refuse += 1 + which % 3
+                return 1
+            case "lose_prefill_reply":
+                fleet.prefill_replies_to_lose += 1 + which % 2
+                return 1
+            case "late_calls":
+                fleet.calls_to_delay += 1 + which % 4
+                return 1
+            case "repeat_calls":
+                fleet.calls_to_repeat += 1 + which % 4
+                return 1
+            case "lose_router":
+                return self._lose_router(which)
+        if decode is None:
+            return 0
+        match fault.kind:
+            case "kill_decode" | "stop_decode" | "silence_decode" | "drain_decode":
+                return await self._strike_worker(fault.kind.removesuffix("_decode"), decode, which)
+            case "cut_channel":
+                return self._fabric.cut(decode.host, self._router_host(which))
+            case "fail_engine" | "slow_worker":
+                victim = decode if prefill is None or which % 2 else prefill
+                return await self._strike_worker(fault.kind, victim, which)
+        if prefill is None:
+            return 0
+        if fault.kind.endswith("_prefill"):
+            return await self._strike_worker(fault.kind.removesuffix("_prefill"), prefill, which)
+        return await self._strike_pair(fault.kind, prefill.host, decode.host, which)
+
+    async def _strike_worker(self, what: str, victim: SimProcess, which: int) -> int:
+        match what:
+            case "kill":
+                return await self._fleet.replace(victim)
+            case "drain":
+                return await self._fleet.replace(victim, drain_s=_draw(which, (0.01, 0.1, 5.0)))
+            case "stop":
+                self._trace(f"{victim.host} is stopped")
+                virtual_loop().stop_process(victim.host)
+                await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
+                self._trace(f"{victim.host} goes on")
+                virtual_loop().continue_process(victim.host)
+            case "silence":
+                router = self._router_host(which)
+                self._fabric.silence(victim.host, router)
+                await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
+                self._fabric.end_silence(victim.host, router)
+            case "fail_engine":
+                victim.engine.fail_at_step = victim.engine.num_steps + 1
+                await asyncio.sleep(0.5)  # so that the worker is replaced, where it came to that step
+            case "slow_worker":
+                victim.engine.slowness = _draw(which, (10.0, 50.0))
+                await asyncio.sleep(_draw(which, (0.3, 2.0)))
+                victim.engine.slowness = 1.0
+            case _:
+                raise ValueError(f"there is no fault {what}")
+        return 1
+
+    async def _strike_pair(self, what: str, prefill: str, decode: str, which: int) -> int:
+        match what:
+            case "cut_transfers":
+                return self._fabric.cut(prefill, decode) + self._links.cut(prefill, decode)
+            case "cut_links":
+                return self._links.cut(prefill, decode)
+            case "silence_transfers":
+                self._fabric.silence(prefill, decode)
+                await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
+                self._fabric.end_silence(prefill, decode)
+                return 1
+            case "part_transfers" | "block_transfers":
+                self._fabric.part(prefill, decode)
+                hit = self._links.part(prefill, decode)
+                for network in (self._fabric, self._links):
+                    asyncio.get_running_loop().call_later(3.0, network.join, prefill, decode)
+                return hit or what == "block_transfers"
+        raise ValueError(f"there is no fault {what}")
+
+    def _lose_router(self, which: int) -> int:
+        router = self._routers[which % len(self._routers)]
+        router.lose()
+        self._fleet.lost_routers.add(router.host)
+        if which % 3:
+            self._fabric.remove(router.host)
+        else:
+            for process in self._fleet.processes.values():
+                self._fabric.silence(router.host, process.host)
+        return 1
+
+    def _router_host(self, which: int) -> str:
+        return self._routers[which % len(self._routers)].host
+
+    def _pick(self, role: Role, which: int) -> SimProcess | None:
+        able = [process for process in self._fleet.processes.values() if process.info.role == role]
+        return able[which % len(able)] if able else None
+
+
+def _draw(which: int, choices: tuple[float, ...]) -> float:
+    return choices[which // 3 % len(choices)]
+
+
+def _damage_next(times: int) -> Callable[[bytearray], None]:
+    left = times
+
+    def damage(data: bytearray) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            data[len(data) // 2] ^= 0x40
+
+    return damage

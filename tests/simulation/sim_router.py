@@ -1,0 +1,72 @@
+"""A router replica as a process of a simulation: the real pipeline and token channels."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from protocol.tickets import Peer
+from router.config import PipelineConfig
+from router.pipeline import Pipeline
+from router.token_channels import TokenChannels
+from tests.simulation.memory_network import MemoryFabric
+from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
+
+
+class SimRouter:
+    """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
+
+    def __init__(self, index: int, fleet: SimFleet, fabric: MemoryFabric, config: PipelineConfig):
+        self.host = f"router-{index}"
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._context = process_context(self.host)
+        self._index = index
+        self._fleet = fleet
+        self._fabric = fabric
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.channels, self.pipeline = self._context.run(self._make, config)
+
+    def _make(self, config: PipelineConfig) -> tuple[TokenChannels, Pipeline]:
+        clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
+        channels = TokenChannels(network=self._fabric.at(self.host), peer=peer, clock=clock)
+        pipeline = Pipeline(
+            fleet=self._fleet,
+            channels=channels,
+            secret=SECRET,
+            clock=clock,
+            router=peer,
+            config=config,
+            draw_id=_numbered(f"r{self._index}"),
+        )
+        return channels, pipeline
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run a task in this process."""
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def lose(self) -> None:
+        """Nothing of this process runs any more."""
+        if not self.lost.done():
+            self.lost.set_result(None)
+            virtual_loop().stop_process(self.host)
+
+    async def ended(self) -> None:
+        """Return when its requests' tasks have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End what is left of it."""
+        await self.spawn(self.channels.close())
+
+
+def _numbered(prefix: str) -> Callable[[], str]:
+    number = 0
+
+    def draw() -> str:
+        nonlocal number
+        number += 1
+        return f"{prefix}-{number}"
+
+    return draw
