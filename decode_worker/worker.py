@@ -195,7 +195,9 @@ class DecodeWorker:
             transfers,
             self._engine,
             self._costs.costs(),
-            self._swap_numbers(),
+            is_draining=self._life.is_draining,
+            decoding=[(job.request.promise, len(job.sequence.token_ids)) for job in self._scheduler.decoding],
+            swaps=self._swap_numbers(),
         )
 
     def check_health(self) -> None:
@@ -207,7 +209,9 @@ class DecodeWorker:
         self._life.engine_lost(reason)
 
     async def drain(self) -> None:
-        """Take no new requests, and return once every call, transfer and trial under way has ended."""
+        """Take no new requests, tell routers so, and return once every call, transfer and trial under way has ended."""
+        self._life.take_no_more()
+        self._token_server.tell_stats()
         await self._life.drain()
 
     async def stop(self) -> None:

@@ -84,9 +84,18 @@ class WorkerLife:
         """The engine can't go on, though perhaps no step is under way that would tell: the worker dies of it."""
         self._loop.fail(WorkerLost(reason))
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the worker takes no new requests, since it is to end."""
+        return self._is_draining
+
+    def take_no_more(self) -> None:
+        """Let no new request in."""
+        self._is_draining = True
+
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
-        self._is_draining = True
+        self.take_no_more()
         if self._is_stepping and self._callbacks.is_busy():
             self._quiet.clear()
             self._loop.wake()

@@ -1,12 +1,14 @@
 """The numbers that a worker tells of itself, gathered from where they arise; both kinds of worker tell the same."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from model.block_pool import BlockPool
 from model.step import Engine
-from protocol.stats import WorkerStats
+from protocol.requests import Promise
+from protocol.stats import QueuedWork, WorkerStats
 from protocol.step_costs import StepCosts
 
 
@@ -25,9 +27,8 @@ class SchedulerNumbers(Protocol):
     def num_running(self) -> int:
         """Requests that take part in steps."""
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens still to be computed."""
+    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
+        """Tokens still to be computed before they decode, of each request that has some."""
 
 
 class HostBlocks(Protocol):
@@ -91,16 +92,22 @@ def worker_stats(
     transfers: Sequence[TransferNumbers],
     engine: Engine,
     costs: StepCosts | None,
+    *,
+    is_draining: bool,
+    decoding: Iterable[tuple[Promise, int]] = (),
     swaps: SwapNumbers = NO_SWAPS,
 ) -> WorkerStats:
     """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none.
 
-    `costs` are those of its steps, as far as they are known.
+    `costs` are those of its steps, as far as they are known; `decoding` are the tokens of each request that decodes.
     """
+    queued = queued_work(scheduler.waiting_work())
+    contexts = list(decoding)
+    tpots_s = [promise.tpot_s for promise, _ in contexts if promise.tpot_s is not None]
     return WorkerStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
-        num_waiting_tokens=scheduler.num_waiting_tokens,
+        num_waiting_tokens=sum(of_class.tokens for of_class in queued),
         free_blocks=pool.free_blocks,
         total_blocks=pool.num_blocks,
         owned_blocks=pool.owned_blocks,
@@ -127,5 +134,21 @@ def worker_stats(
         transfer_links_lost=sum(side.links_lost for side in transfers),
         pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,
+        queued=queued,
+        context_tokens=sum(num_tokens for _, num_tokens in contexts),
+        tightest_tpot_s=min(tpots_s, default=None),
         costs=costs,
+        is_draining=is_draining,
     )
+
+
+def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:
+    """Tokens of each request, summed up by what the requests' classes are: the highest priority first."""
+    tokens: Counter[tuple[str, int, float]] = Counter()
+    requests: Counter[tuple[str, int, float]] = Counter()
+    for promise, num_tokens in work:
+        of_class = (promise.class_name, promise.priority, promise.share)
+        tokens[of_class] += num_tokens
+        requests[of_class] += 1
+    order = sorted(requests, key=lambda of_class: (-of_class[1], of_class))
+    return tuple(QueuedWork(*of_class, tokens[of_class], requests[of_class]) for of_class in order)

@@ -171,7 +171,15 @@ class PrefillWorker:
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         transfers = [side.stats for side in (self._sender, self._receiver) if side is not None]
-        return worker_stats(self._counters, self._scheduler, self._pool, transfers, self._engine, self._costs.costs())
+        return worker_stats(
+            self._counters,
+            self._scheduler,
+            self._pool,
+            transfers,
+            self._engine,
+            self._costs.costs(),
+            is_draining=self._life.is_draining,
+        )
 
     def check_health(self) -> None:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
@@ -182,7 +190,9 @@ class PrefillWorker:
         self._life.engine_lost(reason)
 
     async def drain(self) -> None:
-        """Take no new requests, and return once every call, transfer and trial under way has ended."""
+        """Take no new requests, tell routers so, and return once every call, transfer and trial under way has ended."""
+        self._life.take_no_more()
+        self._token_server.tell_stats()
         await self._life.drain()
 
     async def stop(self) -> None:
