@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from decode_worker.jobs import DecodeJob
+from decode_worker.jobs import DecodeJob, Phase
 from kvtransfer.sides import Incoming
 from protocol.errors import TwostrokeError
 from protocol.requests import DecodeReply, FinishReason, GenerateRequest
@@ -26,6 +26,11 @@ class Call:
     @property
     def request(self) -> GenerateRequest:
         return self.job.request
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been computed or received for it, or is about to be."""
+        return self.stepped_at is not None or self.job.is_offered or self.job.phase is not Phase.WAITING
 
     def answer(self, reason: FinishReason | None) -> None:
         """Return from the call, unless its awaiter is gone."""

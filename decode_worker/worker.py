@@ -27,7 +27,7 @@ from model.step_costs import StepContent, StepCostFit
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers, WorkerCounters, worker_stats
 from protocol.clock import Clock
-from protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLost
+from protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from protocol.network import Network
 from protocol.requests import DecodeReply, GenerateRequest, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
@@ -100,6 +100,7 @@ class DecodeWorker:
                 send_prefix=self._send_prefix,
                 router_lost=self._router_lost,
                 stats=self.stats,
+                drain=self._leave,
             ),
             blocks=pool,
         )
@@ -320,6 +321,15 @@ class DecodeWorker:
     def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
         if self._exports is not None:
             self._exports.send(ticket, token_ids, cache_salt)
+
+    def _leave(self) -> None:
+        """The worker is being taken down: what has not begun, here or on its way here, is begun elsewhere."""
+        self._life.take_no_more()
+        for call in self._calls:
+            if not call.has_begun:
+                reason = f"worker {self._peer.worker_id} is leaving"
+                self._abort(call, reason, WorkerLeaving(reason))
+        self._token_server.tell_stats()
 
     def _fail_all(self, reason: str) -> None:
         """Give every request up: an error event to its router, WorkerLost to its caller."""

@@ -22,7 +22,7 @@ from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
 from prefill_worker.pulls import PullCallbacks, Pulls
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.clock import Clock
-from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLost
+from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLeaving, WorkerLost
 from protocol.network import Network
 from protocol.requests import GenerateRequest, PrefillReply, SampledToken
 from protocol.stats import WorkerInfo, WorkerStats
@@ -82,6 +82,7 @@ class PrefillWorker:
                 send_prefix=self._send_prefix,
                 router_lost=self._router_lost,
                 stats=self.stats,
+                drain=self._leave,
             ),
             blocks=pool,
         )
@@ -352,6 +353,15 @@ class PrefillWorker:
     def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
         if self._exports is not None:
             self._exports.send(ticket, token_ids, cache_salt)
+
+    def _leave(self) -> None:
+        """The worker is being taken down: what it has not begun is given back, to be begun elsewhere."""
+        self._life.take_no_more()
+        for job, call in list(self._calls_by_job.items()):
+            if not job.is_admitted:
+                reason = f"worker {self._peer.worker_id} is leaving"
+                self._abort(call, reason, WorkerLeaving(reason))
+        self._token_server.tell_stats()
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._calls_by_job.values()):

@@ -8,8 +8,8 @@ import pytest
 
 from kvtransfer.receiver import IncomingTransfer
 from model.sequence import SequenceState
-from protocol.errors import ConnectionLost, RequestError, TicketRefused, WorkerLost
-from protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
+from protocol.errors import ConnectionLost, RequestError, TicketRefused, WorkerLeaving, WorkerLost
+from protocol.messages import Abort, Cancel, Drain, PrefillFailed, SendPrefix
 from protocol.network import Connection
 from protocol.requests import DecodeReply, GenerateRequest
 from protocol.tickets import Address, Peer, mint_ticket
@@ -536,6 +536,23 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has():
         assert (await call).finish_reason == "length"
         await draining
         assert rig.pool.owned_blocks == 0
+
+    play(script, role="decode")
+
+
+def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back():
+    async def script(rig: Rig) -> None:
+        begun = begin(rig.worker.decode(a_request(), None))
+        await asyncio.sleep(0.001)
+        waiting = begin(rig.worker.decode(a_request(name="waits for its KV"), rig.ticket("waits for its KV")))
+        await asyncio.sleep(0)
+        rig.router.send(Drain())
+        with pytest.raises(WorkerLeaving):
+            await waiting
+        assert rig.worker.stats().is_draining
+        with pytest.raises(WorkerLeaving):
+            await rig.worker.decode(a_request(name="late"), None)
+        assert (await begun).finish_reason == "length"
 
     play(script, role="decode")
 

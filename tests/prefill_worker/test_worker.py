@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLost
-from protocol.messages import Cancel
+from protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
+from protocol.messages import Cancel, Drain
 from protocol.network import Connection
 from protocol.requests import PrefillReply
 from protocol.tickets import Address, Peer
@@ -272,6 +272,22 @@ def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended():
         assert rig.pool.owned_blocks == 0
 
     play(script, role="prefill")
+
+
+def test_a_worker_that_is_told_to_leave_finishes_the_prompts_it_has_begun_and_gives_the_rest_back():
+    async def script(rig: Rig) -> None:
+        begun = begin(rig.worker.prefill(a_request(100 - 8), None))
+        await asyncio.sleep(0.0005)
+        waiting = begin(rig.worker.prefill(a_request(100 - 8, name="finds no block"), None))
+        await asyncio.sleep(0)
+        rig.router.send(Drain())
+        with pytest.raises(WorkerLeaving):
+            await waiting
+        assert (await begun).event.tokens
+        with pytest.raises(WorkerLeaving):
+            await rig.worker.prefill(a_request(), None)
+
+    play(script, role="prefill", num_blocks=24, max_step_tokens=8)
 
 
 def test_a_draining_worker_takes_nothing_new():
