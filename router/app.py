@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError, TwostrokeError
+from router.access_log import Exchanges, exchange_of
 from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
 from router.authentication import Authentication, check_admin, tenant_of
 from router.doctor import doctor
@@ -51,6 +52,7 @@ def build_app(service: RouterService | None = None) -> FastAPI:
     app = FastAPI(title="Twostroke", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     app.add_middleware(Authentication)
+    app.add_middleware(Exchanges)
     app.add_middleware(RequestIds)
     app.add_middleware(Belongings)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -257,6 +259,7 @@ async def _answer(
         return_token_ids=bool(asked.return_token_ids),
         arrive=arrive,
     )
+    exchange_of(request).generates(jobs, generation.stages, is_stream=bool(asked.stream))
     tenant = tenant_of(request)
     if tenant is not None:
         tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)

@@ -47,6 +47,11 @@ class Generation:
         self._stages = [Stages(arrive, follows=job.index > 0) for job in jobs]
 
     @property
+    def stages(self) -> Sequence[Stages]:
+        """Of each choice; they fill up on the way."""
+        return self._stages
+
+    @property
     def most_tokens(self) -> int:
         """What all choices may come to use, prompts included."""
         return self._prompt_tokens() + sum(job.request.max_tokens for job in self._jobs)

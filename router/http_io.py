@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import RequestError, TwostrokeError
+from router.log_format import REQUEST_ID
 from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,10 @@ class EventStream(Response):
 
 
 class RequestIds:
-    """Middleware: echoes a sound `X-Request-Id`, mints one otherwise. It is a label; nothing inside is named by it."""
+    """Middleware: echoes a sound `X-Request-Id`, mints one otherwise; logs tell it.
+
+    It is a label; nothing inside is named by it.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -158,7 +162,11 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        label = REQUEST_ID.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            REQUEST_ID.reset(label)
 
 
 class Belongings:

@@ -28,6 +28,7 @@ from router.stages import Stages
 from router.tenants import Tenants
 from router.token_channels import TokenChannels
 from router.tokenizer import TextTokenizer
+from router.tracing import RequestTraces
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class RouterService:
         slo: SLOConfig | None = None,
         admission: Admission | None = None,
         tenants: Tenants | None = None,
+        traces: RequestTraces | None = None,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         draw_seed: Callable[[], int] | None = None,
@@ -80,6 +82,7 @@ class RouterService:
         self.clock = clock
         self.slo = slo or SLOConfig()
         self.tenants = tenants
+        self.traces = traces
         self._admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
         self.promises = SLOMetrics(
             model=config.model_name,
@@ -108,6 +111,8 @@ class RouterService:
             await asyncio.gather(self._following, return_exceptions=True)
             self._following = None
         await self._channels.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
     def now(self) -> int:
         """Seconds since 1970, for `created`."""
@@ -196,7 +201,7 @@ class RouterService:
                     last = now
                     delta = writer.add(event)
                     if delta.finish_reason is not None:
-                        outcome = delta.finish_reason
+                        outcome = stages.finish_reason = delta.finish_reason
                         # A stop string ends the choice here, whatever the workers had sent beyond it.
                         stages.finish = now
                         stages.num_output_tokens = writer.num_tokens
