@@ -105,9 +105,12 @@ class Pipeline:
         while True:
             path, hold = await self._find(request, sent, failed, deadline)
             attempt: Attempt | None = None
+            failure: WorkerLost | RequestError | None = None
+            begin = self._clock()
             try:
                 if stages.attempts == 0:
                     self._admit(request, path, stages)
+                    stages.admit = begin = self._clock()
                 stages.begin_attempt()
                 tried = self._next_try(request, sent, stages)
                 async with self._until(deadline):
@@ -128,6 +131,7 @@ class Pipeline:
                         yield event
                 return
             except (WorkerLost, RequestError) as error:
+                failure = error
                 decode = path.decode.peer
                 _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
                 has_got_on = attempt is not None and attempt.has_got_on
@@ -139,6 +143,8 @@ class Pipeline:
                 failed.add(decode)
             finally:
                 hold.release()
+                if stages.attempts > 0:
+                    stages.end_attempt(begin, self._clock(), path, failure)
                 self._records.ended(case, tuple(case.stays))
             await self._records.turns.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
