@@ -1,4 +1,8 @@
-"""The workers as the router's pipeline sees them, over Serve's handles."""
+"""The workers as the router's pipeline sees them, over Serve's handles.
+
+A worker that Serve takes down gets no new calls; those that it has go on until they end, or until its grace is over.
+Serve itself ends its process only once it has no call any more, or after a time of its own, which is longer.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,8 +11,8 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.worker_directory import WorkerDirectory, directory_of
-from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLost
+from cluster.worker_directory import Departure, WorkerDirectory, directory_of
+from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
@@ -18,10 +22,11 @@ from protocol.tickets import Peer, Ticket
 class ServeFleet:
     """A `router.fleet.Fleet`. Made and used on one event loop, the router replica's."""
 
-    def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle):
-        """`prefill` is None in aggregated mode."""
+    def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle, *, grace_s: float):
+        """`prefill` is None in aggregated mode. What a leaving worker has under way may take `grace_s`."""
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[Peer, set[asyncio.Future[None]]] = {}
+        self._grace_s = grace_s
+        self._calls: dict[Peer, set[asyncio.Future[WorkerLost]]] = {}
         # Touching a method initialises the handle: from now on Serve tells it of the replicas.
         self._prefill = prefill.prefill if prefill is not None else None
         self._decode = decode.decode
@@ -55,22 +60,25 @@ class ServeFleet:
         await self._call(handle.probe_target, directory, worker, tickets, num_tokens)
 
     def _home(self, worker: Peer) -> tuple[DeploymentHandle, WorkerDirectory]:
-        """The deployment that the worker is a replica of. Raises WorkerLost where it is in none."""
+        """The deployment that the worker is a replica of. Raises WorkerLeaving where it is in none."""
         for handle, directory in self._handles:
             if worker in directory:
                 return handle, directory
-        raise WorkerLost(f"worker {worker.worker_id} is gone")
+        raise WorkerLeaving(f"worker {worker.worker_id} is gone")
 
     async def _call(self, method: DeploymentHandle, directory: WorkerDirectory, worker: Peer, *arguments: Any) -> Any:
-        """Call `method` on exactly `worker`. Raises WorkerLost as soon as Serve tells that it is gone."""
-        departed: asyncio.Future[None] = self._loop.create_future()
+        """Call `method` on exactly `worker`.
+
+        Raises WorkerLost as soon as Serve tells that it has died, WorkerLeaving where it is not to be called any more.
+        """
+        departed: asyncio.Future[WorkerLost] = self._loop.create_future()
         calls = self._calls.setdefault(worker, set())
         calls.add(departed)
         response = None
         try:
             # After the future is in place: a departure from here on is seen.
             if worker not in directory:
-                raise WorkerLost(f"worker {worker.worker_id} is gone")
+                raise WorkerLeaving(f"worker {worker.worker_id} is gone")
             response = method.remote(worker, *arguments)
             answer = asyncio.ensure_future(_result(response))
             try:
@@ -81,22 +89,29 @@ class ServeFleet:
                     response.cancel()
                     answer.cancel()
             if not answer.done():
-                raise WorkerLost(f"worker {worker.worker_id} is gone")
+                raise departed.result()
             return answer.result()
         finally:
             calls.discard(departed)
             if not calls and self._calls.get(worker) is calls:
                 del self._calls[worker]
 
-    def _on_departed(self, workers: frozenset[Peer]) -> None:
+    def _on_departed(self, workers: frozenset[Peer], how: Departure) -> None:
         """On any thread."""
-        self._loop.call_soon_threadsafe(self._fail_calls, workers)
+        self._loop.call_soon_threadsafe(self._part_with, workers, how)
 
-    def _fail_calls(self, workers: frozenset[Peer]) -> None:
-        for worker in workers:
-            for departed in self._calls.get(worker, ()):
-                if not departed.done():
-                    departed.set_result(None)
+    def _part_with(self, workers: frozenset[Peer], how: Departure) -> None:
+        for worker in workers & self._calls.keys():
+            if how is Departure.DIED:
+                self._fail_calls(worker, WorkerLost(f"worker {worker.worker_id} has died"))
+            else:
+                leaving = WorkerLeaving(f"worker {worker.worker_id} is taken down, and its grace is over")
+                self._loop.call_later(self._grace_s, self._fail_calls, worker, leaving)
+
+    def _fail_calls(self, worker: Peer, error: WorkerLost) -> None:
+        for departed in self._calls.get(worker, ()):
+            if not departed.done():
+                departed.set_result(error)
 
 
 async def _result(response: Any) -> Any:

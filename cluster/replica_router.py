@@ -2,19 +2,19 @@
 
 Serve makes one RequestRouter per handle, inside the process that holds the handle, and gives it the live replicas with
 the metadata they published. Ours doesn't choose: it reads the chosen worker from the call's first argument, and it
-writes the live workers down in this process's directory.
+writes the live workers down in this process's directory. Those that Serve has begun to take down are not among them.
 """
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.worker_directory import directory_of, read_worker_metadata
-from protocol.errors import WorkerLost
+from protocol.errors import WorkerLeaving
 from protocol.tickets import Peer
 
 
 class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
-    """Sends a call to the replica whose Peer is the call's first argument, or fails it with WorkerLost."""
+    """Sends a call to the replica whose Peer is the call's first argument, or fails it with WorkerLeaving."""
 
     def initialize_state(self) -> None:
         self._peers: dict[ReplicaID, Peer] = {}
@@ -42,7 +42,7 @@ class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         if chosen:
             return [chosen]
         if not pending_request.future.done():
-            pending_request.future.set_exception(WorkerLost(f"worker {target.worker_id} is gone"))
+            pending_request.future.set_exception(WorkerLeaving(f"worker {target.worker_id} is gone"))
             self._remove_pending_request_from_indices(pending_request)
         # Serve goes on asking until a candidate is named; it then sees that the request is settled already.
         return [candidate_replicas]

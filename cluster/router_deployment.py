@@ -64,7 +64,7 @@ class RouterReplica:
     ):
         folder = resolve_model_folder(settings.model.path)
         peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
-        fleet = ServeFleet(prefill, decode)
+        fleet = ServeFleet(prefill, decode, grace_s=settings.router.drain_grace_s)
         channels = TokenChannels(
             network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
         )
@@ -118,17 +118,18 @@ def _warn_of_exposure(*, has_keys: bool) -> None:
         _log.warning(warning)
 
 
-def router_options(replicas: int) -> dict[str, Any]:
+def router_options(router: RouterSection) -> dict[str, Any]:
     """Serve's options for the router's deployment."""
     return {
-        "num_replicas": replicas,
+        "num_replicas": router.replicas,
         # A stream holds its place for as long as it runs; the router itself refuses what is too much.
         "max_ongoing_requests": 100_000,
         "ray_actor_options": {"num_cpus": 0},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": 30.0,
+        # Nobody can go on with a stream whose router ends: they get more time than those of workers.
+        "graceful_shutdown_timeout_s": router.stream_grace_s,
         "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False},
     }

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-SHUTDOWN_S = 30.0
-"""From the moment a replica is to go, until Serve ends its process."""
+ENDING_S = 10.0
+"""What a replica needs to end once it has no calls any more, beyond which Serve ends its process."""
 
-DRAIN_S = 20.0
-"""How much of that transfers under way may take. Calls need none of it: Serve waits for them beforehand."""
+DRAIN_S = 6.0
+"""How much of that transfers under way may take, whose calls have returned."""
 
 
 class _WorkerReplica:
@@ -178,8 +178,8 @@ def check_peer(meant: Peer, actual: Peer) -> None:
         raise EpochMismatch(f"the call is for worker {meant.worker_id}, not for {actual.worker_id}")
 
 
-def worker_options(settings: WorkerSettings, replicas: int) -> dict[str, Any]:
-    """Serve's options for a worker deployment."""
+def worker_options(settings: WorkerSettings, replicas: int, *, grace_s: float) -> dict[str, Any]:
+    """Serve's options for a worker deployment, whose calls routers take elsewhere after `grace_s` of leaving."""
     return {
         "num_replicas": replicas,
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
@@ -189,7 +189,7 @@ def worker_options(settings: WorkerSettings, replicas: int) -> dict[str, Any]:
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": SHUTDOWN_S,
+        "graceful_shutdown_timeout_s": grace_s + ENDING_S,
         "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False},
     }

@@ -6,6 +6,7 @@ module included, so state that both sides share must live in a module of its own
 
 import threading
 from collections.abc import Callable, Iterable
+from enum import Enum
 
 import msgspec
 
@@ -25,6 +26,16 @@ def read_worker_metadata(metadata: dict[str, object]) -> WorkerInfo:
     return msgspec.convert(metadata[METADATA_KEY], WorkerInfo)
 
 
+class Departure(Enum):
+    """How a worker went."""
+
+    LEAVES = "leaves"  # Serve takes it down, and its process goes on for a while
+    DIED = "died"
+
+
+Watcher = Callable[[frozenset[Peer], Departure], None]
+
+
 class WorkerDirectory:
     """The live workers of one deployment, as this process was told last. Safe to use from any thread.
 
@@ -34,7 +45,7 @@ class WorkerDirectory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers: dict[Peer, WorkerInfo] = {}
-        self._watchers: list[Callable[[frozenset[Peer]], None]] = []
+        self._watchers: list[Watcher] = []
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self._workers.values())
@@ -42,13 +53,20 @@ class WorkerDirectory:
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._workers
 
-    def watch(self, on_departed: Callable[[frozenset[Peer]], None]) -> None:
-        """Call `on_departed` with the workers that are gone, whenever some are."""
+    def watch(self, on_departed: Watcher) -> None:
+        """Call `on_departed` with the workers that are no longer here, whenever some are, and how they went."""
         with self._lock:
             self._watchers.append(on_departed)
 
     def replace(self, workers: Iterable[WorkerInfo]) -> None:
-        """These are alive now, and no others."""
+        """These may be called now, and no others. Serve takes those down that are not there any more."""
+        self._replace(workers, Departure.LEAVES)
+
+    def remove(self, peer: Peer) -> None:
+        """This one has died."""
+        self._replace([info for info in self.workers() if info.peer != peer], Departure.DIED)
+
+    def _replace(self, workers: Iterable[WorkerInfo], how: Departure) -> None:
         with self._lock:
             # A new dict, not a changed one: readers on other threads iterate over the old one.
             before, self._workers = self._workers, {info.peer: info for info in workers}
@@ -56,11 +74,7 @@ class WorkerDirectory:
             watchers = tuple(self._watchers)
         if departed:
             for on_departed in watchers:
-                on_departed(departed)
-
-    def remove(self, peer: Peer) -> None:
-        """This one is gone."""
-        self.replace([info for info in self.workers() if info.peer != peer])
+                on_departed(departed, how)
 
 
 # Serve constructs RequestRouters itself, from a class and JSON arguments: a name is all that can be handed to them.

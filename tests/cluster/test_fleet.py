@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.fleet import ServeFleet
-from cluster.worker_directory import WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
-from protocol.errors import ConnectionLost, RequestError, TransferFailed, WorkerLost
+from cluster.worker_directory import Departure, WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
+from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from protocol.kv_layout import KVLayout
 from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, SamplingParams
@@ -64,7 +64,7 @@ def handle(request: pytest.FixtureRequest) -> FakeHandle:
 
 async def called(handle: FakeHandle) -> tuple["asyncio.Task[DecodeReply]", FakeResponse]:
     """A decode call that has reached the handle."""
-    fleet = ServeFleet(None, handle)
+    fleet = ServeFleet(None, handle, grace_s=0.05)
     task = asyncio.create_task(fleet.decode(PEER, REQUEST, None))
     await handle.called.wait()
     return task, handle.calls[0][1]
@@ -85,23 +85,51 @@ async def test_cancelling_the_caller_cancels_the_call_in_the_replica(handle: Fak
     assert response.is_cancelled
 
 
-async def test_a_call_fails_as_soon_as_its_worker_has_left(handle: FakeHandle) -> None:
+async def test_a_call_fails_as_soon_as_its_worker_has_died(handle: FakeHandle) -> None:
     task, response = await called(handle)
     directory_of(handle.deployment_name).remove(PEER)
-    with pytest.raises(WorkerLost, match="d1 is gone"):
+    with pytest.raises(WorkerLost, match="d1 has died"):
         await task
     assert response.is_cancelled
 
 
+async def test_a_worker_that_is_taken_down_ends_its_calls_and_gets_no_new_ones(handle: FakeHandle) -> None:
+    task, response = await called(handle)
+    directory_of(handle.deployment_name).replace([])
+    with pytest.raises(WorkerLeaving):
+        await ServeFleet(None, handle, grace_s=0.05).decode(PEER, REQUEST, None)
+    assert not task.done()
+    response.result.set_result(REPLY)
+    assert await task == REPLY
+    assert len(handle.calls) == 1
+
+
+async def test_calls_of_a_worker_that_is_taken_down_end_with_its_grace(handle: FakeHandle) -> None:
+    task, response = await called(handle)
+    directory_of(handle.deployment_name).replace([])
+    with pytest.raises(WorkerLeaving, match="its grace is over"):
+        await task
+    assert response.is_cancelled
+
+
+async def test_a_worker_that_dies_while_it_is_taken_down_is_lost_at_once(handle: FakeHandle) -> None:
+    task, response = await called(handle)
+    directory_of(handle.deployment_name).replace([])
+    response.result.set_exception(ActorDiedError())
+    with pytest.raises(WorkerLost) as caught:
+        await task
+    assert type(caught.value) is WorkerLost
+
+
 async def test_a_worker_that_is_not_there_is_not_called(handle: FakeHandle) -> None:
-    fleet = ServeFleet(None, handle)
+    fleet = ServeFleet(None, handle, grace_s=0.05)
     with pytest.raises(WorkerLost):
         await fleet.decode(Peer("d1", 5), REQUEST, None)  # an earlier incarnation
     assert handle.calls == []
 
 
 async def test_an_aggregated_fleet_has_nobody_to_prefill(handle: FakeHandle) -> None:
-    fleet = ServeFleet(None, handle)
+    fleet = ServeFleet(None, handle, grace_s=0.05)
     assert list(fleet.workers()) == [INFO]
     with pytest.raises(WorkerLost):
         await fleet.prefill(PEER, REQUEST, None)
@@ -125,19 +153,26 @@ async def test_a_refusal_comes_back_as_the_worker_raised_it(
 
 
 @pytest.mark.parametrize(
-    "error", [ActorDiedError(), wrapped(ValueError("a bug")), ValueError("a bug"), ConnectionLost("no token channel")]
+    ("error", "told"),
+    [
+        (ActorDiedError(), WorkerLost),
+        (wrapped(ValueError("a bug")), WorkerFailed),
+        (ValueError("a bug"), WorkerFailed),
+        (wrapped(WorkerLeaving("draining")), WorkerLeaving),
+    ],
 )
-async def test_every_other_failure_counts_as_a_lost_worker(handle: FakeHandle, error: Exception) -> None:
+async def test_every_other_failure_is_the_workers(handle: FakeHandle, error: Exception, told: type[WorkerLost]) -> None:
     task, response = await called(handle)
     response.result.set_exception(error)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLost) as caught:
         await task
+    assert type(caught.value) is told
 
 
 async def test_a_trial_goes_to_the_deployment_that_its_worker_is_of(request: pytest.FixtureRequest) -> None:
     prefill, decode = (FakeHandle(f"{request.node.name} {role}") for role in ("prefill", "decode"))
     directory_of(decode.deployment_name).replace([INFO])
-    fleet = ServeFleet(prefill, decode)
+    fleet = ServeFleet(prefill, decode, grace_s=0.05)
     tickets = (Ticket(bytes(16), "doctor", PEER, PEER, ADDRESSES),)
     task = asyncio.create_task(fleet.probe_source(PEER, tickets, 64))
     await decode.called.wait()
@@ -152,7 +187,7 @@ async def test_a_trial_goes_to_the_deployment_that_its_worker_is_of(request: pyt
 
 
 async def test_a_failed_trial_comes_back_as_the_worker_raised_it(handle: FakeHandle) -> None:
-    fleet = ServeFleet(None, handle)
+    fleet = ServeFleet(None, handle, grace_s=0.05)
     task = asyncio.create_task(fleet.probe_target(PEER, (), 64))
     await handle.called.wait()
     handle.calls[0][1].result.set_exception(wrapped(TransferFailed("the link broke")))
@@ -165,12 +200,15 @@ def test_metadata_brings_the_worker_back_through_json() -> None:
 
 
 def test_a_directory_tells_who_left_and_nothing_else() -> None:
-    directory, departures = WorkerDirectory(), list[frozenset[Peer]]()
-    directory.watch(departures.append)
+    directory, departures = WorkerDirectory(), list[tuple[frozenset[Peer], Departure]]()
+    directory.watch(lambda workers, how: departures.append((workers, how)))
     directory.replace([INFO])
     directory.replace([INFO])
     assert departures == []
     directory.replace([])
     directory.remove(PEER)
-    assert departures == [frozenset({PEER})]
+    assert departures == [(frozenset({PEER}), Departure.LEAVES)]
     assert PEER not in directory
+    directory.replace([INFO])
+    directory.remove(PEER)
+    assert departures[1:] == [(frozenset({PEER}), Departure.DIED)]

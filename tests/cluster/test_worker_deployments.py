@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.worker_deployments import DRAIN_S, SHUTDOWN_S, drain_and_stop
+from cluster.worker_deployments import DRAIN_S, ENDING_S, drain_and_stop
 from protocol.errors import WorkerLost
 from tests.simulation.worker_rig import Rig, a_request, begin, play
 
@@ -47,4 +47,4 @@ def test_an_idle_worker_end_at_once():
 
 
 def test_the_time_to_drain_is_less_than_serve_waits():
-    assert 0 < DRAIN_S < SHUTDOWN_S
+    assert 0 < DRAIN_S < ENDING_S
