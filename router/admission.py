@@ -4,8 +4,9 @@ Pure: an estimate of the path's times goes in, a decision comes out; the clock i
 each request, when its path is held and nothing has been sent yet.
 
 - What is predicted is corrected by what came of earlier predictions (`correction.py`).
-- What classes of a higher priority will take meanwhile is taken off: a worker that spends the part `rho` of its time
-  on their prompts has 1 - rho left for others, and never less for a class than its share.
+- What classes of a higher priority will take meanwhile is taken off: a worker of whose time they want the part `rho`
+  has 1 - rho left for others, and never less for a class than its share.
+- Steps are never let become slower than the classes of a higher priority need them, which may come at any time.
 - Some of every limit is kept free, for higher classes and for classes below their share: so the lowest is shed first
   and none starves.
 """
@@ -19,19 +20,20 @@ from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, Promise
 from protocol.stats import WorkerStats
 from protocol.tickets import Peer
-from router.class_history import MEMORY_S, ClassHistory
-from router.decaying import DecayingSum
+from router.class_history import ClassHistory
+from router.correction import Correction
 from router.estimate import Estimate
 from router.policy import Path
 from router.slo import SLOConfig
 from router.stages import Stages
+from router.worker_load import WorkerLoad
 
 RESERVE = 0.15  # of every limit, for higher classes and for those below their share
 HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
 PROBE_S = 5.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
 PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for its share
-BLIND_S = 0.5  # between a worker's stats: what other routers send it meanwhile isn't seen
 LEAST_AVAILABLE = 0.05
+_ASKED_LATELY = 0.5  # requests, fading
 MOST_RETRY_AFTER_S = 60
 
 Stats = Callable[[Peer], WorkerStats | None]
@@ -61,8 +63,7 @@ class Admission:
         self._clock = clock
         self._num_routers = num_routers
         self._classes = {one.name: ClassHistory(one.priority, one.share) for one in config.classes}
-        self._prompt_seconds: dict[Peer, dict[int, DecayingSum]] = {}  # by priority; admitted here
-        self._unseen: dict[Peer, DecayingSum] = {}  # seconds of prompts that the worker's stats don't tell of yet
+        self._loads: dict[Peer, WorkerLoad] = {}  # of workers that compute prompts
         self._admitted_at = -math.inf
 
     def admit(self, request: GenerateRequest, path: Path, stages: Stages) -> None:
@@ -71,6 +72,7 @@ class Admission:
         history = self._history(request.promise)
         if path.estimate is not None and self._config.admission and not stages.follows:
             history.offered.add(1.0, now)
+            self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
             fault = self._fault(request, path, path.estimate, history, stages)
             if fault is not None and not self._is_probe(request.promise, history, now):
                 history.is_refusing = True
@@ -112,10 +114,7 @@ class Admission:
             return self._endless_queue(estimate)
         part = 1.0 - self._kept_free(promise, history, now)
         if promise.ttft_left_s is not None:
-            worker = (path.prefill or path.decode).peer
-            available = self._available(worker, promise, now)
-            unseen_s = (self._num_routers - 1) * self._unseen_s(worker, now)
-            predicted_s = estimate.pull_s + (estimate.queue_s + unseen_s + estimate.prefill_s) / available
+            predicted_s = estimate.pull_s + self._prompt_s(request, path, estimate, now)
             predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
             limit_s = part * promise.ttft_left_s - (now - stages.arrive)
             if predicted_s > limit_s:
@@ -143,6 +142,8 @@ class Admission:
             limits.append((predicted_s, part * own_s))
         if stats is not None and stats.tightest_tpot_s is not None:
             limits.append((estimate.step_s, stats.tightest_tpot_s))
+        for higher_s, correction in self._tpots_of_higher(request.promise):
+            limits.append((correction.corrected(estimate.step_s, higher_s, self._clock()), part * higher_s))
         for predicted_s, limit_s in limits:
             if predicted_s > limit_s:
                 # Of so many requests that run, each ends within its output's steps: the time until enough have.
@@ -173,42 +174,54 @@ class Admission:
         since = history.admitted_at if history.share > 0 and self._is_below_share(history, now) else self._admitted_at
         return now - since > PROBE_S
 
-    def _available(self, worker: Peer, promise: Promise, now: float) -> float:
-        """The part of the worker's time that higher classes leave, or the class's own share."""
-        sums = self._prompt_seconds.get(worker, {})
-        higher = sum(one.rate(now) for priority, one in sums.items() if priority > promise.priority)
-        return max(1.0 - higher, promise.share, LEAST_AVAILABLE)
+    def _prompt_s(self, request: GenerateRequest, path: Path, estimate: Estimate, now: float) -> float:
+        """Until the prompt is computed, with all that will come before it."""
+        promise, load = request.promise, self._load(path, now)
+        # Each of the other routers has probably sent as much as this one has, and the worker's stats don't tell of it.
+        unseen_s = (self._num_routers - 1) * load.unseen_s(now)
+        left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
+        predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
+        stats = self._stats((path.prefill or path.decode).peer)
+        if promise.share == 0 or stats is None:
+            return predicted_s
+        # Whatever higher classes want, prompts of its own class go on at their share of the worker.
+        token_s = estimate.prefill_s / max(1, path.new_tokens or request.num_prompt_tokens)
+        own_s = sum(one.tokens for one in stats.queued if one.class_name == promise.class_name) * token_s
+        own_s += self._num_routers * load.unseen_s(now, promise.class_name)
+        return min(predicted_s, (own_s + estimate.prefill_s) / promise.share)
 
-    def _unseen_s(self, worker: Peer, now: float) -> float:
-        """Seconds of prompts that this router sent there lately; each of the others probably sent as much."""
-        return self._unseen[worker].value(now) if worker in self._unseen else 0.0
+    def _tpots_of_higher(self, promise: Promise) -> list[tuple[float, Correction]]:
+        """The times between tokens that classes of a higher priority need, of those that asked for something lately."""
+        now = self._clock()
+        return [
+            (one.tpot_s, self._classes[one.name].tpot)
+            for one in self._config.classes
+            if one.priority > promise.priority
+            and one.tpot_s is not None
+            and self._classes[one.name].offered.value(now) > _ASKED_LATELY
+        ]
+
+    def _load(self, path: Path, now: float) -> WorkerLoad:
+        worker = (path.prefill or path.decode).peer
+        if worker not in self._loads:
+            for other, load in list(self._loads.items()):  # workers come and go: none stays behind
+                if load.is_forgotten(now):
+                    del self._loads[other]
+            self._loads[worker] = WorkerLoad()
+        return self._loads[worker]
 
     def _count(self, request: GenerateRequest, path: Path, history: ClassHistory, now: float) -> None:
         history.admitted_at = self._admitted_at = now
         history.tokens.add(request.num_prompt_tokens + history.expected_output(request.max_tokens), now)
-        if path.estimate is None:
-            return
-        worker = (path.prefill or path.decode).peer
-        if worker not in self._unseen:
-            self._forget_workers(now)
-            self._unseen[worker] = DecayingSum(BLIND_S)
-            self._prompt_seconds[worker] = {}
-        self._unseen[worker].add(path.estimate.prefill_s, now)
-        sums = self._prompt_seconds[worker]
-        sums.setdefault(request.promise.priority, DecayingSum(MEMORY_S)).add(path.estimate.prefill_s, now)
-
-    def _forget_workers(self, now: float) -> None:
-        """Workers come and go: those that got nothing for long leave no trace."""
-        for worker, sums in list(self._prompt_seconds.items()):
-            if all(one.value(now) < 1e-6 for one in sums.values()):
-                del self._prompt_seconds[worker], self._unseen[worker]
+        if path.estimate is not None:
+            self._load(path, now).send(request.promise.class_name, path.estimate.prefill_s, now)
 
     def _history(self, promise: Promise) -> ClassHistory:
         return self._classes.setdefault(promise.class_name, ClassHistory(promise.priority, promise.share))
 
     def _retry_after_s(self, fault: _Fault, history: ClassHistory, now: float) -> int:
-        """When the path can take it, times the tries it takes beside all others who want the same."""
-        expected_s = fault.clears_in_s / history.admitted_part(now)
+        """When the path can take it, after those who were refused lately and will come back, too."""
+        expected_s = fault.clears_in_s + history.backlog_s(now)
         return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
 
 

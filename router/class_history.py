@@ -39,6 +39,7 @@ class ClassHistory:
             self.mean_output = float(num_tokens)
         self.mean_output += _OUTPUT_GAIN * (num_tokens - self.mean_output)
 
-    def admitted_part(self, now: float) -> float:
-        """Of the requests of late, those that were admitted: above 0, at most 1."""
-        return min(1.0, (self.admitted.value(now) + 1) / (self.offered.value(now) + 1))
+    def backlog_s(self, now: float) -> float:
+        """How long those refused before the newest would take at the pace of those that were let in lately."""
+        refused = self.offered.value(now) - self.admitted.value(now) - 1
+        return max(0.0, refused) * MEMORY_S / (self.admitted.value(now) + 1)
