@@ -52,8 +52,9 @@ class SuspectTurns:
                 self.changed()
                 raise PoisonRequest
             is_late = self._clock() >= deadline
+            is_settled = self._clock() >= self._suspects.paused_until(case)  # one that tells of its end hangs up later
             for worker, is_gone in fates.items():
-                if is_gone is False or (is_gone is None and is_late):
+                if (is_gone is False and is_settled) or (is_gone is None and is_late):
                     self._suspects.forgive(case, worker)
             await asyncio.sleep(_POLL_S)
             self._suspects.check(case)
