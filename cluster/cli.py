@@ -19,6 +19,7 @@ _BENCHES = {
     "engine": ("cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),
     "gpu": ("cluster.bench.gpu", "the engine on one CUDA device, against its limits and torch's own kernels"),
     "accuracy": ("cluster.bench.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "costs": ("cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
     "transfer": ("cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
     "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
 }

@@ -67,6 +67,11 @@ class StepContent(NamedTuple):
                 pairs += num_tokens * (one.start + num_tokens / 2)
         return StepContent(prompt_tokens, pairs, rows, context_tokens)
 
+    def expected_s(self, costs: StepCosts) -> float:
+        """Seconds that a step of this content takes."""
+        prompts_s = self.prompt_tokens * costs.token_s + self.pairs * costs.pair_s
+        return costs.base_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
+
 
 class StepCostFit:
     """Learns from each step of one worker. Cheap enough to be told of all of them."""

@@ -4,12 +4,13 @@ import argparse
 
 import pytest
 
-from cluster.bench import accuracy, engine, serving, transfer
+from cluster.bench import accuracy, costs, engine, serving, transfer
 
 
 @pytest.mark.parametrize(
     ("bench", "option"),
     [
+        (costs, "--rounds"),
         (engine, "--rounds"),
         (engine, "--threads"),
         (accuracy, "--windows"),
