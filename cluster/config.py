@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from cluster.core_list import parse_cores
+from cluster.process_logs import LoggingConfig
 from cluster.settings import SAME_LEVEL, Least, bounds, bounds_within, instead, read_settings
 from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
@@ -22,6 +23,7 @@ from router.pipeline import PipelineConfig
 from router.slo import MOST_PRIORITY, SLOConfig
 from router.tenants import AuthConfig, KeyConfig
 from router.token_channels import TokenChannelConfig
+from router.tracing import TracingConfig
 
 BUNDLED_MODEL = "bundled"
 
@@ -158,6 +160,7 @@ class RouterSection:
             backoff_most_s=_NOT_AT_ONCE_S,
         ),
     )
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class ClusterConfig:
     decode: DecodeSection = field(default_factory=DecodeSection)
     router: RouterSection = field(default_factory=RouterSection)
     kv_transfer: TransferSection = field(default_factory=TransferSection)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     slo: SLOConfig = field(
         default_factory=SLOConfig,
         metadata=bounds_within(classes={"priority": -MOST_PRIORITY}, max_queue_s=_NOT_AT_ONCE_S),

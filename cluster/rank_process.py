@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from cluster.led_ranks import RankOrder
+from cluster.process_logs import log_to
 from cluster.rank_parts import RankParts, load_rank
 from kvtransfer.endings import run_until_lost
 from kvtransfer.rank_transfers import RankTransfers
@@ -144,6 +145,12 @@ class _Rank:
             self._connection.send(message)
 
 
+def log_as_rank(order: RankOrder) -> None:
+    """Have this process, which is the rank's own, log to standard error."""
+    worker = {"worker_id": order.worker.worker_id, "epoch": f"{order.worker.epoch:016x}", "rank": str(order.rank)}
+    log_to(None, order.settings.logging, worker)
+
+
 def _leave() -> NoReturn:
     """End this process at once."""
     sys.stderr.flush()
@@ -209,7 +216,9 @@ async def start_processes(orders: Sequence[RankOrder], on_ended: Callable[[str],
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
-    asyncio.run(run_rank(msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)))
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)
+    log_as_rank(order)
+    asyncio.run(run_rank(order))
 
 
 if __name__ == "__main__":

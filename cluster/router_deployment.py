@@ -15,6 +15,7 @@ from cluster.config import ClusterConfig, ModelSection, RouterSection
 from cluster.exposure import exposure_warning
 from cluster.fleet import ServeFleet
 from cluster.model_folder import resolve_model_folder, served_name
+from cluster.process_logs import LoggingConfig, log_as_replica
 from protocol.clock import draw_epoch
 from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
@@ -28,6 +29,7 @@ from router.slo import SLOConfig
 from router.tenants import KeyConfig, Tenants
 from router.token_channels import TokenChannels
 from router.tokenizer import TextTokenizer
+from router.tracing import request_traces
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +43,12 @@ class RouterSettings:
     expected: dict[Role, int]  # how many workers of each role are to be there
     slo: SLOConfig = field(default_factory=SLOConfig)
     keys: tuple[KeyConfig, ...] = ()
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "RouterSettings":
         expected: dict[Role, int] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
-        return cls(config.model, config.router, expected, config.slo, config.auth.keys)
+        return cls(config.model, config.router, expected, config.slo, config.auth.keys, config.logging)
 
 
 @serve.ingress()
@@ -64,6 +67,7 @@ class RouterReplica:
     ):
         folder = resolve_model_folder(settings.model.path)
         peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
+        log_as_replica(settings.logging, "router", peer)
         fleet = ServeFleet(prefill, decode, grace_s=settings.router.drain_grace_s)
         channels = TokenChannels(
             network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
@@ -93,6 +97,7 @@ class RouterReplica:
             slo=settings.slo,
             admission=admission,
             tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
+            traces=request_traces(settings.router.tracing, replica=peer.worker_id),
         )
         self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=settings.expected)
         await self._service.start()

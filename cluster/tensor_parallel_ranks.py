@@ -50,8 +50,9 @@ class RankActor:
 
     async def run(self, order: RankOrder) -> None:
         """Be the rank until rank 0 hangs up."""
-        from cluster.rank_process import run_rank
+        from cluster.rank_process import log_as_rank, run_rank
 
+        log_as_rank(order)
         await run_rank(order, own_gpu())
 
 

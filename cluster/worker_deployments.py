@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from cluster.process_logs import log_as_replica
 from cluster.tensor_parallel_ranks import own_gpu, rank_options, start_actors
 from cluster.worker_directory import worker_metadata
 from cluster.worker_parts import WorkerParts, load_parts
@@ -24,6 +25,7 @@ from protocol.errors import EpochMismatch, WorkerLost
 from protocol.network import Network
 from protocol.probe import ProbeTimes
 from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer, Ticket
 
@@ -47,8 +49,11 @@ class _WorkerReplica:
 
     _worker: "PrefillWorker | DecodeWorker | None" = None
 
+    _role: Role
+
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
+        log_as_replica(settings.logging, self._role, self._peer)
         self._network = self._make_network(secret)
         self._parts = await load_parts(
             settings,
@@ -101,6 +106,8 @@ class _WorkerReplica:
 class PrefillReplica(_WorkerReplica):
     """A prefill worker under Serve."""
 
+    _role = "prefill"
+
     async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
         from prefill_worker.worker import PrefillWorker
@@ -130,6 +137,8 @@ class PrefillReplica(_WorkerReplica):
 
 class DecodeReplica(_WorkerReplica):
     """A decode worker under Serve."""
+
+    _role = "decode"
 
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""

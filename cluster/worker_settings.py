@@ -1,6 +1,6 @@
 """What a worker is told of the configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +14,7 @@ from cluster.config import (
     kv_cache_size,
 )
 from cluster.core_list import parse_cores
+from cluster.process_logs import LoggingConfig
 from kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class WorkerSettings:
     transfer: TransferConfig
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
@@ -56,6 +58,7 @@ class WorkerSettings:
             transfer=config.kv_transfer.transfer,
             swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
             announces_layers=isinstance(section, PrefillSection),
+            logging=config.logging,
         )
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":

@@ -38,12 +38,10 @@ _WORKER = "twostroke.worker_id"
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 
-def exporting(endpoint: str, sample: float, *, replica: str, version: str) -> TracerProvider:
+def exporting(endpoint: str, sample: float, *, replica: str) -> TracerProvider:
     """Sends batches of spans to an OTLP receiver, on a thread of its own."""
     provider = TracerProvider(
-        resource=Resource.create(
-            {"service.name": "twostroke", "service.version": version, "service.instance.id": replica}
-        ),
+        resource=Resource.create({"service.name": "twostroke", "service.instance.id": replica}),
         sampler=ParentBased(TraceIdRatioBased(sample)),
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -39,7 +39,7 @@ class RequestTraces(Protocol):
     def close(self) -> None: ...
 
 
-def request_traces(config: TracingConfig, *, replica: str, version: str) -> RequestTraces | None:
+def request_traces(config: TracingConfig, *, replica: str) -> RequestTraces | None:
     """Where requests' traces go; None for nowhere. Raises ConfigError where what that needs is not installed."""
     if config.endpoint is None:
         return None
@@ -49,4 +49,4 @@ def request_traces(config: TracingConfig, *, replica: str, version: str) -> Requ
         raise ConfigError(
             f"router.tracing.endpoint: {error.name} is not installed: install twostroke[tracing]"
         ) from error
-    return OpenTelemetryTraces(exporting(config.endpoint, config.sample, replica=replica, version=version))
+    return OpenTelemetryTraces(exporting(config.endpoint, config.sample, replica=replica))
