@@ -13,6 +13,7 @@ CONFIG_ERROR_EXIT = 2
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
+    "key": ("cluster.commands.key", "make an API key"),
     "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }
 _BENCHES = {
@@ -22,6 +23,8 @@ _BENCHES = {
     "costs": ("cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
     "transfer": ("cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
     "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
+    "interference": ("cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
+    "overload": ("cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
 }
 
 
