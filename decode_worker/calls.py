@@ -22,6 +22,8 @@ class Call:
     stepped_at: float | None = None
     transfer_s: float = 0.0
     incoming: Incoming | None = None
+    is_on_its_own: bool = False  # its prompt may be computed here
+    patience: asyncio.TimerHandle | None = None  # its transfer has failed; for how long it waits for the router's word
 
     @property
     def request(self) -> GenerateRequest:

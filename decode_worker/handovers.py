@@ -1,6 +1,7 @@
 """Prompts whose KV comes from a prefill worker: the offer, the blocks it may fill, the transfer, and going on without.
 
-What does not come is computed here, and is nobody's error.
+What does not come is computed here, and is nobody's error. But not before the router says so, who may know better: what
+the prefill worker died of may be this very prompt.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ class Handovers:
         self._clock = clock
         self._got_on = got_on
         self._wake = wake
+        self._wait_s = wait_s
         self._offers = AwaitedOffers(receiver, wait_s)
         self._receiving: dict[Call, asyncio.Task[None]] = {}
 
@@ -69,6 +71,7 @@ class Handovers:
 
     def do_without(self, call: Call) -> None:
         """Have the prompt computed here, now or when its transfer has ended."""
+        call.is_on_its_own = True
         if call.incoming is not None:
             call.incoming.abort("the prefill failed")  # `_receive` goes on from there
         self.refuse(call)
@@ -79,6 +82,8 @@ class Handovers:
         """Or the prefill worker would keep its blocks for a whole lease. Harmless once the transfer has begun."""
         if call.ticket is not None and call.incoming is None:
             self._offers.refuse(call.ticket)
+        if call.patience is not None:
+            call.patience.cancel()
 
     async def ended(self) -> None:
         """Wait until no transfer is under way; the receiver is closed, so none begins."""
@@ -95,10 +100,14 @@ class Handovers:
         try:
             first_token = await incoming.verified()
             if first_token is None:
+                call.is_on_its_own = True  # the other side believes that all is well
                 raise TransferFailed("it came without a first token, as a cached prefix does")
         except TransferFailed as error:
             _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
             self._scheduler.transfer_failed(call.job)
+            if not call.is_on_its_own:
+                self._scheduler.wait_on(call.job)
+                call.patience = asyncio.get_running_loop().call_later(self._wait_s, self.do_without, call)
         else:
             call.transfer_s = self._clock() - started_at
             progress = self._scheduler.verified(call.job, first_token)

@@ -217,6 +217,11 @@ class DecodeScheduler:
         """The job's prefill worker has begun with it: from now on blocks may be reserved."""
         job.is_offered = True
 
+    def wait_on(self, job: DecodeJob) -> None:
+        """Compute nothing of a job whose transfer has failed before `compute_here`. Does nothing for one that ended."""
+        if job.phase is Phase.WAITING:
+            job.wants_transfer, job.is_offered = True, False
+
     def compute_here(self, job: DecodeJob) -> None:
         """Don't wait for a transfer that has not begun. Does nothing for a job that has begun, or ended."""
         if job.phase is Phase.WAITING:

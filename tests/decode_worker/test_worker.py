@@ -202,14 +202,41 @@ def test_without_an_offer_the_prompt_is_computed_here_after_the_lease():
     play(script, role="decode", offer_wait_s=4.0)
 
 
-def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here():
+def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here_when_the_router_says_so():
     async def script(rig: Rig) -> None:
         request = a_request()
-        reply = await rig.worker.decode(request, await rig.offer())
+        call = begin(rig.worker.decode(request, await rig.offer()))
+        await asyncio.sleep(5.0)
+        assert rig.worker.stats().transfers_failed == 1
+        assert rig.worker.stats().computed_tokens == rig.pool.owned_blocks == 0
+        rig.router.send(PrefillFailed("r"))
+        reply = await call
         await a_moment()
         assert rig.events()["r"] == expected(request)
         assert reply.transfer_s == 0.0
         assert rig.worker.stats().transfers_failed == 1
+
+    play(script, role="decode")
+
+
+def test_a_failed_transfer_of_which_the_router_says_nothing_is_computed_here_in_the_end():
+    async def script(rig: Rig) -> None:
+        request = a_request()
+        await rig.worker.decode(request, await rig.offer())
+        await a_moment()
+        assert rig.events()["r"] == expected(request)
+
+    play(script, role="decode", offer_wait_s=3.0)
+
+
+def test_a_request_that_is_cancelled_after_its_transfer_failed_is_not_computed():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(), await rig.offer()))
+        await asyncio.sleep(5.0)
+        rig.router.send(Cancel("r"))
+        await call
+        await asyncio.sleep(4.0)
+        assert rig.worker.stats().computed_tokens == 0
 
     play(script, role="decode")
 
@@ -564,6 +591,8 @@ def test_a_draining_worker_waits_for_transfers_too():
         draining = begin(rig.worker.drain())
         await asyncio.sleep(1.0)
         assert not draining.done()
+        await asyncio.sleep(3.0)
+        rig.router.send(PrefillFailed("r"))
         await asyncio.gather(call, draining)
         assert rig.pool.owned_blocks == 0
 
