@@ -12,7 +12,7 @@ from tests.simulation.fault_plan import DECODE_FAULTS, Fault, make_faults
 
 MAX_CONTEXT = 240
 ROUTER_LEASE_S = 4.0
-POISON_SHARE = 0.0
+POISON_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Scenario:
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...]
     is_overload: bool  # more requests than queues hold: some are refused
+    max_context: int = MAX_CONTEXT
 
 
 def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:

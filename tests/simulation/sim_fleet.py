@@ -24,7 +24,7 @@ from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
 from tests.simulation.memory_transport import LinkFabric, memory_transports
-from tests.simulation.scenario import MAX_CONTEXT, Scenario
+from tests.simulation.scenario import Scenario
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 SECRET = b"the simulation's secret"
@@ -152,7 +152,7 @@ class SimFleet:
                 sender=sender,
                 receiver=receiver,
                 clock=loop.time,
-                max_context=MAX_CONTEXT,
+                max_context=scenario.max_context,
             )
         else:
             worker = DecodeWorker(
@@ -165,7 +165,7 @@ class SimFleet:
                 receiver=receiver,
                 sender=sender,
                 clock=loop.time,
-                max_context=MAX_CONTEXT,
+                max_context=scenario.max_context,
                 swap_space=swap_space,
             )
         return Parts(worker, store, pool, engine, network, transports)
