@@ -1,5 +1,6 @@
 # make serve      a server on this machine, with the bundled model, until Ctrl-C
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
+# make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device
 # make bench      figures of this machine
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
@@ -10,6 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 ARGS ?=
 PYTEST_ARGS ?=
+CHAOS_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 # A process for each core, for tests that neither start processes of their own nor look at the clock.
 PARALLEL := --numprocesses auto --dist worksteal
@@ -19,7 +21,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint types unit simulation faults kernels e2e test-gpu bench constraints clean
+.PHONY: help setup serve test lint types unit simulation faults kernels e2e chaos test-gpu bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -49,7 +51,8 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory faults
 	@$(MAKE) --no-print-directory kernels
 	@$(MAKE) --no-print-directory e2e
-	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e"
+	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1.4 --requests 32"
+	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
 
 lint: $(STAMP)
 	@echo "--> Style: ruff"
@@ -79,6 +82,10 @@ kernels: $(STAMP)
 e2e: $(STAMP)
 	@echo "--> End to end, on a real local cluster"
 	@$(PYTEST) tests/e2e
+
+chaos: $(STAMP)
+	@echo "--> Chaos: a real server under steady load, its workers killed, stopped, cut off and lied to"
+	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 test-gpu: $(STAMP)
 	@echo "--> Tests that need a CUDA device"

@@ -1,0 +1,124 @@
+"""A chaos run: `make chaos`, or `python -m tests.chaos --minutes 2 --seed 7`.
+
+Two prefill and two decode workers and two routers on this machine, as `twostroke serve` deploys them; clients that ask
+for completions of all kinds without a pause; and faults, several at a time, from a schedule that the seed draws. Each
+fault has to prove that it fired. Every answer is compared with what the same request got before the first fault. The
+last line is JSON; the exit code is 1 where something fell short.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.client import Answer
+from tests.chaos.faults import Injected, Injector, NotBack
+from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
+from tests.chaos.load import SteadyLoad, answers_of_all
+from tests.chaos.requests import draw_requests
+from tests.chaos.schedule import Chaos, wreak
+from tests.chaos.verdict import Verdict, judge
+
+LEASE_S = 10.0  # the longest that blocks of a lost router are held (token_channel.lease_s)
+SHOWN_FINDINGS = 20
+PIPE_COLUMNS = 140
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of chaos; start and end take another (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and faults (%(default)s)")
+    parser.add_argument("--clients", type=int, default=6, help="requests under way at once (%(default)s)")
+    parser.add_argument("--requests", type=int, default=60, help="different ones (%(default)s)")
+    parser.add_argument("--transport", choices=("auto", "tcp", "shm", "torch_distributed"), default="auto")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="write all answers and faults there, as lines of JSON"
+    )
+    arguments = parser.parse_args()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    log = Path(tempfile.mkstemp(prefix="twostroke-chaos-", suffix=".log")[1])
+    try:
+        verdict = asyncio.run(run(arguments, console, log))
+    except (NotUp, NotBack) as error:
+        console.print(f"[red]{error}[/] (the server's words: {log}, /tmp/ray/session_*/logs)")
+        return 1
+    show(verdict, console)
+    print(json.dumps(verdict.summary))
+    return int(bool(verdict.failures))
+
+
+async def run(arguments: argparse.Namespace, console: Console, log: Path) -> Verdict:
+    """The whole run. Raises NotUp, NotBack."""
+    began = time.monotonic()
+
+    def tell(injected: Injected) -> None:
+        back = "" if injected.back_s is None else f", back after {injected.back_s:.1f} s"
+        console.print(f"{injected.begin - began:6.1f} s  {injected.name}: {injected.proof}{back}")
+
+    requests = draw_requests(arguments.seed, arguments.requests)
+    settings = {**SETTINGS, "kv_transfer": {"transport": arguments.transport}}
+    console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
+    async with ServerUnderChaos(settings, log) as server:
+        console.print(f"Up after {time.monotonic() - began:.1f} s. The same requests without faults first:")
+        expected = await answers_of_all(server.url, requests, arguments.clients)
+        load = SteadyLoad(server.url, requests, arguments.clients, arguments.seed)
+        chaos = Chaos()
+        load.start()
+        injector = Injector(server, load, random.Random(arguments.seed))
+        await wreak(injector, chaos, 60 * arguments.minutes, arguments.seed, tell)
+        await load.stop()
+        console.print(f"{len(chaos.faults)} faults have fired; {chaos.idle} found nothing to harm.")
+        if arguments.keep is not None:
+            keep(arguments.keep, began, [*expected.values(), *load.answers], chaos.faults)
+        return judge(
+            load.answers, expected, chaos.faults, minutes=arguments.minutes, leaked_blocks=await leaked_blocks(server)
+        )
+
+
+async def leaked_blocks(server: ServerUnderChaos) -> int:
+    """Blocks that are still owned two leases after the last request's end."""
+    deadline = time.monotonic() + 2 * LEASE_S
+    while True:
+        owned = await server.owned_blocks()
+        if owned == 0 or time.monotonic() > deadline:
+            return owned
+        await asyncio.sleep(0.2)
+
+
+def keep(path: Path, began: float, answers: Sequence[Answer], faults: Sequence[Injected]) -> None:
+    """The run's log. Times are of `time.monotonic`; `began` is what the progress counts from."""
+    lines = [{"began": began}, *map(dataclasses.asdict, answers), *map(dataclasses.asdict, faults)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    table = Table("fault", "fired", "streams", "stall P50", "P99", "most", "back", title="Seconds of stall by fault")
+    for row in verdict.rows:
+        back = "" if row.back_s is None else f"{row.back_s:.1f}"
+        table.add_row(
+            row.name,
+            str(row.fired),
+            str(row.stalls),
+            f"{row.p50_s:.2f}",
+            f"{row.p99_s:.2f}",
+            f"{row.most_s:.2f}",
+            back,
+        )
+    console.print(table)
+    for finding in verdict.findings[:SHOWN_FINDINGS]:
+        console.print(f"{finding.verdict}: request {finding.key}, {finding.text}")
+    for failure in verdict.failures:
+        console.print(f"[red]{failure}[/]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

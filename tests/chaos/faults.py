@@ -1,0 +1,216 @@
+"""The kinds of faults: how each is injected, and by what it is known to have fired.
+
+Each function returns an Injected, or None where the fault found nothing to harm: that is not counted.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.chaos.control import Gone, Worker, process_state
+from tests.chaos.fleet import REPLICAS, ServerUnderChaos
+from tests.chaos.load import SteadyLoad
+from tests.chaos.orders import Cut, HarmLink, LoseEngine, Partition, Side, Slow, Tamper
+from tests.chaos.stalls import Family
+
+BACK_MOST_S = 60.0
+"""When a replica that has not come back ends the run."""
+POLL_S = 0.1
+REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
+BURST = 16  # requests
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault that has fired, and how that is known."""
+
+    name: str
+    family: Family
+    begin: float
+    end: float
+    proof: str
+    back_s: float | None = None  # from the kill to the new replica's being reached
+
+
+class NotBack(Exception):
+    """A replica did not come back."""
+
+
+class Injector:
+    """Injects faults into one server under one load. `draw` decides all that is left to chance."""
+
+    def __init__(self, server: ServerUnderChaos, load: SteadyLoad, draw: random.Random):
+        self._server = server
+        self._load = load
+        self._draw = draw
+
+    # --- faults that take one worker of a role out of use ---
+
+    async def kill(self, role: str) -> Injected | None:
+        """kill -9. Proof: its socket closed, no such process is left, and another worker is there in its place."""
+        worker = self._victim(role)
+        begin = time.monotonic()
+        os.kill(worker.pid, signal.SIGKILL)
+        return await self._lost(f"kill {role}", worker, begin)
+
+    async def lose_engine(self, role: str) -> Injected | None:
+        """The worker finds its engine dead. Proof: as for `kill`; Serve replaces what says that it is not sound."""
+        worker = self._victim(role)
+        begin = time.monotonic()
+        with contextlib.suppress(Gone):  # it may be quicker than its own report
+            await self._server.control.order(worker, LoseEngine())
+        return await self._lost(f"engine {role}", worker, begin)
+
+    async def stop(self, role: str) -> Injected | None:
+        """SIGSTOP and, after some seconds, SIGCONT. Proof: the kernel says that it is stopped, and then that it isn't.
+
+        From shorter than anybody notices to longer than every lease.
+        """
+        worker = self._victim(role)
+        seconds = self._draw.choice((0.5, 1.0, 2.0, 4.0, 7.0))
+        begin = time.monotonic()
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            stopped = await _comes(lambda: worker.state == "T", within_s=1.0)
+            await asyncio.sleep(seconds)
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        woken = await _comes(lambda: worker.state not in ("T", ""), within_s=1.0)
+        await self._whole(role)
+        if not (stopped and woken):
+            return None
+        return Injected(f"stop {role}", "stop", begin, time.monotonic(), f"pid {worker.pid} stopped for {seconds:g} s")
+
+    async def partition(self, role: str, side: Side) -> Injected | None:
+        """Nothing gets through to the routers, or to all other workers. Proof: the worker held messages back."""
+        worker = self._victim(role)
+        seconds = self._draw.choice((0.5, 1.0, 2.0, 4.0, 7.0))
+        begin = time.monotonic()
+        held = await self._server.control.order(worker, Partition(side, seconds))
+        await self._whole(role)
+        if not held:
+            return None
+        name = f"partition {role} | {side}"
+        return Injected(name, "partition", begin, time.monotonic(), f"{held} messages held for {seconds:g} s")
+
+    async def cut(self, role: str, side: Side) -> Injected | None:
+        """Connections close. Proof: there were some."""
+        worker = self._victim(role)
+        begin = time.monotonic()
+        closed = await self._server.control.order(worker, Cut(side))
+        await self._whole(role)
+        if not closed:
+            return None
+        return Injected(f"cut {role} | {side}", "network", begin, time.monotonic(), f"{closed} connections closed")
+
+    # --- faults that a worker stays in use with ---
+
+    async def tamper(self, role: str, message: str, trick: str) -> Injected | None:
+        """A message goes out twice, or not at all. Proof: the worker had it in hand."""
+        order = Tamper(message, "repeat" if trick == "repeat" else "drop")
+        return await self._small(f"{trick} {message}", role, lambda worker: self._server.control.order(worker, order))
+
+    async def cut_link(self) -> Injected | None:
+        """A data link breaks in the middle of a chunk. Proof: its bytes were on their way."""
+        order = HarmLink("cut")
+        return await self._small("cut data link", "prefill", lambda worker: self._server.control.order(worker, order))
+
+    async def damage(self) -> Injected | None:
+        """A bit of a chunk flips on its way. Proof: a digest has refused a chunk."""
+        control = self._server.control
+        refused = control.refused_chunks
+
+        async def strike(worker: Worker) -> int:
+            if not await control.order(worker, HarmLink("flip")):
+                return 0
+            return int(await _comes(lambda: control.refused_chunks > refused, within_s=REFUSED_S))
+
+        return await self._small("damaged chunk", "prefill", strike)
+
+    async def slow(self) -> Injected | None:
+        """Chunks leave late. Proof: some did."""
+        order = Slow(2.0, 0.1)
+        return await self._small("slow link", "prefill", lambda worker: self._server.control.order(worker, order))
+
+    # --- clients and routers ---
+
+    async def leave(self) -> Injected | None:
+        """A client leaves in the middle of its stream. Proof: it had some pieces and no end."""
+        begin = time.monotonic()
+        answer = await self._load.one_more(leave_after=self._draw.randint(1, 20))
+        if not answer.left:
+            return None
+        return Injected("client leaves", "load", begin, time.monotonic(), "after some pieces, before the end")
+
+    async def burst(self) -> Injected | None:
+        """Many requests at once. Proof: all were under way together."""
+        begin = time.monotonic()
+        answers = await asyncio.gather(*(self._load.one_more() for _ in range(BURST)))
+        last_sent = max(answer.sent_at for answer in answers)
+        first_ended = min(answer.ended_at for answer in answers)
+        if last_sent > first_ended:
+            return None
+        accepted = sum(answer.is_accepted for answer in answers)
+        return Injected("burst", "load", begin, time.monotonic(), f"{accepted} of {BURST} accepted")
+
+    async def kill_router(self) -> Injected | None:
+        """kill -9. Proof: no such process is left, and there are as many routers again."""
+        routers = self._server.routers()
+        if len(routers) < REPLICAS:
+            return None
+        victim = self._draw.choice(routers)
+        begin = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        gone = await _comes(lambda: process_state(victim) == "", within_s=5.0)
+        back = await _comes(
+            lambda: len(self._server.routers()) == REPLICAS and victim not in self._server.routers(), BACK_MOST_S
+        )
+        if not back:
+            raise NotBack(f"no router within {BACK_MOST_S:g} s after one was killed")
+        end = time.monotonic()
+        return Injected("kill router", "load", begin, end, f"pid {victim} gone") if gone else None
+
+    def _victim(self, role: str) -> Worker:
+        return self._draw.choice(self._server.control.of_role(role))
+
+    async def _lost(self, name: str, worker: Worker, begin: float) -> Injected | None:
+        role = worker.role
+        gone = await _comes(lambda: worker.gone.is_set() and worker.state == "", within_s=20.0)
+        await self._whole(role)
+        end = time.monotonic()
+        ids = {one.worker_id for one in self._server.control.of_role(role)}
+        if not gone or worker.worker_id in ids:
+            return None
+        proof = f"pid {worker.pid} gone, another worker is there"
+        return Injected(name, "kill", begin, end, proof, back_s=end - begin)
+
+    async def _small(self, name: str, role: str, strike: Callable[[Worker], Awaitable[int]]) -> Injected | None:
+        begin = time.monotonic()
+        try:
+            fired = await strike(self._victim(role))
+        except (Gone, IndexError):  # killed by a neighbouring fault
+            return None
+        end = time.monotonic()
+        return Injected(name, "network", begin, end, f"{fired} times") if fired else None
+
+    async def _whole(self, role: str) -> None:
+        """Return when the routers reach as many workers of the role as there are to be. Raises NotBack."""
+        deadline = time.monotonic() + BACK_MOST_S
+        while not await self._server.is_role_whole(role):
+            if time.monotonic() > deadline:
+                raise NotBack(f"{role} workers are not whole within {BACK_MOST_S:g} s")
+            await asyncio.sleep(POLL_S)
+
+
+async def _comes(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True

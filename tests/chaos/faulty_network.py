@@ -1,0 +1,179 @@
+"""A worker's network with faults: connections that can be held up, cut and tampered with while the worker uses them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from protocol.errors import ConnectionLost
+from protocol.messages import Hello, Message
+from protocol.network import Connection, Handler, Listener, Network
+from protocol.tickets import Address
+from tests.chaos.orders import Side, Tamper
+
+CONNECT_S = 5.0  # as long as live TCP tries
+
+
+class Barrier:
+    """Stands in the way to one side while it is closed, and counts what it has held up."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._on_open: list[Callable[[], None]] = []
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._opened.is_set()
+
+    def close(self) -> None:
+        self.held = 0
+        self._opened.clear()
+
+    def open(self) -> None:
+        self._opened.set()
+        for flush in self._on_open:
+            flush()
+        self._on_open.clear()
+
+    def call_when_open(self, flush: Callable[[], None]) -> None:
+        self._on_open.append(flush)
+
+    async def passed(self) -> None:
+        """Wait until nothing stands in the way."""
+        if self.is_closed:
+            self.held += 1
+            await self._opened.wait()
+
+
+class FaultyNetwork:
+    """A Network over `inner`. Whom a connection leads to is known by its Hello."""
+
+    def __init__(self, inner: Network):
+        self._inner = inner
+        self.barriers: dict[Side, Barrier] = {"routers": Barrier(), "workers": Barrier()}
+        self.connections: set[FaultyConnection] = set()
+        self._tampering: list[tuple[Tamper, asyncio.Future[None]]] = []
+
+    async def connect(self, address: Address) -> Connection:
+        """Workers connect to workers alone."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self.barriers["workers"].passed()
+        except TimeoutError:
+            raise ConnectionLost(f"no answer from {address}: a partition") from None
+        return FaultyConnection(await self._inner.connect(address), self, "workers")
+
+    async def listen(self, host: str, handler: Handler) -> Listener:
+        async def handle(connection: Connection) -> None:
+            faulty = FaultyConnection(connection, self, None)
+            try:
+                await handler(faulty)
+            finally:
+                self.connections.discard(faulty)
+
+        return await self._inner.listen(host, handle)
+
+    async def cut(self, side: Side) -> int:
+        """Close all connections with that side; returns how many there were."""
+        victims = [connection for connection in self.connections if connection.side == side]
+        await asyncio.gather(*(victim.close() for victim in victims))
+        return len(victims)
+
+    async def tamper(self, order: Tamper, patience_s: float) -> int:
+        """Returns 1 once a message was tampered with, and 0 where none came in time."""
+        done = asyncio.get_running_loop().create_future()
+        entry = order, done
+        self._tampering.append(entry)
+        try:
+            async with asyncio.timeout(patience_s):
+                await done
+        except TimeoutError:
+            return 0
+        finally:
+            if entry in self._tampering:
+                self._tampering.remove(entry)
+        return 1
+
+    def copies(self, message: Message) -> int:
+        """How often this message is to be sent."""
+        for entry in self._tampering:
+            order, done = entry
+            if order.message == type(message).__name__:
+                self._tampering.remove(entry)
+                if not done.done():
+                    done.set_result(None)
+                return 2 if order.trick == "repeat" else 0
+        return 1
+
+
+class FaultyConnection:
+    """A Connection that may be held up. What waits is sent, and received, when its barrier opens, in its order."""
+
+    def __init__(self, inner: Connection, network: FaultyNetwork, side: Side | None):
+        self.side = side  # None: nobody has said hello yet
+        self._inner = inner
+        self._network = network
+        self._waiting: deque[Message] = deque()
+        self._closed = asyncio.Event()
+        network.connections.add(self)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._inner.unsent_bytes
+
+    def send(self, message: Message) -> None:
+        if self._closed.is_set():
+            raise ConnectionLost("the connection is closed")
+        barrier = self._barrier()
+        for _ in range(self._network.copies(message)):
+            if barrier is None:
+                self._inner.send(message)
+                continue
+            barrier.held += 1
+            if not self._waiting:
+                barrier.call_when_open(self._flush)
+            self._waiting.append(message)
+
+    async def drain(self) -> None:
+        await self._inner.drain()
+
+    async def receive(self) -> Message:
+        message = await self._inner.receive()
+        if isinstance(message, Hello):
+            self.side = "routers" if message.kv is None else "workers"
+        barrier = self._barrier()
+        if barrier is not None:
+            await self._pass(barrier)
+        return message
+
+    async def close(self) -> None:
+        self._closed.set()
+        self._network.connections.discard(self)
+        await self._inner.close()
+
+    def _barrier(self) -> Barrier | None:
+        """What stands in the way now."""
+        if self.side is None:
+            return None
+        barrier = self._network.barriers[self.side]
+        return barrier if barrier.is_closed else None
+
+    async def _pass(self, barrier: Barrier) -> None:
+        """Raises ConnectionLost where the connection is closed meanwhile."""
+        passing = asyncio.ensure_future(barrier.passed())
+        closing = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((passing, closing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            passing.cancel()
+            closing.cancel()
+        if self._closed.is_set():
+            raise ConnectionLost("the connection is closed")
+
+    def _flush(self) -> None:
+        while self._waiting and not self._closed.is_set():
+            try:
+                self._inner.send(self._waiting.popleft())
+            except ConnectionLost:
+                self._waiting.clear()

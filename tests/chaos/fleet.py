@@ -1,0 +1,139 @@
+"""The server under chaos: started, looked at, and ended with all its processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import msgspec
+
+from cluster.descendants import become_subreaper, descendants, end_descendants
+from cluster.local_ray import free_ports
+from cluster.server_process import processes_named
+from tests.chaos.control import Control
+from tests.chaos.server import ServerOrder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROLES = ("prefill", "decode")
+REPLICAS = 2  # of each role, and routers
+START_S = 180.0
+POLITE_S = 6.0
+IMPOLITE_S = 1.0
+
+SETTINGS: dict[str, Any] = {
+    # Tokens are compared: bf16 leaves near-ties that the order of additions decides.
+    "model": {"dtype": "float32"},
+    # Room for what runs at once, and not for every prompt of the run: KV has to travel.
+    "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
+    "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
+    "router": {"replicas": REPLICAS},
+}
+
+
+class NotUp(Exception):
+    """The server did not come up, or did not get whole again; the message says where its words are."""
+
+
+class ServerUnderChaos:
+    """A context manager: inside it the whole fleet is up at `url`. All processes below this one are the server's."""
+
+    def __init__(self, settings: dict[str, Any], log: Path):
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.control = Control()
+        self._settings = settings
+        self._log = log
+        self._output: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def __aenter__(self) -> "ServerUnderChaos":
+        become_subreaper()
+        process = self._begin(ServerOrder(self._settings, self.port, await self.control.start()))
+        try:
+            async with asyncio.timeout(START_S):
+                while not await self.is_whole():
+                    if process.poll() is not None:
+                        raise NotUp(f"the server has ended, see {self._log}")
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            self._end()
+            raise NotUp(f"the server was not whole after {START_S:g} s, see {self._log}") from None
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._end)
+        await self.control.close()
+
+    async def status(self) -> dict[str, Any] | None:
+        """What a router says of itself and the workers; None where none answers."""
+        return await asyncio.to_thread(self._fetch_status)
+
+    async def is_whole(self) -> bool:
+        """Whether a router reaches every worker, each of which is one that our agents know."""
+        return all([await self.is_role_whole(role) for role in ROLES])
+
+    async def is_role_whole(self, role: str) -> bool:
+        known = {worker.worker_id for worker in self.control.of_role(role)}
+        return len(known) == REPLICAS and await self.reachable(role) == known
+
+    async def reachable(self, role: str) -> set[str]:
+        """The ids of the workers that a router reaches."""
+        status = await self.status() or {"workers": []}
+        return {one["worker_id"] for one in status["workers"] if one["role"] == role and one["reachable"]}
+
+    async def owned_blocks(self) -> int:
+        """Of all workers; -1 where that can't be told."""
+        status = await self.status()
+        if status is None or any(one["stats"] is None for one in status["workers"]):
+            return -1
+        owned: int = sum(one["stats"]["owned_blocks"] for one in status["workers"])
+        return owned
+
+    def routers(self) -> list[int]:
+        """Their process ids."""
+        return processes_named("ServeReplica:twostroke:Router", descendants())
+
+    def _begin(self, order: ServerOrder) -> "subprocess.Popen[bytes]":
+        self._output = self._log.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.server"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,  # a terminal's Ctrl-C must not end Ray's processes in any odd order
+        )
+        assert self._process.stdin is not None  # asked for above
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._process.stdin.flush()
+        return self._process
+
+    def _fetch_status(self) -> dict[str, Any] | None:
+        try:
+            with urllib.request.urlopen(f"{self.url}/status", timeout=5) as answer:
+                status: dict[str, Any] = json.load(answer)
+                return status
+        except (OSError, ValueError):
+            return None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None  # asked for at its start
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # Ray is stuck: what is left is ended next
+                self._process.wait(POLITE_S)
+        end_descendants(IMPOLITE_S)
+        if self._output is not None:
+            self._output.close()

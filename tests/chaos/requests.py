@@ -1,0 +1,65 @@
+"""What clients ask for: completions of every kind, the same ones for the same seed."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = "twostroke-bundled"
+
+# Some prompts begin alike, so that caches are hit and prefixes pulled beside all the KV that travels.
+NUM_PREFIXES = 4
+PREFIX_TOKENS = 192
+SHORTEST, LONGEST = 20, 600  # prompts, in tokens
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request. `key` names it: equal requests are answered with equal tokens, whatever happens."""
+
+    key: int
+    body: dict[str, Any]
+
+    @property
+    def num_choices(self) -> int:
+        choices: int = self.body["n"]
+        return choices
+
+
+def draw_requests(seed: int, count: int) -> list[ClientRequest]:
+    """`count` different requests."""
+    draw = random.Random(seed)
+    prefixes = [_tokens(draw, PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
+    return [ClientRequest(key, _body(draw, prefixes)) for key in range(count)]
+
+
+def _body(draw: random.Random, prefixes: list[list[int]]) -> dict[str, Any]:
+    length = round(SHORTEST * (LONGEST / SHORTEST) ** draw.random())
+    prompt = _tokens(draw, length)
+    if draw.random() < 0.3:
+        prompt = (draw.choice(prefixes) + prompt)[:LONGEST]
+    n = draw.choices((1, 2, 3), (70, 20, 10))[0]
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": draw.randint(30, 300) // n,
+        "n": n,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": draw.random() < 0.9,
+        "seed": draw.getrandbits(31),
+        "temperature": draw.choice((0.0, 0.0, 0.7, 1.0)),
+    }
+    if draw.random() < 0.3:
+        body |= {"top_p": 0.9, "top_k": 50}
+    if draw.random() < 0.5:  # they show KV that is a little wrong long before a token does
+        body["logprobs"] = 2
+    if draw.random() < 0.2:
+        body["stop"] = draw.sample(["\n\n", "return", ")\n", " the", "self."], 2)
+    if draw.random() < 0.15:
+        body |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
+    return body
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randint(300, 3300) for _ in range(count)]
