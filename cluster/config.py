@@ -147,7 +147,8 @@ class RouterSection:
             retry_poll_s=_NOT_AT_ONCE_S,
             prefill_failed_repeat_s=_NOT_AT_ONCE_S,
             pull_min_tokens=1,
-            prefix_index_pieces=1,
+            index_blocks=1,
+            expected_s=_NOT_AT_ONCE_S,
         ),
     )
     token_channel: TokenChannelConfig = field(

@@ -17,6 +17,7 @@ from protocol.tickets import Peer, Ticket
 from router.config import PipelineConfig
 from router.fleet import Fleet
 from router.in_flight import Hold
+from router.path_finder import PathFinder
 from router.policy import Path
 from router.prefix_pulls import PrefixPulls
 from router.stages import Stages
@@ -34,6 +35,7 @@ class Surroundings:
 
     fleet: Fleet
     channels: TokenChannels
+    finder: PathFinder
     pulls: PrefixPulls
     records: WorkerRecords
     clock: Clock
@@ -60,6 +62,7 @@ class Attempt:
         """Whether the decode worker has drawn a token of its own."""
         self._channels = around.channels
         self._fleet = around.fleet
+        self._finder = around.finder
         self._pulls = around.pulls
         self._records = around.records
         self._clock = around.clock
@@ -122,12 +125,9 @@ class Attempt:
                 tasks.append(telling)
             await asyncio.gather(*tasks, return_exceptions=True)
             self._records.ended(self._case, calls)
-            if self._stream.heard:
-                prompt = self._request.token_ids[: self._request.num_prompt_tokens]
-                computed = (*prompt, *sent)[:-1]  # nobody computes the last token's KV
-                self._pulls.remember(self._decode, computed, self._request.cache_salt)
 
     def _note_progress(self, event: TokenEvent) -> None:
+        self._hold.prompt_computed()
         now = self._clock()
         stages = self._stages
         if stages.first_token is None and event.tokens:
@@ -204,7 +204,7 @@ class Attempt:
             stages.num_cached_tokens = min(reply.num_cached_tokens, self._request.num_prompt_tokens)
             self._records.prompt_done(self._case, worker.peer, self._decode)
             self._stream.push(reply.event)
-            self._pulls.remember(worker.peer, self._request.token_ids, self._request.cache_salt)
+            self._finder.prefilled(self._path, len(self._request.token_ids), reply)
         finally:
             self._hold.release(worker.peer)
 

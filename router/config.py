@@ -1,10 +1,13 @@
 """What a user may set about the way of a sequence through the workers."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from protocol.errors import ConfigError
 from router.ejection import EjectionConfig
 from router.suspects import SuspectsConfig
+
+Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,15 @@ class PipelineConfig:
     prefill_failed_repeat_s: float = 0.25  # until the decode worker is heard of: it may not know the request yet
     pulls: bool = True  # prefill workers fetch the prompt's beginning from whoever computed it before
     pull_min_tokens: int = 128  # where that spares so many at least
-    prefix_index_pieces: int = 65536  # pieces of 32 tokens of which the router remembers who holds them
+    policy: Policy = "kv_aware"  # how workers are chosen
+    decodes_alone: bool = True  # decode workers compute prompts themselves where that is quicker
+    index_blocks: int = 2_000_000  # of which the router remembers who holds them
+    expected_s: float = 5.0  # what its decisions lead to is counted on so long before the workers have told of it
     ejection: EjectionConfig = field(default_factory=EjectionConfig)
     suspects: SuspectsConfig = field(default_factory=SuspectsConfig)
 
     def __post_init__(self) -> None:
-        for name in ("pull_min_tokens", "prefix_index_pieces"):
+        for name in ("pull_min_tokens", "index_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be at least 1")
         if self.request_timeout_s <= 0:

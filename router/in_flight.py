@@ -1,53 +1,166 @@
-"""What this router replica has under way at each worker: exact, and newer than the workers' own numbers."""
+"""What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
 
-from collections import Counter
-from collections.abc import Iterable
+A worker's numbers tell of all routers' requests, but are a moment old. `Load.of` joins the two without counting work
+twice.
+"""
 
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from protocol.clock import Clock
 from protocol.tickets import Peer
+
+_DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """What one request is to a worker."""
+
+    worker: Peer
+    prompt_tokens: int  # to be computed there
+    context_tokens: int  # of KV that it will hold there
+    class_name: str = "standard"
+
+
+@dataclass(slots=True)
+class Work:
+    """A sum of places."""
+
+    requests: int = 0
+    context_tokens: int = 0
+    prompt_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by class
+
+    def add(self, place: Place, sign: int) -> None:
+        """Count `place` in (1) or out (-1)."""
+        self.requests += sign
+        self.context_tokens += sign * place.context_tokens
+        self.prompt_tokens[place.class_name] += sign * place.prompt_tokens
+
+
+@dataclass(slots=True)
+class Load:
+    """This router's work at one worker: all there is now, what the worker's numbers count in, what came since."""
+
+    now: Work = field(default_factory=Work)
+    told: Work = field(default_factory=Work)
+    since: Work = field(default_factory=Work)
+    fresh: dict[Place, float] = field(default_factory=dict)  # held since the numbers came, or just before: and when
+
+    @staticmethod
+    def joined(told_by_worker: float, now: float, told: float, since: float) -> float:
+        """What is there now, of what the worker told of when this router's part was `told`.
+
+        Others' part is what was more than that. No more can be there than was, with what came since: requests that
+        ended, or got on, are out of the worker's number before this router hears of it.
+        """
+        return min(told_by_worker + since, max(told_by_worker - told, 0.0) + now)
+
+    def requests(self, told_by_worker: float) -> float:
+        """Requests there now, where the worker told of so many."""
+        return self.joined(told_by_worker, self.now.requests, self.told.requests, self.since.requests)
+
+    def context_tokens(self, told_by_worker: float) -> float:
+        """Their tokens of KV."""
+        return self.joined(told_by_worker, self.now.context_tokens, self.told.context_tokens, self.since.context_tokens)
+
+    def prompt_tokens(self, class_name: str, told_by_worker: float) -> float:
+        """Prompt tokens of a class that are still to be computed."""
+        return self.joined(
+            told_by_worker,
+            self.now.prompt_tokens[class_name],
+            self.told.prompt_tokens[class_name],
+            self.since.prompt_tokens[class_name],
+        )
 
 
 class Hold:
     """One request's places at its workers, until released."""
 
-    def __init__(self, counts: "InFlight", workers: Iterable[Peer], num_tokens: int):
+    def __init__(self, counts: "InFlight", places: Sequence[Place]):
         self._counts = counts
-        self._workers = set(workers)
-        self._num_tokens = num_tokens
-        for worker in self._workers:
-            counts._add(worker, 1, num_tokens)
+        self._places = {place.worker: place for place in places}
+        for place in self._places.values():
+            counts._enter(place)
 
     def release(self, worker: Peer | None = None) -> None:
         """Give up the place at `worker`, or all that are left. May be called more than once."""
-        for one in self._workers & ({worker} if worker is not None else self._workers):
-            self._workers.discard(one)
-            self._counts._add(one, -1, -self._num_tokens)
+        for one in [worker] if worker is not None else list(self._places):
+            place = self._places.pop(one, None)
+            if place is not None:
+                self._counts._leave(place)
+
+    def prompt_computed(self) -> None:
+        """The first token has come: no worker has to compute the prompt any more."""
+        for worker, place in self._places.items():
+            if place.prompt_tokens:
+                self._places[worker] = self._counts._compute(place)
 
 
 class InFlight:
-    """Counts of requests and of their prompt tokens, by worker."""
+    """The load at every worker. `changed` is called with each worker whose load has changed."""
 
-    def __init__(self) -> None:
-        self._requests: Counter[Peer] = Counter()
-        self._tokens: Counter[Peer] = Counter()
+    def __init__(self, clock: Clock, changed: Callable[[Peer], None] = lambda worker: None):
+        self._clock = clock
+        self._changed = changed
+        self._loads: dict[Peer, Load] = {}
+        self._total = 0
 
-    def hold(self, workers: Iterable[Peer], num_tokens: int) -> Hold:
-        """Count a request of `num_tokens` prompt tokens at each of `workers`."""
-        return Hold(self, workers, num_tokens)
+    def hold(self, places: Sequence[Place]) -> Hold:
+        """Count a request in at these places."""
+        return Hold(self, places)
 
-    def requests(self, worker: Peer) -> int:
-        """Requests under way at `worker`."""
-        return self._requests[worker]
-
-    def tokens(self, worker: Peer) -> int:
-        """Prompt tokens of those requests."""
-        return self._tokens[worker]
+    def load(self, worker: Peer) -> Load:
+        """This router's work at `worker`."""
+        return self._loads.get(worker) or Load()
 
     def total(self) -> int:
         """All places held: 0 when idle."""
-        return self._requests.total()
+        return self._total
 
-    def _add(self, worker: Peer, requests: int, tokens: int) -> None:
-        self._requests[worker] += requests
-        self._tokens[worker] += tokens
-        if self._requests[worker] == 0:  # workers come and go: no trace of one stays behind
-            del self._requests[worker], self._tokens[worker]
+    def told(self, worker: Peer) -> None:
+        """The worker has just told its numbers."""
+        load = self._loads.get(worker)
+        if load is None:
+            return
+        if load.now.requests == 0:
+            del self._loads[worker]
+            return
+        now = self._clock()
+        load.fresh = {place: at for place, at in load.fresh.items() if now - at < _DELIVERY_S}
+        load.since = Work()
+        load.told = Work(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
+        for place in load.fresh:
+            load.since.add(place, 1)
+            load.told.add(place, -1)
+
+    def keep(self, workers: Collection[Peer]) -> None:
+        """Forget workers that are gone, once nothing is held there."""
+        for worker in self._loads.keys() - set(workers):
+            if self._loads[worker].now.requests == 0:
+                del self._loads[worker]
+
+    def _enter(self, place: Place) -> None:
+        load = self._loads.setdefault(place.worker, Load())
+        load.now.add(place, 1)
+        load.since.add(place, 1)
+        load.fresh[place] = self._clock()
+        self._total += 1
+        self._changed(place.worker)
+
+    def _leave(self, place: Place) -> None:
+        load = self._loads[place.worker]  # there even where nothing is left: the worker's numbers may still count it
+        load.now.add(place, -1)
+        load.fresh.pop(place, None)
+        self._total -= 1
+        self._changed(place.worker)
+
+    def _compute(self, place: Place) -> Place:
+        load = self._loads[place.worker]
+        computed = Place(place.worker, 0, place.context_tokens, place.class_name)
+        load.now.prompt_tokens[place.class_name] -= place.prompt_tokens
+        if (at := load.fresh.pop(place, None)) is not None:
+            load.fresh[computed] = at
+        self._changed(place.worker)
+        return computed

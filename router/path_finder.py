@@ -1,62 +1,74 @@
 """Finding the workers of an attempt, and waiting for some where there are none."""
 
 import asyncio
+import dataclasses
 from collections.abc import Collection, Sequence
 
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
-from protocol.requests import GenerateRequest
-from protocol.stats import WorkerInfo
+from protocol.requests import GenerateRequest, PrefillReply
 from protocol.tickets import Peer
+from router.cached_prefixes import CachedPrefixes
+from router.cheapest_path import cheapest_path
 from router.config import PipelineConfig
 from router.fleet import Fleet
-from router.in_flight import Hold, InFlight
-from router.policy import Candidate, NoPath, Path, choose
-from router.prefix_pulls import PrefixPulls
-from router.token_channels import TokenChannels
+from router.fleet_view import FleetView
+from router.in_flight import Hold, Place
+from router.path_costs import Need
+from router.policy import NoPath, Path, choose_source, least_loaded, round_robin
+from router.token_channels import ChannelListener, TokenChannels
+
+_FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
+_ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
 
 
 class PathFinder:
-    """Asks the policy, with what is known now, and holds the workers' places before another request asks."""
+    """Asks the policy, with what is known now, and holds the workers' places before another request asks.
 
-    def __init__(
-        self, *, fleet: Fleet, channels: TokenChannels, pulls: PrefixPulls, clock: Clock, config: PipelineConfig
-    ):
+    Takes the channels' listener for itself: to be made before the channels follow any worker.
+    """
+
+    def __init__(self, *, fleet: Fleet, channels: TokenChannels, clock: Clock, config: PipelineConfig):
         self._fleet = fleet
         self._channels = channels
-        self._pulls = pulls
         self._clock = clock
         self._config = config
-        self._in_flight = InFlight()
+        self._view = FleetView(channels, clock)
+        self._cached: CachedPrefixes | None = None
+        if config.policy == "kv_aware":
+            self._cached = CachedPrefixes(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+        self._turn = 0
+        self._answer_tokens = _FIRST_ANSWER_TOKENS
+        channels.listen(
+            ChannelListener(
+                told=self._view.told,
+                changed=self._view.changed,
+                blocks=None if self._cached is None else self._cached.heard,
+            )
+        )
 
     @property
     def in_flight(self) -> int:
         """Places held at workers: 0 when idle."""
-        return self._in_flight.total()
+        return self._view.in_flight.total()
 
-    async def find(self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer]) -> tuple[Path, Hold]:
+    async def find(
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int],
+        failed: Collection[Peer],
+        ejected: Collection[Peer] = (),
+    ) -> tuple[Path, Hold]:
         """The path of the attempt after the outputs `sent`, its decode worker reachable, and the hold on the pair.
 
         `failed` are workers that failed the request: one that lost a worker waits for another, a new one is refused at
-        once. Raises NoPath.
+        once. `ejected` are taken only for want of others. Raises NoPath.
         """
         now = self._clock()
         deadline = now + (self._config.retry_wait_s if failed else 0.0)
-        num_tokens = len(request.token_ids) + len(sent)
         while True:
-            workers = self._fleet.workers()
-            self._channels.follow(workers)
-            self._pulls.follow(workers)
-            down = {info.peer for info in workers if self._channels.is_down(info.peer)}
-            candidates = self._candidates(workers)
-            avoid = down.union(failed)
             try:
-                path = choose(
-                    [one for one in candidates if one.info.role == "prefill"],
-                    [one for one in candidates if one.info.role == "decode"],
-                    num_tokens=num_tokens,
-                    avoid=avoid,
-                )
+                path = self.choose(request, sent, failed, ejected)
             except NoPath:
                 if self._clock() >= deadline:
                     raise
@@ -65,28 +77,98 @@ class PathFinder:
             if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
+            was_down = self._channels.is_down(path.decode.peer)
             # Held before anything is awaited: requests that come together must see each other.
-            hold = self._in_flight.hold([info.peer for info in (path.prefill, path.decode) if info], num_tokens)
+            hold = self._hold(path, request, sent)
             try:
                 await self._channels.ensure(path.decode)
-                return self._pulls.with_source(path, request, sent, candidates, avoid), hold
+                return path, hold
             except BaseException as error:
                 hold.release()
                 if not isinstance(error, WorkerLost):
                     raise
-                if path.decode.peer not in down:
+                if not was_down:
                     continue  # it is known to be down now, so others come first
                 if self._clock() >= deadline:
                     raise NoPath("no decode worker can be reached; try again shortly") from error
             await asyncio.sleep(self._config.retry_poll_s)
 
-    def _candidates(self, workers: Sequence[WorkerInfo]) -> list[Candidate]:
-        return [
-            Candidate(
-                info,
-                self._channels.stats(info.peer),
-                self._in_flight.requests(info.peer),
-                self._in_flight.tokens(info.peer),
-            )
-            for info in workers
-        ]
+    def choose(
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int] = (),
+        failed: Collection[Peer] = (),
+        ejected: Collection[Peer] = (),
+    ) -> Path:
+        """The path that is best now; holds nothing. Raises NoPath."""
+        infos = self._fleet.workers()
+        self._channels.follow(infos)
+        if self._view.follow(infos) and self._cached is not None:
+            self._cached.keep({info.peer for info in infos})
+        self._turn += 1
+        workers = self._view.workers()
+        if self._cached is None or workers is None:
+            return self._by_load(request, sent, failed, ejected)
+        need = Need(
+            num_tokens=len(request.token_ids) + len(sent),
+            answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
+            promise=request.promise,
+            min_pull_tokens=self._config.pull_min_tokens if self._config.pulls else None,
+        )
+        return cheapest_path(
+            workers,
+            need,
+            self._cached.held(workers, request, sent),
+            failed=failed,
+            ejected=ejected,
+            decodes_alone=self._config.decodes_alone,
+            turn=self._turn,
+        )
+
+    def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
+        """The path's prefill worker has read its `num_tokens` tokens. Of a pull that came, learn how long it took."""
+        if path.prefill is None or path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
+            return
+        if reply.num_cached_tokens >= num_tokens - path.new_tokens:
+            took_s = reply.prefill_s - path.estimate.prefill_s
+            self._view.rates.pulled(path.prefill.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+
+    def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
+        """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
+        self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+        if self._cached is not None:
+            self._cached.expect(path.decode, request, sent[:-1])
+
+    def _by_load(
+        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
+    ) -> Path:
+        num_tokens = len(request.token_ids) + len(sent)
+        prefill, decode = self._view.candidates("prefill"), self._view.candidates("decode")
+        avoid = self._view.down().union(failed)
+        if self._config.policy == "round_robin":
+            return round_robin(prefill, decode, num_tokens=num_tokens, turn=self._turn, avoid=avoid, ejected=ejected)
+        path = least_loaded(prefill, decode, num_tokens=num_tokens, avoid=avoid, ejected=ejected)
+        if self._cached is None or path.prefill is None or not self._config.pulls:
+            return path
+        source = choose_source(
+            path.prefill,
+            [*prefill, *decode],
+            held_tokens=self._cached.held_by(self._view.infos, request, sent),
+            num_tokens=num_tokens,
+            min_tokens=self._config.pull_min_tokens,
+            avoid=avoid.union(ejected),
+        )
+        return dataclasses.replace(path, source=source)
+
+    def _hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
+        num_tokens = len(request.token_ids) + len(sent)
+        new_tokens = num_tokens if path.new_tokens is None else path.new_tokens
+        class_name = request.promise.class_name
+        places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
+        if path.prefill is not None:
+            places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
+            if self._cached is not None:
+                self._cached.expect(path.prefill, request, sent)
+        if self._cached is not None:
+            self._cached.expect(path.decode, request, sent)
+        return self._view.in_flight.hold(places)

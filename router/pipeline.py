@@ -74,9 +74,9 @@ class Pipeline:
         self._records = WorkerRecords(fleet=fleet, channels=channels, clock=clock, config=config, draw=draw)
         self._budget = RetryBudget(share=config.retry_budget, floor=config.retry_floor, clock=clock)
         self._backoff = Backoff(first_s=config.retry_first_s, most_s=config.retry_most_s, draw=draw)
-        self._pulls = PrefixPulls(channels=channels, secret=secret, config=config)
-        self._finder = PathFinder(fleet=fleet, channels=channels, pulls=self._pulls, clock=clock, config=config)
-        self._around = Surroundings(fleet, channels, self._pulls, self._records, clock, config)
+        self._finder = PathFinder(fleet=fleet, channels=channels, clock=clock, config=config)
+        pulls = PrefixPulls(channels=channels, secret=secret)
+        self._around = Surroundings(fleet, channels, self._finder, pulls, self._records, clock, config)
 
     @property
     def in_flight(self) -> int:
@@ -145,6 +145,8 @@ class Pipeline:
                 hold.release()
                 if stages.attempts > 0:
                     stages.end_attempt(begin, self._clock(), path, failure)
+                if attempt is not None and attempt.has_got_on:
+                    self._finder.answered(path, request, sent)
                 self._records.ended(case, tuple(case.stays))
             await self._records.turns.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
@@ -154,12 +156,13 @@ class Pipeline:
     ) -> tuple[Path, Hold]:
         """The next attempt's path, around workers that are ejected and pairs that can't exchange KV."""
         async with self._until(deadline):
-            path, hold = await self._finder.find(request, sent, failed)
+            ejected = self._records.ejected()
+            path, hold = await self._finder.find(request, sent, failed, ejected)
             strangers = self._records.strangers_to(path.decode.peer)
             if path.prefill is None or path.prefill.peer not in strangers:
                 return path, hold
             hold.release()
-            return await self._finder.find(request, sent, strangers.union(failed))
+            return await self._finder.find(request, sent, failed, ejected | strangers)
 
     def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: Stages) -> GenerateRequest:
         """The request as the workers see it now, under an id of its own."""

@@ -1,6 +1,7 @@
-"""Which workers serve a request. Pure: loads in, a path out; nothing here does I/O or draws random numbers.
+"""Which workers serve a request, by load or in turn. Pure: nothing here does I/O or draws random numbers.
 
-The pair is chosen by load alone; which worker holds what decides only whom the prefill worker pulls a prefix from.
+These two are what the kv_aware policy (cheapest_path.py) is compared with; by load it chooses itself until workers have
+told what their steps cost.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +28,8 @@ class Path:
     prefill: WorkerInfo | None
     decode: WorkerInfo
     source: WorkerInfo | None = None  # the prefill worker pulls the prompt's beginning from it
-    estimate: Estimate | None = None  # None: the workers have not told their costs yet
+    estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
+    new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Candidate:
     stats: WorkerStats | None = None
     in_flight_requests: int = 0  # this router's own
     in_flight_tokens: int = 0  # prompt tokens of those
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no new requests."""
+        return self.stats is not None and self.stats.is_draining
 
     @property
     def queued_tokens(self) -> int:
@@ -60,37 +67,41 @@ class Candidate:
         return blocks * self.info.layout.block_size
 
 
-def choose(
+def least_loaded(
     prefill: Sequence[Candidate],
     decode: Sequence[Candidate],
     *,
     num_tokens: int,
     avoid: Collection[Peer] = (),
+    ejected: Collection[Peer] = (),
 ) -> Path:
     """The path for a request whose prompt has `num_tokens` tokens.
 
     Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
     blocks. Prefill: the fewest queued tokens among those whose KV the decode worker can take. The worker id
-    breaks ties. Workers in `avoid` failed this request before: a prefill worker among them is never taken, a decode
-    worker only where there is no other. Raises NoPath where no decode worker is left.
+    breaks ties. Workers in `avoid` failed this request before, those in `ejected` many: a prefill worker among them is
+    never taken, a decode worker only where there is no other. Raises NoPath where no decode worker is left.
     """
-    able = [one for one in decode if one.info.max_context >= num_tokens]
-    others = [one for one in able if one.info.peer not in avoid]
-    if not able:
-        raise NoPath("no decode worker is available; try again shortly")
-    best = min(others or able, key=lambda one: _decode_order(one, num_tokens))
-    if not best.info.transfer_addresses:
-        return Path(None, best.info)
-    partners = [
-        one
-        for one in prefill
-        if incompatibility(one.info.layout, best.info.layout) is None
-        and one.info.max_context >= num_tokens
-        and one.info.peer not in avoid
-    ]
-    if not partners:
-        return Path(None, best.info)
-    return Path(min(partners, key=_prefill_order).info, best.info)
+    able = _able_to_decode(decode, num_tokens, avoid, ejected)
+    best = min(able, key=lambda one: _decode_order(one, num_tokens))
+    partners = _partners(best, prefill, num_tokens, avoid, ejected)
+    return Path(min(partners, key=_prefill_order).info if partners else None, best.info)
+
+
+def round_robin(
+    prefill: Sequence[Candidate],
+    decode: Sequence[Candidate],
+    *,
+    num_tokens: int,
+    turn: int,
+    avoid: Collection[Peer] = (),
+    ejected: Collection[Peer] = (),
+) -> Path:
+    """As `least_loaded`, but whatever the load: of each role the worker whose turn it is, in the order of their ids."""
+    able = sorted(_able_to_decode(decode, num_tokens, avoid, ejected), key=_worker_id)
+    best = able[turn % len(able)]
+    partners = sorted(_partners(best, prefill, num_tokens, avoid, ejected), key=_worker_id)
+    return Path(partners[turn % len(partners)].info if partners else None, best.info)
 
 
 def choose_source(
@@ -123,6 +134,38 @@ def choose_source(
     if not sources:
         return None
     return min(sources, key=lambda one: (-held_tokens[one.info.peer], one.requests, one.info.peer.worker_id)).info
+
+
+def _able_to_decode(
+    decode: Sequence[Candidate], num_tokens: int, avoid: Collection[Peer], ejected: Collection[Peer]
+) -> list[Candidate]:
+    """The decode workers to choose from: the least objectionable. Raises NoPath."""
+    able = [one for one in decode if one.info.max_context >= num_tokens and not one.is_draining]
+    if not able:
+        raise NoPath("no decode worker is available; try again shortly")
+    welcome = [one for one in able if one.info.peer not in avoid]
+    return [one for one in welcome if one.info.peer not in ejected] or welcome or able
+
+
+def _partners(
+    decode: Candidate, prefill: Sequence[Candidate], num_tokens: int, avoid: Collection[Peer], ejected: Collection[Peer]
+) -> list[Candidate]:
+    """The prefill workers that can compute the prompt for `decode`."""
+    if not decode.info.transfer_addresses:
+        return []
+    return [
+        one
+        for one in prefill
+        if incompatibility(one.info.layout, decode.info.layout) is None
+        and one.info.max_context >= num_tokens
+        and not one.is_draining
+        and one.info.peer not in avoid
+        and one.info.peer not in ejected
+    ]
+
+
+def _worker_id(one: Candidate) -> str:
+    return one.info.peer.worker_id
 
 
 def _decode_order(one: Candidate, num_tokens: int) -> tuple[bool, int, int, str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from protocol.clock import Clock
 from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
 from protocol.messages import (
+    BlocksChanged,
+    BlocksHeld,
     Cancel,
     Hello,
     KVNotSent,
@@ -19,6 +21,7 @@ from protocol.messages import (
     Ping,
     PrefillFailed,
     Refuse,
+    ReportBlocks,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -44,11 +47,29 @@ class TokenChannelConfig:
     backoff_most_s: float = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelListener:
+    """Who wants to hear of what the channels bring. All are called on the event loop and must not wait."""
+
+    told: Callable[[Peer, WorkerStats], None]  # a worker's numbers
+    changed: Callable[[Peer], None]  # a worker's channel has come up, or has dropped
+    blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None  # False: ask it for all; None: ask for nothing
+
+
 class _Channel:
     """One worker's connection, and the task that keeps it up."""
 
-    def __init__(self, info: WorkerInfo, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig):
+    def __init__(
+        self,
+        info: WorkerInfo,
+        network: Network,
+        peer: Peer,
+        clock: Clock,
+        config: TokenChannelConfig,
+        listener: ChannelListener | None,
+    ):
         self.info = info
+        self._listener = listener
         self.stats: WorkerStats | None = None
         self._network = network
         self._peer = peer
@@ -166,6 +187,10 @@ class _Channel:
         self._failed = False
         self._dropped.clear()
         self._settle(None)
+        if self._listener is not None:
+            self._listener.changed(self.info.peer)
+            if self._listener.blocks is not None:
+                connection.send(ReportBlocks())
         silence = Silence(self._clock, self._config.silence_s)
         watch = asyncio.create_task(self._watch(connection, silence))
         try:
@@ -180,6 +205,10 @@ class _Channel:
                                 stream.receive(event)
                     case StatsFrame():
                         self.stats = message.stats
+                        if self._listener is not None:
+                            self._listener.told(self.info.peer, message.stats)
+                    case BlocksHeld() | BlocksChanged():
+                        self._hear_of_blocks(connection, message)
                     case KVNotSent():
                         not_sent = self._sendings.pop(message.request_id, None)
                         if not_sent is not None:
@@ -191,6 +220,12 @@ class _Channel:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+
+    def _hear_of_blocks(self, connection: Connection, message: BlocksHeld | BlocksChanged) -> None:
+        if self._listener is None or self._listener.blocks is None:
+            raise ProtocolError("a worker told of its blocks without being asked")
+        if not self._listener.blocks(self.info.peer, message):
+            connection.send(ReportBlocks())
 
     async def _watch(self, connection: Connection, silence: Silence) -> None:
         """Give signs of life, and close a connection whose other side gives none."""
@@ -214,6 +249,8 @@ class _Channel:
         self._failed = True
         self.stats = None
         self._dropped.set()
+        if self._listener is not None:
+            self._listener.changed(self.info.peer)
         self._settle(error)
         self._attempt = asyncio.get_running_loop().create_future()
         self._hurry.clear()
@@ -248,10 +285,22 @@ class TokenChannels:
         self._clock = clock
         self._config = config
         self._channels: dict[Peer, _Channel] = {}
+        self._followed: list[WorkerInfo] = []
+        self._listener: ChannelListener | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+
+    def listen(self, listener: ChannelListener) -> None:
+        """Have `listener` told of all channels. Raises RuntimeError where there are channels already."""
+        if self._channels:
+            raise RuntimeError("a listener must be there before the first channel is")
+        self._listener = listener
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
         """Keep a channel to each of `workers` and to nobody else. Returns at once; connects in the background."""
+        workers = list(workers)
+        if workers == self._followed and len(self._channels) == len(workers):
+            return  # quick: this is asked for each request
+        self._followed = workers
         present = {info.peer: info for info in workers}
         for gone in self._channels.keys() - present.keys():
             task = asyncio.create_task(self._channels.pop(gone).close())
@@ -259,13 +308,13 @@ class TokenChannels:
             task.add_done_callback(self._leaving.discard)
         for peer, info in present.items():
             if peer not in self._channels:
-                self._channels[peer] = _Channel(info, self._network, self.peer, self._clock, self._config)
+                self._channels[peer] = self._open(info)
 
     async def ensure(self, info: WorkerInfo) -> None:
         """Return once there is a channel to this worker. Raises WorkerLost where an attempt at it fails."""
         channel = self._channels.get(info.peer)
         if channel is None:
-            channel = _Channel(info, self._network, self.peer, self._clock, self._config)
+            channel = self._open(info)
             self._channels[info.peer] = channel
         await channel.ensure()
 
@@ -332,6 +381,9 @@ class TokenChannels:
         """Close every channel; streams still open raise WorkerLost."""
         self.follow(())
         await asyncio.gather(*self._leaving)
+
+    def _open(self, info: WorkerInfo) -> _Channel:
+        return _Channel(info, self._network, self.peer, self._clock, self._config, self._listener)
 
     def _send(self, worker: Peer, message: Message) -> None:
         channel = self._channels.get(worker)

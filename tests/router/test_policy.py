@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from protocol.kv_layout import KVLayout
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer
-from router.policy import Candidate, NoPath, choose, choose_source
+from router.policy import Candidate, NoPath, choose_source, least_loaded, round_robin
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 
@@ -21,7 +21,7 @@ def names(path):
 
 
 def test_the_least_loaded_of_each_role_is_taken():
-    path = choose(
+    path = least_loaded(
         [worker("prefill", "p0", tokens=50), worker("prefill", "p1", tokens=10)],
         [worker("decode", "d0", requests=3), worker("decode", "d1", requests=2)],
         num_tokens=20,
@@ -31,7 +31,7 @@ def test_the_least_loaded_of_each_role_is_taken():
 
 def test_other_routers_requests_count_by_the_workers_own_numbers():
     busy = WorkerStats(num_running=5, num_waiting=4, num_waiting_tokens=900, free_blocks=100)
-    path = choose(
+    path = least_loaded(
         [worker("prefill", "p0", stats=busy), worker("prefill", "p1", tokens=10)],
         [worker("decode", "d0", stats=busy), worker("decode", "d1", requests=8)],
         num_tokens=20,
@@ -41,21 +41,21 @@ def test_other_routers_requests_count_by_the_workers_own_numbers():
 
 def test_a_decode_worker_with_room_comes_before_an_idle_one_without():
     full = WorkerStats(free_blocks=1)
-    path = choose([], [worker("decode", "d0", stats=full), worker("decode", "d1", requests=9)], num_tokens=20)
+    path = least_loaded([], [worker("decode", "d0", stats=full), worker("decode", "d1", requests=9)], num_tokens=20)
     assert names(path) == (None, "d1")
 
 
 def test_free_blocks_break_ties_before_names_do():
     some, more = WorkerStats(free_blocks=50), WorkerStats(free_blocks=60)
-    path = choose([], [worker("decode", "d0", stats=some), worker("decode", "d1", stats=more)], num_tokens=20)
+    path = least_loaded([], [worker("decode", "d0", stats=some), worker("decode", "d1", stats=more)], num_tokens=20)
     assert names(path) == (None, "d1")
 
 
 def test_a_failed_prefill_worker_is_never_taken_again_and_a_decode_worker_only_for_want_of_another():
     prefills, decodes = [worker("prefill", "p0")], [worker("decode", "d0"), worker("decode", "d1", requests=9)]
     avoid = {Peer("p0", 1), Peer("d0", 1)}
-    assert names(choose(prefills, decodes, num_tokens=2, avoid=avoid)) == (None, "d1")
-    assert names(choose(prefills, decodes[:1], num_tokens=2, avoid=avoid)) == (None, "d0")
+    assert names(least_loaded(prefills, decodes, num_tokens=2, avoid=avoid)) == (None, "d1")
+    assert names(least_loaded(prefills, decodes[:1], num_tokens=2, avoid=avoid)) == (None, "d0")
 
 
 @pytest.mark.parametrize(
@@ -67,31 +67,58 @@ def test_a_failed_prefill_worker_is_never_taken_again_and_a_decode_worker_only_f
     ],
 )
 def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
-    path = choose([worker("prefill", "p0", **change)], [worker("decode", "d0")], num_tokens=20)
+    path = least_loaded([worker("prefill", "p0", **change)], [worker("decode", "d0")], num_tokens=20)
     assert names(path) == (None, "d0")
 
 
 def test_block_and_tensor_parallel_sizes_may_differ_within_a_pair():
     other = msgspec.structs.replace(LAYOUT, block_size=64, tp_size=2)
-    path = choose([worker("prefill", "p0", layout=other)], [worker("decode", "d0")], num_tokens=20)
+    path = least_loaded([worker("prefill", "p0", layout=other)], [worker("decode", "d0")], num_tokens=20)
     assert names(path) == ("p0", "d0")
 
 
 def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
-    path = choose([worker("prefill", "p0")], [worker("decode", "d0", transfer_addresses=())], num_tokens=20)
+    path = least_loaded([worker("prefill", "p0")], [worker("decode", "d0", transfer_addresses=())], num_tokens=20)
     assert names(path) == (None, "d0")
 
 
 @pytest.mark.parametrize("decodes", [[], [worker("decode", "d0", max_context=10)]])
 def test_nobody_there_is_503(decodes):
     with pytest.raises(NoPath) as caught:
-        choose([worker("prefill", "p0")], decodes, num_tokens=20)
+        least_loaded([worker("prefill", "p0")], decodes, num_tokens=20)
     assert caught.value.status == 503
 
 
 @given(st.permutations([worker("decode", f"d{i}", requests=i % 2) for i in range(5)]))
 def test_the_order_of_candidates_does_not_matter(decodes):
-    assert names(choose([], decodes, num_tokens=5)) == (None, "d0")
+    assert names(least_loaded([], decodes, num_tokens=5)) == (None, "d0")
+
+
+def test_workers_that_are_ejected_are_taken_for_want_of_others_and_before_one_that_failed_the_request():
+    prefills, decodes = [worker("prefill", "p0")], [worker("decode", "d0"), worker("decode", "d1", requests=9)]
+    p0, d0, d1 = Peer("p0", 1), Peer("d0", 1), Peer("d1", 1)
+    assert names(least_loaded(prefills, decodes, num_tokens=2, ejected={p0, d0})) == (None, "d1")
+    assert names(least_loaded(prefills, decodes, num_tokens=2, ejected={d0, d1})) == ("p0", "d0")
+    assert names(least_loaded(prefills, decodes, num_tokens=2, avoid={d0}, ejected={d1})) == ("p0", "d1")
+    assert names(least_loaded(prefills, decodes, num_tokens=2, avoid={d0, d1}, ejected={d1})) == ("p0", "d0")
+
+
+def test_workers_that_drain_take_nothing_new():
+    leaving = WorkerStats(free_blocks=100, is_draining=True)
+    prefills = [worker("prefill", "p0", stats=leaving), worker("prefill", "p1", tokens=10)]
+    decodes = [worker("decode", "d0", stats=leaving), worker("decode", "d1", requests=1)]
+    assert names(least_loaded(prefills, decodes, num_tokens=2)) == ("p1", "d1")
+    assert names(least_loaded(prefills[:1], decodes, num_tokens=2)) == (None, "d1")
+    with pytest.raises(NoPath):
+        least_loaded(prefills, decodes[:1], num_tokens=2)
+
+
+def test_in_turn_each_worker_of_a_role_is_taken_whatever_its_load():
+    prefills = [worker("prefill", "p1", tokens=900), worker("prefill", "p0")]
+    decodes = [worker("decode", f"d{number}", requests=number) for number in range(3)]
+    taken = [names(round_robin(prefills, decodes, num_tokens=2, turn=turn)) for turn in range(4)]
+    assert taken == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0")]
+    assert names(round_robin(prefills, decodes, num_tokens=2, turn=0, avoid={Peer("d0", 1)})) == ("p0", "d1")
 
 
 def source_of(held, *, target=None, min_tokens=100, num_tokens=1001, avoid=(), **changes):

@@ -9,7 +9,6 @@ import pytest
 from protocol.errors import ConfigError
 from router.config import PipelineConfig
 from router.policy import Path
-from router.prefix_index import PIECE_TOKENS, pieces_of
 from router.prefix_pulls import PrefixPulls
 from router.stages import Stages
 
@@ -86,12 +85,8 @@ async def test_another_prefix_is_not_pulled(fleet_of, prompt_of, change):
 async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_of, prompt_of):
     async with fleet_of(1, 1) as rig:
         written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
-        index = rig.pipeline._pulls._index
-        assert len(index) == (len(PROMPT) + len(written) - 1) // PIECE_TOKENS
         await rig["d0"].die()
         await rig["d0"].start()
-        await answer(rig, prompt_of(9, 9, 9, max_tokens=2))
-        assert len(index) == len(PROMPT) // PIECE_TOKENS, "p0 still holds the prompt"
         await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
         assert rig["p0"].pulls == []
 
@@ -109,21 +104,13 @@ async def test_a_prefill_worker_waits_for_no_source_that_can_not_be_asked(is_con
 
     async with fleet_of(1, 1) as rig:
         source = rig["d0"].info
-        pulls = PrefixPulls(channels=Channels(), secret=b"secret", config=PipelineConfig())
+        pulls = PrefixPulls(channels=Channels(), secret=b"secret")
         ticket = pulls.ask(Path(rig["p0"].info, source, source), prompt_of(*PROMPT))
         assert asked == ([(source.peer, ticket)] if is_connected else [])
         assert (ticket is not None) == is_connected
 
 
-async def test_the_last_token_of_an_answer_is_never_counted_on(fleet_of, prompt_of):
-    async with fleet_of(0, 1) as rig:
-        prompt = PROMPT[: 3 * PIECE_TOKENS]
-        written = await answer(rig, prompt_of(*prompt, max_tokens=PIECE_TOKENS))
-        held = rig.pipeline._pulls._index.find(pieces_of((*prompt, *written), b""))
-        assert held == {rig["d0"].info.peer: 3 * PIECE_TOKENS}
-
-
-@pytest.mark.parametrize("field", ["pull_min_tokens", "prefix_index_pieces"])
+@pytest.mark.parametrize("field", ["pull_min_tokens", "index_blocks"])
 def test_settings_that_cannot_work_are_refused(field):
     with pytest.raises(ConfigError, match=field):
         PipelineConfig(**{field: 0})

@@ -1,0 +1,240 @@
+"""Which worker holds which blocks, as far as this router has heard. Pure: no I/O, the clock is injected.
+
+A block has one number whose bits stand for workers, so that it costs as much to index for a thousand of them as for
+one. Two kinds of knowledge lie over each other:
+
+    held       what workers tell: a snapshot, then every change, numbered, so that a gap is seen and asked about
+    expected   what this router's own decisions will lead to, until the workers tell of it; it ends by itself
+
+A guess is all that a router needs: who holds less than was thought computes the rest.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.block_hashes import ShortName, unpack_names
+from protocol.clock import Clock
+from protocol.messages import BlocksChanged, BlocksHeld
+from protocol.tickets import Peer
+
+_SWEEP = 1024  # names that are looked at with each message while bits of forgotten workers are left
+_Layer = dict[ShortName, int]  # a block's bits: who has it
+
+
+@dataclass(slots=True)
+class _Worker:
+    column: int  # which bit is the worker's
+    is_clean: bool = True  # nothing was stored with that bit yet
+    sequence: int | None = None  # of the last message heard; None: only a snapshot helps
+
+
+class BlockIndex:
+    """At most `max_blocks` different blocks; what does not fit is not known. Expected blocks are so for `expected_s` to
+    twice as long.
+    """
+
+    def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float):
+        """Raises ValueError unless there is room for one block."""
+        if max_blocks < 1:
+            raise ValueError(f"an index of {max_blocks} blocks holds nothing")
+        self._clock = clock
+        self._max_blocks = max_blocks
+        self._expected_s = expected_s
+        self._held: _Layer = {}
+        self._expected: _Layer = {}
+        self._expected_before: _Layer = {}
+        self._expected_since = clock()
+        self._workers: dict[Peer, _Worker] = {}
+        self._active = 0  # bits of `_workers`
+        self._num_columns = 0
+        self.version = 0  # changes whenever a worker gets another column
+        self._free_columns: list[int] = []
+        self._retired = 0  # bits that may still be set and mean nobody
+        self._sweeping = 0  # those of them that are being wiped out
+        self._unswept: list[ShortName] = []
+
+    def __len__(self) -> int:
+        """Blocks that some worker was heard to hold."""
+        return len(self._held)
+
+    def columns(self, workers: Sequence[Peer]) -> NDArray[np.int64]:
+        """Where the next `find` has the numbers of these workers. Good for as long as `version` stays the same."""
+        return np.array([self._known(worker).column for worker in workers], np.int64)
+
+    def keep(self, workers: Collection[Peer]) -> None:
+        """Forget all others: a worker that has left, or has restarted, holds nothing."""
+        present = set(workers)
+        for worker in [worker for worker in self._workers if worker not in present]:
+            self._retire(self._workers.pop(worker).column)
+        if not self._workers:  # nobody's bits mean anything, and no message will come to sweep with
+            for layer in (self._held, self._expected, self._expected_before):
+                layer.clear()
+            self._unswept.clear()
+            self._num_columns = self._retired = self._sweeping = 0
+            self._free_columns.clear()
+            self.version += 1
+
+    def heard(self, worker: Peer, message: BlocksHeld | BlocksChanged) -> bool:
+        """Take in what a worker says. False where something was missed: the worker must be asked for all it holds.
+
+        Raises ProtocolError for bytes that are no names.
+        """
+        known = self._known(worker)
+        self._sweep()
+        if isinstance(message, BlocksHeld):
+            if message.is_first:
+                self._begin_again(known)
+                known.sequence = message.sequence
+            if known.sequence is None:
+                return True  # it has been asked already
+            if message.sequence != known.sequence:
+                known.sequence = None
+                return False
+            self._store(known, unpack_names(message.names))
+            return True
+        if known.sequence is None:
+            return True
+        if message.sequence != known.sequence + 1:
+            known.sequence = None
+            return False
+        known.sequence = message.sequence
+        self._remove(known, unpack_names(message.removed))
+        self._store(known, unpack_names(message.stored))
+        return True
+
+    def expect(self, worker: Peer, names: Iterable[ShortName]) -> None:
+        """`worker` will soon hold these blocks, if all goes well."""
+        self._expire()
+        known = self._known(worker)
+        known.is_clean = False
+        bit = 1 << known.column
+        layer = self._expected
+        room = self._max_blocks - len(layer)
+        for name in names:
+            before = layer.get(name)
+            if before is not None:
+                layer[name] = before | bit
+            elif room > 0:
+                layer[name] = bit
+                room -= 1
+
+    def find(self, names: Sequence[ShortName]) -> NDArray[np.int64]:
+        """How many of a prompt's first blocks each worker holds or will hold, by its column.
+
+        Whoever holds a block is taken to hold all before it, which is so nearly always: caches evict from the end.
+        """
+        self._expire()
+        blocks = np.zeros(self._num_columns, np.int64)
+        if not names:
+            return blocks
+        # Groups of workers that all hold `low` blocks, and none more than `high`: each look halves a group's range.
+        groups = [(self._holders(names[0]) & self._active, 1, len(names))]
+        while groups:
+            group, low, high = groups.pop()
+            if not group:
+                continue
+            if low == high:
+                self._assign(blocks, group, low)
+                continue
+            middle = (low + high + 1) // 2
+            able = self._holders(names[middle - 1]) & group
+            groups.append((able, middle, high))
+            groups.append((group ^ able, low, middle - 1))
+        return blocks
+
+    def _known(self, worker: Peer) -> _Worker:
+        known = self._workers.get(worker)
+        if known is None:
+            known = self._workers[worker] = _Worker(self._take_column())
+        return known
+
+    def _holders(self, name: ShortName) -> int:
+        return self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0)
+
+    def _assign(self, blocks: NDArray[np.int64], group: int, count: int) -> None:
+        if group & (group - 1) == 0:
+            blocks[group.bit_length() - 1] = count
+            return
+        packed = np.frombuffer(group.to_bytes((self._num_columns + 7) // 8, "little"), np.uint8)
+        blocks[np.unpackbits(packed, count=self._num_columns, bitorder="little").view(bool)] = count
+
+    def _store(self, worker: _Worker, names: Iterable[ShortName]) -> None:
+        bit = 1 << worker.column  # one object for all blocks that this worker alone holds
+        worker.is_clean = False
+        held = self._held
+        room = self._max_blocks - len(held)
+        for name in names:
+            before = held.get(name)
+            if before is not None:
+                held[name] = before | bit
+            elif room > 0:
+                held[name] = bit
+                room -= 1
+
+    def _remove(self, worker: _Worker, names: Iterable[ShortName]) -> None:
+        keep = ~(1 << worker.column)
+        for name in names:
+            for layer in (self._held, self._expected, self._expected_before):
+                _clear(layer, name, keep)
+
+    def _begin_again(self, worker: _Worker) -> None:
+        """Forget what the worker holds, at no cost now: it gets another bit, and the old one is wiped out later."""
+        if not worker.is_clean:
+            self._retire(worker.column)
+            worker.column = self._take_column()
+            worker.is_clean = True
+
+    def _take_column(self) -> int:
+        if self._free_columns:
+            column = self._free_columns.pop()
+        else:
+            column = self._num_columns
+            self._num_columns += 1
+        self._active |= 1 << column
+        self.version += 1
+        return column
+
+    def _retire(self, column: int) -> None:
+        self._active &= ~(1 << column)
+        self._retired |= 1 << column
+
+    def _sweep(self) -> None:
+        """Wipe retired bits from some blocks; when they are gone from all, their columns are free again."""
+        if not self._sweeping:
+            if not self._retired:
+                return
+            self._sweeping, self._retired = self._retired, 0
+            self._unswept = [*self._held, *self._expected, *self._expected_before]
+        keep = ~self._sweeping
+        for name in self._unswept[-_SWEEP:]:
+            for layer in (self._held, self._expected, self._expected_before):
+                _clear(layer, name, keep)
+        del self._unswept[-_SWEEP:]
+        if not self._unswept:
+            while self._sweeping:
+                column = self._sweeping.bit_length() - 1
+                self._sweeping ^= 1 << column
+                self._free_columns.append(column)
+
+    def _expire(self) -> None:
+        """Let go of what was expected too long ago. All at once, by layers: no block has a time of its own."""
+        elapsed_s = self._clock() - self._expected_since
+        if elapsed_s < self._expected_s:
+            return
+        self._expected_before = self._expected if elapsed_s < 2 * self._expected_s else {}
+        self._expected = {}
+        self._expected_since = self._clock()
+
+
+def _clear(layer: _Layer, name: ShortName, keep: int) -> None:
+    before = layer.get(name)
+    if before is None:
+        return
+    after = before & keep
+    if after:
+        layer[name] = after
+    else:
+        del layer[name]

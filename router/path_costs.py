@@ -1,0 +1,158 @@
+"""What a request would cost on each worker, in seconds, over arrays of workers. Pure; docs/routing.md has the formulas.
+
+The costs of a prefill and of a decode worker add up, so that the best pair is found from two vectors, never by trying
+all pairs. What couples the two, that prefill hides the transfer, is settled with the chosen prefill worker's time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.requests import Promise
+from router.worker_table import Floats, ServiceClasses, WorkerTable
+
+HOP_S = 0.002
+"""Of any transfer, however short: offer, grant, commit and its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of its workers."""
+
+    num_tokens: int  # of the prompt, and of what was sent of the answer
+    answer_tokens: float  # that are still to come, about
+    promise: Promise
+    min_pull_tokens: int | None  # what a pull must spare; None: nothing is pulled
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """Of the prompt on each prefill worker; it is pulled where that is cheaper."""
+
+    queue_s: Floats
+    pull_s: Floats
+    prefill_s: Floats
+    new_tokens: Floats  # to be computed
+
+    @property
+    def total_s(self) -> Floats:
+        """Until the first token."""
+        return self.queue_s + self.pull_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCosts:
+    """Of the answer on each decode worker."""
+
+    slot_s: Floats  # until a step has room for it
+    step_s: Floats  # of each step with it
+    total_s: Floats  # until the answer's end
+
+
+@dataclass(frozen=True, slots=True)
+class AloneCosts:
+    """Of the prompt on each decode worker that computes it itself, beside the requests that run there."""
+
+    queue_s: Floats
+    prefill_s: Floats
+    stall_s: Floats  # what others wait for it, added up: a second of theirs counts as much as one of its own
+
+    @property
+    def total_s(self) -> Floats:
+        """Until the first token, with what it costs others."""
+        return self.queue_s + self.prefill_s + self.stall_s
+
+
+def queue_s(table: WorkerTable, classes: ServiceClasses, promise: Promise) -> Floats:
+    """How long a new prompt of this class waits for those that go first.
+
+    Those are all of equal or higher priority; lower classes that wait keep their share of the worker meanwhile. A class
+    with a share of its own waits no longer than that takes for the class's own prompts.
+    """
+    own = classes.number_of(promise)
+    queued = table.queued
+    if len(queued) <= 1:
+        tokens = queued[0] if len(queued) else np.zeros(len(table))
+    else:
+        number = len(queued)
+        first = classes.priority[:number] >= promise.priority
+        floors = np.where(first, 0.0, classes.share[:number]) @ (queued > 0)
+        tokens = (first @ queued) / np.maximum(1.0 - floors, 0.01)
+        if promise.share > 0 and own < number:
+            tokens = np.minimum(tokens, queued[own] / promise.share)
+    return tokens * table.queue_token_s
+
+
+def prefill_costs(
+    table: WorkerTable, classes: ServiceClasses, need: Need, held: Floats, source_tokens: Floats | float
+) -> PrefillCosts:
+    """`held` is what each worker has of the prompt, in tokens, and `source_tokens` what it could pull."""
+    waiting_s = queue_s(table, classes, need.promise)
+    held = np.minimum(held, need.num_tokens - 1)  # the last token is always computed: the next is drawn from it
+    new_tokens = need.num_tokens - held
+    prefill_s = _prefill_s(table, new_tokens, held)
+    pull_s: Floats = np.zeros(len(table))
+    if need.min_pull_tokens is None:
+        return PrefillCosts(waiting_s, pull_s, prefill_s, new_tokens)
+    source_tokens = np.minimum(source_tokens, need.num_tokens - 1)
+    spared = source_tokens - held
+    fetching_s = HOP_S + spared * table.token_bytes / table.bytes_per_s
+    rest_s = _prefill_s(table, need.num_tokens - source_tokens, source_tokens)
+    pulls = (spared >= need.min_pull_tokens) & (fetching_s + rest_s < prefill_s)
+    return PrefillCosts(
+        waiting_s,
+        np.where(pulls, fetching_s, 0.0),
+        np.where(pulls, rest_s, prefill_s),
+        np.where(pulls, need.num_tokens - source_tokens, new_tokens),
+    )
+
+
+def transfer_s(table: WorkerTable, need: Need, held: Floats, *, hidden_s: float, last_tokens: float) -> Floats:
+    """What is left of the KV's transfer to each decode worker when a prefill of `hidden_s` ends.
+
+    `held` is what each has already. The last layer of the last `last_tokens` can't be hidden at all.
+    """
+    missing = need.num_tokens - np.minimum(held, need.num_tokens)
+    last_s = np.minimum(missing, last_tokens) * table.layer_bytes / table.bytes_per_s
+    left_s: Floats = np.maximum(missing * table.token_bytes / table.bytes_per_s - hidden_s, last_s)
+    return HOP_S + left_s
+
+
+def decode_costs(table: WorkerTable, need: Need) -> DecodeCosts:
+    """A slot is there where batch, blocks and everybody's time between tokens allow; else some request must end first.
+
+    Of R requests one ends every (step x answer / R) seconds.
+    """
+    step_s = table.step_s + table.row_s + need.num_tokens * table.context_s
+    limit_s = table.tightest_tpot_s
+    if need.promise.tpot_s is not None:
+        limit_s = np.minimum(limit_s, need.promise.tpot_s)
+    too_many = np.maximum(
+        table.requests + 1 - table.max_batch, (need.num_tokens - table.free_tokens) / table.request_tokens
+    )
+    too_many = np.maximum(too_many, (step_s - limit_s) / np.maximum(table.request_s, 1e-9))
+    too_many = np.clip(too_many, 0.0, table.requests)
+    slot_s = too_many * table.step_s * need.answer_tokens / np.maximum(table.requests, 1.0)
+    return DecodeCosts(slot_s, step_s, slot_s + need.answer_tokens * step_s)
+
+
+def alone_costs(table: WorkerTable, classes: ServiceClasses, need: Need, held: Floats) -> AloneCosts:
+    """`held` is what each decode worker has of the prompt, in tokens.
+
+    The requests that run there, and the one that is to come next, wait for the prompt's chunks.
+    """
+    held = np.minimum(held, need.num_tokens - 1)
+    new_tokens = need.num_tokens - held
+    prompt_s = _prompt_s(table, new_tokens, held)
+    prefill_s = np.ceil(new_tokens / table.chunk_tokens) * table.step_s + prompt_s
+    return AloneCosts(queue_s(table, classes, need.promise), prefill_s, (table.requests + 1) * prompt_s)
+
+
+def _prompt_s(table: WorkerTable, new: Floats | float, before: Floats | float) -> Floats:
+    """As StepCosts.prompt_s."""
+    return new * (table.token_s + table.pair_s * (before + new / 2))
+
+
+def _prefill_s(table: WorkerTable, new: Floats | float, before: Floats | float) -> Floats:
+    """As StepCosts.prefill_s."""
+    return np.ceil(new / table.step_tokens) * table.base_s + _prompt_s(table, new, before)

@@ -1,0 +1,201 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.block_hashes import pack_names
+from protocol.messages import BlocksChanged, BlocksHeld
+from protocol.tickets import Peer
+from router import block_index
+from router.block_index import BlockIndex
+
+A, B, C = (Peer(name, 1) for name in "abc")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def index(clock):
+    return BlockIndex(clock=clock, max_blocks=1000, expected_s=5.0)
+
+
+def held(index, names, *workers):
+    """How many of the first of `names` each worker holds; those with none are left out."""
+    columns = index.columns(workers)
+    counts = index.find(names)[columns]
+    return {worker: int(count) for worker, count in zip(workers, counts, strict=True) if count}
+
+
+def all_of(*names, sequence=0, is_first=True, is_last=True):
+    return BlocksHeld(pack_names(names), is_first=is_first, is_last=is_last, sequence=sequence)
+
+
+def change(sequence, stored=(), removed=()):
+    return BlocksChanged(sequence, pack_names(stored), pack_names(removed))
+
+
+def test_each_worker_is_found_with_as_much_of_a_prompt_as_it_holds(index):
+    index.heard(A, all_of(1, 2, 3))
+    index.heard(B, all_of(1, 2, 3, 4, 5, 9))
+    assert held(index, [1, 2, 3, 4, 5, 6], A, B, C) == {A: 3, B: 5}
+    assert held(index, [1, 2], A, B, C) == {A: 2, B: 2}
+    assert held(index, [9, 8], A, B, C) == {B: 1}
+    assert held(index, [7], A, B, C) == held(index, [], A, B, C) == {}
+
+
+def test_changes_in_their_order_keep_it_up_to_date(index):
+    assert index.heard(A, all_of(1, 2, 3, sequence=7))
+    assert index.heard(A, change(8, stored=[4], removed=[]))
+    assert index.heard(A, change(9, removed=[3, 4]))
+    assert held(index, [1, 2, 3, 4], A) == {A: 2}
+    assert len(index) == 2
+
+
+def test_a_gap_is_told_once_and_mended_by_the_next_snapshot_alone(index):
+    index.heard(A, all_of(1, 2, sequence=7))
+    assert not index.heard(A, change(9, stored=[3]))
+    assert index.heard(A, change(10, stored=[3])), "it has been asked already"
+    assert held(index, [1, 2, 3], A) == {A: 2}, "what was known is still the best guess"
+    assert index.heard(A, all_of(3, sequence=10))
+    assert index.heard(A, change(11, stored=[1]))
+    assert held(index, [1, 2, 3], A) == {A: 1}, "what the snapshot does not have is forgotten"
+
+
+def test_a_snapshot_may_come_in_pieces_with_changes_between_them(index):
+    index.heard(A, all_of(1, sequence=4, is_last=False))
+    index.heard(A, change(5, stored=[9], removed=[1]))
+    assert index.heard(A, all_of(1, 2, sequence=5, is_first=False))
+    assert held(index, [1, 2], A) == {A: 2}
+    assert held(index, [9], A) == {A: 1}
+
+
+def test_a_piece_of_another_moment_is_a_gap(index):
+    index.heard(A, all_of(1, sequence=4, is_last=False))
+    assert not index.heard(A, all_of(2, sequence=6, is_first=False))
+    assert index.heard(A, all_of(3, sequence=6, is_first=False)), "the rest of what is over now"
+    assert held(index, [3], A) == {}
+
+
+def test_changes_without_a_snapshot_before_them_mean_nothing(index):
+    assert index.heard(A, change(1, stored=[1]))
+    assert held(index, [1], A) == {}
+
+
+def test_a_worker_that_has_left_or_restarted_holds_nothing_and_others_do(index):
+    for worker in (A, B):
+        index.heard(worker, all_of(1, 2))
+    index.keep({B, Peer("a", 2)})
+    assert held(index, [1, 2], A, B, Peer("a", 2)) == {B: 2}
+
+
+def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, monkeypatch):
+    monkeypatch.setattr(block_index, "_SWEEP", 10)
+    index.heard(A, all_of(*range(100)))
+    index.heard(B, all_of(*range(50)))
+    index.keep({B})
+    assert len(index) == 100, "not at once"
+    for sequence in range(1, 20):
+        index.heard(B, change(sequence))
+    assert len(index) == 50
+    index.heard(C, all_of(7))
+    assert held(index, [7], B, C) == {B: 1, C: 1}
+    assert index.find([7]).size == 2, "C has A's old place"
+    index.keep(())
+    assert len(index) == 0
+
+
+def test_what_is_expected_counts_until_its_time_is_over(index, clock):
+    index.heard(A, all_of(1))
+    index.expect(A, [1, 2, 3])
+    index.expect(B, [1])
+    assert held(index, [1, 2, 3], A, B) == {A: 3, B: 1}
+    clock.now = 5.5
+    index.expect(C, [1])
+    assert held(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
+    clock.now = 10.5
+    assert held(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
+    clock.now = 100.0
+    assert held(index, [1, 2, 3], A, B, C) == {A: 1}
+
+
+def test_what_a_worker_says_is_gone_is_expected_no_more(index):
+    index.heard(A, all_of(1))
+    index.expect(A, [1, 2])
+    index.heard(A, change(1, removed=[2]))
+    assert held(index, [1, 2], A) == {A: 1}
+
+
+def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
+    index = BlockIndex(clock=clock, max_blocks=3, expected_s=5.0)
+    index.heard(A, all_of(1, 2, 3, 4, 5))
+    index.heard(B, all_of(1, 9))
+    index.expect(B, [1, 2, 3, 4])
+    assert len(index) == 3
+    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 3}
+
+
+def test_an_index_without_room_is_refused(clock):
+    with pytest.raises(ValueError, match="holds nothing"):
+        BlockIndex(clock=clock, max_blocks=0, expected_s=5.0)
+
+
+def test_many_workers_share_one_number_a_block(index):
+    workers = [Peer(f"w{number}", 1) for number in range(300)]
+    for number, worker in enumerate(workers):
+        index.heard(worker, all_of(*range(number % 40)))
+    assert held(index, list(range(40)), *workers) == {
+        worker: number % 40 for number, worker in enumerate(workers) if number % 40
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
+    draw = random.Random(seed)
+    clock = Clock()
+    index = BlockIndex(clock=clock, max_blocks=10_000, expected_s=5.0)
+    workers = [Peer(name, epoch) for name in "abc" for epoch in (1, 2)]
+    depths: dict[Peer, list[int]] = {}  # to which each holds each of four prompts
+    sequences: dict[Peer, int] = {}
+
+    def names(prompt, depth):
+        """Of prompts that part ways after three blocks."""
+        return [1 + block if block < 3 else 1000 * (prompt + 1) + block for block in range(depth)]
+
+    def held_by(worker):
+        return {name for prompt, depth in enumerate(depths[worker]) for name in names(prompt, depth)}
+
+    for _ in range(60):
+        worker, prompt = draw.choice(workers), draw.randrange(4)
+        match draw.randrange(4):
+            case 0:
+                depths[worker] = [draw.randrange(8) for _ in range(4)]
+                sequences[worker] = draw.randrange(100)
+                index.heard(worker, all_of(*held_by(worker), sequence=sequences[worker]))
+            case 1 if worker in depths:
+                before = held_by(worker)
+                depths[worker][prompt] = draw.randrange(8)
+                after = held_by(worker)
+                sequences[worker] += 1
+                index.heard(worker, change(sequences[worker], stored=after - before, removed=before - after))
+            case 2:
+                left = draw.sample(workers, 4)
+                index.keep(left)
+                for gone in set(workers) - set(left):
+                    depths.pop(gone, None)
+        found = held(index, names(prompt, 8), *workers)
+        for worker in workers:
+            depth = max((min(one, 3) for one in depths.get(worker, [])), default=0)
+            depth = max(depth, depths[worker][prompt]) if worker in depths else 0
+            assert found.get(worker, 0) == depth
