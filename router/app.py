@@ -287,13 +287,13 @@ def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; logs do
         except TwostrokeError as error:
-            response = error_response(error)
+            failure = error
         except Exception:
             _log.exception("a request to %s met a bug", request.url.path)
-            response = error_response(INTERNAL_ERROR)
+            failure = INTERNAL_ERROR
         if isinstance(request.app.state.service, RouterService):
-            request.app.state.service.metrics.refused(response.status_code)
-        return response
+            request.app.state.service.metrics.refused(failure)
+        return error_response(failure)
 
     guarded.__name__ = endpoint.__name__
     guarded.__doc__ = endpoint.__doc__

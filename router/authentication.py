@@ -34,7 +34,7 @@ class Authentication:
             try:
                 scope[_TENANT] = service.tenants.of(Headers(scope=scope).get("authorization"))
             except RequestError as error:
-                service.metrics.refused(error.status)
+                service.metrics.refused(error)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -203,7 +203,7 @@ _JSON_LINES = "application/x-ndjson"
 class _JsonLines(EventStream):
     """Lines of JSON that are sent, and ended, as server-sent events are."""
 
-    def __init__(self, lines: AsyncGenerator[bytes, None], on_error: Callable[[int], None]):
+    def __init__(self, lines: AsyncGenerator[bytes, None], on_error: Callable[[TwostrokeError], None]):
         super().__init__(lines, on_error)
         self.headers["content-type"] = _JSON_LINES
 

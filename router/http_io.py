@@ -102,8 +102,8 @@ class EventStream(Response):
     Its first event is awaited before the response starts: a failure until then becomes a response of its own.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_error: Callable[[int], None]):
-        """`on_error` is told the status of a failure before the first event."""
+    def __init__(self, events: AsyncGenerator[bytes, None], on_error: Callable[[TwostrokeError], None]):
+        """`on_error` is told of a failure before the first event."""
         # Not Response's own constructor: it would set the length of a body.
         self.status_code = 200
         self.background = None
@@ -137,7 +137,7 @@ class EventStream(Response):
         return None
 
     def _refused(self, error: TwostrokeError) -> Response:
-        self._on_error(error_status(error))
+        self._on_error(error)
         return error_response(error)
 
 

@@ -4,14 +4,17 @@ Names and units are vLLM's with the prefix `twostroke:`; a worker's series carry
 is this object's own, so that several routers can live in one process.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protocol.errors import TwostrokeError
 from protocol.stats import WorkerInfo, WorkerStats
+from protocol.tickets import Peer
+from router.openai_common import error_object, error_status
 from router.stages import Stages
 
 Outcome = Literal["stop", "length", "abort", "error"]
@@ -22,14 +25,15 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.05, 0.075, 0
 _COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 WorkerNumbers = Callable[[], Iterable[tuple[WorkerInfo, WorkerStats]]]
+Ejected = Callable[[], Collection[Peer]]
 
 
 class RouterMetrics:
-    """The series of one router replica. `worker_numbers` is asked at every scrape."""
+    """The series of one router replica. `worker_numbers` and `ejected` are asked at every scrape."""
 
-    def __init__(self, model: str, worker_numbers: WorkerNumbers):
+    def __init__(self, model: str, worker_numbers: WorkerNumbers, ejected: Ejected = tuple):
         self._registry = CollectorRegistry()
-        self._registry.register(_WorkerCollector(worker_numbers))
+        self._registry.register(_WorkerCollector(worker_numbers, ejected))
         self._model = model
         self._outcomes = Counter(
             _PREFIX + "request_success",
@@ -45,6 +49,11 @@ class RouterMetrics:
             "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY_BUCKETS)
+        self._admission = self._histogram(
+            "request_admission_time_seconds",
+            "From arrival until let through: tokenised, its path chosen.",
+            _LATENCY_BUCKETS,
+        )
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill.", _LATENCY_BUCKETS)
         self._prefill = self._histogram("request_prefill_time_seconds", "Computing the prompt.", _LATENCY_BUCKETS)
         self._transfer = self._histogram("request_transfer_time_seconds", "KV from P to D.", _LATENCY_BUCKETS)
@@ -60,11 +69,17 @@ class RouterMetrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens sent to clients.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
         self._resumes = self._counter("request_resumes", "Attempts after a request's first.")
+        self._failed_attempts = Counter(
+            _PREFIX + "request_attempt_failures",
+            "Attempts that failed, by the kind of error, whether another followed or not.",
+            ["model_name", "error"],
+            registry=self._registry,
+        )
         self._prefill_failures = self._counter("prefill_failures", "Prompts that D had to compute because P failed.")
         self._refused = Counter(
             _PREFIX + "requests_refused",
-            "Requests answered with an error, by HTTP status.",
-            ["model_name", "status"],
+            "Requests answered with an error, by HTTP status and the error's code.",
+            ["model_name", "status", "code"],
             registry=self._registry,
         )
         self.in_flight = Gauge(
@@ -93,11 +108,15 @@ class RouterMetrics:
         self._output_length.observe(stages.num_output_tokens)
         self._cached_tokens.inc(stages.num_cached_tokens)
         self._resumes.inc(stages.resumes)
+        for tried in stages.tries:
+            if tried.error is not None:
+                self._failed_attempts.labels(self._model, tried.error).inc()
         self._prefill_failures.inc(stages.prefill_failures)
         for histogram, seconds in (
             (self._ttft, stages.ttft_s),
             (self._tpot, stages.tpot_s),
             (self._e2e, stages.e2e_s),
+            (self._admission, stages.admit_s),
             (self._queue, stages.prefill_queue_s),
             (self._prefill, stages.prefill_s),
             (self._transfer, stages.transfer_s),
@@ -107,9 +126,9 @@ class RouterMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def refused(self, status: int) -> None:
+    def refused(self, error: TwostrokeError) -> None:
         """A request is answered with an error."""
-        self._refused.labels(self._model, str(status)).inc()
+        self._refused.labels(self._model, str(error_status(error)), error_object(error).error.code).inc()
 
     def text(self) -> bytes:
         """All series in Prometheus' text format."""
@@ -125,6 +144,7 @@ class RouterMetrics:
 
 
 _LABELS = ("role", "worker")
+_QUEUE_LABELS = (*_LABELS, "slo_class")
 
 _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("num_requests_running", "Requests that take part in steps.", lambda stats: stats.num_running),
@@ -139,6 +159,13 @@ _GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("kv_blocks_total", "All blocks of the pool.", lambda stats: stats.total_blocks),
     ("kv_swapped_blocks", "Blocks of host memory that hold a request's KV.", lambda stats: stats.swapped_blocks),
     ("kv_transfers_running", "KV transfers in flight.", lambda stats: stats.num_transfers),
+    ("num_context_tokens", "Tokens in the contexts of requests that decode.", lambda stats: stats.context_tokens),
+    ("worker_draining", "1 while the worker takes nothing new.", lambda stats: stats.is_draining),
+    (
+        "engine_step_base_seconds",
+        "What any step takes here, as fitted; 0 until it is.",
+        lambda stats: stats.costs.base_s if stats.costs is not None else 0.0,
+    ),
 )
 
 _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
@@ -169,15 +196,16 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
 class _WorkerCollector(Collector):
     """Turns the latest stats of each worker into series at the moment of a scrape."""
 
-    def __init__(self, worker_numbers: WorkerNumbers):
+    def __init__(self, worker_numbers: WorkerNumbers, ejected: Ejected):
         self._worker_numbers = worker_numbers
+        self._ejected = ejected
 
     def describe(self) -> Iterable[Metric]:
         return ()  # nothing to check names against: no worker is known yet
 
     def collect(self) -> Iterable[Metric]:
         numbers = list(self._worker_numbers())
-        families: list[GaugeMetricFamily | CounterMetricFamily] = []
+        families: list[GaugeMetricFamily | CounterMetricFamily] = [*self._queues(numbers), self._left_out(numbers)]
         for name, help_text, value in _GAUGES:
             gauge = GaugeMetricFamily(_PREFIX + name, help_text, labels=_LABELS)
             for info, stats in numbers:
@@ -189,3 +217,26 @@ class _WorkerCollector(Collector):
                 counter.add_metric((info.role, info.peer.worker_id), value(stats))
             families.append(counter)
         return families
+
+    def _left_out(self, numbers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            _PREFIX + "worker_ejected", "1 while this router leaves it out, since it keeps failing.", labels=_LABELS
+        )
+        ejected = self._ejected()
+        for info, _ in numbers:
+            family.add_metric((info.role, info.peer.worker_id), info.peer in ejected)
+        return family
+
+    def _queues(self, numbers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> tuple[GaugeMetricFamily, ...]:
+        """By SLO class. Classes are those of the configuration: clients can't make series."""
+        requests = GaugeMetricFamily(
+            _PREFIX + "queued_requests", "Requests that still have prompt to be computed.", labels=_QUEUE_LABELS
+        )
+        tokens = GaugeMetricFamily(_PREFIX + "queued_tokens", "Prompt tokens of those.", labels=_QUEUE_LABELS)
+        for info, stats in numbers:
+            for class_name in sorted({queued.class_name for queued in stats.queued}):  # one may be there twice
+                of_class = [queued for queued in stats.queued if queued.class_name == class_name]
+                labels = (info.role, info.peer.worker_id, class_name)
+                requests.add_metric(labels, sum(queued.requests for queued in of_class))
+                tokens.add_metric(labels, sum(queued.tokens for queued in of_class))
+        return requests, tokens

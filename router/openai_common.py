@@ -23,6 +23,7 @@ class PromptTokensDetails(msgspec.Struct):
 class StageTimes(msgspec.Struct, omit_defaults=True):
     """`usage.stages`, our extension: a choice's time in seconds; stages that did not happen are left out."""
 
+    admit_s: float | None = None
     ttft_s: float | None = None
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
@@ -47,6 +48,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 def stage_times(stages: Stages) -> StageTimes:
     """A choice's stages as the response shows them."""
     return StageTimes(
+        admit_s=stages.admit_s,
         ttft_s=stages.ttft_s,
         prefill_queue_s=stages.prefill_queue_s,
         prefill_s=stages.prefill_s,

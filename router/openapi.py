@@ -44,9 +44,11 @@ _ERRORS: Mapping[int, str] = {
     408: "The client does not read the answer",
     409: "An examination is going on already",
     413: "The body is too large",
+    422: "The request has taken down the workers that computed it",
     429: "Too much is under way, or the request would be late: again after `Retry-After` seconds",
     500: "A bug; the server's log has it",
     503: "No worker can serve the request now: again after `Retry-After` seconds",
+    504: "The request took longer than the server lets one take",
 }
 _RETRY_LATER = (429, 503)
 
@@ -84,7 +86,7 @@ class Operation:
 
 
 _STREAMED = "With `stream: true`, server-sent events: each `data` is a {} as JSON, the last is [DONE]"
-_GENERATING = (*BODY, 404, 408, 429, 503)
+_GENERATING = (*BODY, 404, 408, 422, 429, 503, 504)
 
 OPERATIONS: Sequence[Operation] = (
     Operation(

@@ -78,7 +78,7 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
-        self.metrics = RouterMetrics(config.model_name, self._worker_numbers)
+        self.metrics = RouterMetrics(config.model_name, self._worker_numbers, pipeline.ejected)
         self.clock = clock
         self.slo = slo or SLOConfig()
         self.tenants = tenants
@@ -164,17 +164,22 @@ class RouterService:
 
     def status(self) -> dict[str, Any]:
         """All workers and their numbers, for people and for `twostroke status`."""
+        ejected = self._pipeline.ejected()
         return {
             "model": self.config.model_name,
             "version": self.config.version,
             "ready": not self.missing(),
             "places_held": self._pipeline.in_flight,
+            "slo_classes": [
+                {"name": one.name, "attainment": self.promises.attainment(one.name)} for one in self.slo.classes
+            ],
             "workers": [
                 {
                     "role": info.role,
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "reachable": self._channels.is_connected(info.peer),
+                    "ejected": info.peer in ejected,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,

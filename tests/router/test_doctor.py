@@ -230,10 +230,10 @@ class FakeService:
 
     def __init__(self) -> None:
         self.metrics = self
-        self.statuses: list[int] = []
+        self.refusals: list[RequestError] = []
 
-    def refused(self, status: int) -> None:
-        self.statuses.append(status)
+    def refused(self, error: RequestError) -> None:
+        self.refusals.append(error)
 
 
 async def test_the_endpoint_sends_a_line_for_each_pair_and_refuses_a_second_run():
@@ -255,7 +255,7 @@ async def test_the_endpoint_sends_a_line_for_each_pair_and_refuses_a_second_run(
         second = await http.get("/doctor")
         assert second.status_code == 409
         assert second.json()["error"]["code"] == "doctor_is_running"
-        assert service.statuses == [409]
+        assert [refusal.status for refusal in service.refusals] == [409]
         fleet.gate.set()
         assert (await first).status_code == 200
 
