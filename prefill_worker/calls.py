@@ -1,6 +1,7 @@
 """`prefill` calls, from their arrival until they have returned and their transfers have ended."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtransfer.sides import Incoming, Outgoing
@@ -60,3 +61,42 @@ class Call:
         """Raise `error` to the call's awaiter, unless it is gone."""
         if not self.reply.done():
             self.reply.set_exception(error)
+
+
+class Calls:
+    """All of them. Iterating takes a copy: calls may end meanwhile."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Call] = {}
+        self._by_job: dict[PrefillJob, Call] = {}  # those that have not returned
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(list(self._by_request.values()))
+
+    def add(self, call: Call) -> None:
+        self._by_request[call.request_id] = call
+        self._by_job[call.job] = call
+
+    def find(self, request_id: str) -> Call | None:
+        return self._by_request.get(request_id)
+
+    def of_job(self, job: PrefillJob) -> Call:
+        """The call of a job that has not ended. KeyError otherwise."""
+        return self._by_job[job]
+
+    def not_returned(self) -> list[Call]:
+        """Those that somebody waits for."""
+        return list(self._by_job.values())
+
+    def returned(self, call: Call) -> None:
+        """The call has its answer, or has none to expect."""
+        del self._by_job[call.job]
+        self.forget_if_over(call)
+
+    def forget_if_over(self, call: Call) -> None:
+        """To be called at the end of each part of it."""
+        if call.is_over:
+            del self._by_request[call.request_id]

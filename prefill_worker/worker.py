@@ -4,32 +4,30 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
-from kvtransfer.sides import Outgoing, ReceivingSide, SendingSide
+from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
 from model.step_costs import StepContent, StepCostFit
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import WorkerCounters, worker_stats
-from prefill_worker.calls import Call
+from prefill_worker.calls import Call, Calls
 from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
+from prefill_worker.jobs import Admission, PrefillStep
 from prefill_worker.pulls import PullCallbacks, Pulls
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.sendings import SendingCallbacks, Sendings
 from protocol.clock import Clock
-from protocol.errors import EpochMismatch, RequestError, TicketRefused, TransferFailed, WorkerLeaving, WorkerLost
+from protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
 from protocol.network import Network
 from protocol.requests import GenerateRequest, PrefillReply, SampledToken
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer, Ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks
-
-_log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
@@ -96,6 +94,15 @@ class PrefillWorker:
                 step=self._step, is_busy=self._is_busy, died=self._fail_all, hang_up=self._token_server.close
             ),
         )
+        self._calls = Calls()
+        self._sendings: Sendings | None = None
+        if sender is not None:
+            self._sendings = Sendings(
+                sender=sender,
+                scheduler=self._scheduler,
+                num_layers=store.layout.num_layers,
+                told=SendingCallbacks(failed=self._not_sent, ended=self._transfer_ended),
+            )
         self._pulls: Pulls | None = None
         if receiver is not None:
             self._pulls = Pulls(
@@ -103,7 +110,7 @@ class PrefillWorker:
                 scheduler=self._scheduler,
                 block_size=pool.block_size,
                 wait_s=config.pull_wait_s,
-                told=PullCallbacks(admitted=self._begin_transfers, pulled=self._pulled, ended=self._pull_ended),
+                told=PullCallbacks(admitted=self._begin_transfers, pulled=self._pulled, ended=self._transfer_ended),
             )
         self._exports: PrefixExports | None = None
         if sender is not None:
@@ -111,8 +118,6 @@ class PrefillWorker:
         self.probe = LinkProbe(
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
-        self._calls: dict[str, Call] = {}  # by request id, until call and transfers have ended
-        self._calls_by_job: dict[PrefillJob, Call] = {}  # until the call returns
         self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
         self._counters = WorkerCounters()
         self._costs = StepCostFit()
@@ -153,13 +158,12 @@ class PrefillWorker:
             self._check_ticket(request, ticket, ticket.source)
         if pull is not None:
             self._check_ticket(request, pull, pull.target)
-        if request.request_id in self._calls:
+        if self._calls.find(request.request_id) is not None:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         now = self._clock()
         job = self._scheduler.add(request, now=now, awaits_offer=pull is not None and self._pulls is not None)
         call = Call(job, ticket, now, asyncio.get_running_loop().create_future())
-        self._calls[request.request_id] = call
-        self._calls_by_job[job] = call
+        self._calls.add(call)
         if pull is not None and self._pulls is not None:
             self._pulls.expect(call, pull)
         self._life.wake()
@@ -205,7 +209,7 @@ class PrefillWorker:
             await self._sender.close()
         if self._receiver is not None:
             await self._receiver.close()
-        tasks = [task for call in self._calls.values() for task in (call.sending, call.pulling) if task is not None]
+        tasks = [task for call in self._calls for task in (call.sending, call.pulling) if task is not None]
         await asyncio.gather(*tasks)
         if self._exports is not None:
             await self._exports.outlive()
@@ -224,26 +228,22 @@ class PrefillWorker:
 
     def _begin_transfers(self, admission: Admission) -> None:
         for job in admission.declined:
-            self._refuse_pull(self._calls_by_job[job])
+            self._refuse_pull(self._calls.of_job(job))
         for job in admission.admitted:
-            call = self._calls_by_job[job]
+            call = self._calls.of_job(job)
             call.started_at = self._clock()
             if job.is_pulling and self._pulls is not None:
                 self._pulls.begin(call)
-            if call.ticket is not None and self._sender is not None:
-                sequence = job.sequence
-                call.outgoing = self._sender.open(
-                    call.ticket, job.num_tokens, sequence.block_ids, sequence.num_computed
-                )
-                self._scheduler.begin_sending(job)
-                call.sending = asyncio.create_task(self._see_off(call, call.outgoing), name=f"send {call.request_id}")
+            if self._sendings is not None:
+                self._sendings.begin(call)
 
     async def _run(self, step: PrefillStep) -> Sequence[SampledToken | None]:
         def on_layer(layer: int) -> None:
-            for chunk in step.chunks:
-                call = self._calls_by_job.get(chunk.job)
-                if call is not None and call.outgoing is not None:
-                    call.outgoing.layer_ready(layer, chunk.num_tokens_after)
+            if self._sendings is not None:
+                going_on = [chunk for chunk in step.chunks if not chunk.job.has_ended]
+                self._sendings.layer_computed(
+                    layer, [(self._calls.of_job(chunk.job), chunk.num_tokens_after) for chunk in going_on]
+                )
 
         batch = [chunk.step for chunk in step.chunks]
         started_at = self._clock()
@@ -265,7 +265,7 @@ class PrefillWorker:
             chunk.job: token for chunk, token in zip(step.chunks, sampled, strict=True) if token is not None
         }
         for job in self._scheduler.complete(step):
-            call = self._calls_by_job[job]
+            call = self._calls.of_job(job)
             first_token = first_tokens[job]
             if call.outgoing is not None:
                 call.outgoing.commit(first_token)
@@ -276,30 +276,16 @@ class PrefillWorker:
 
     def _pulled(self, call: Call, num_tokens: int) -> None:
         self._counters.pulled_tokens += num_tokens
-        if call.outgoing is not None:
-            for layer in range(self._store.layout.num_layers):
-                call.outgoing.layer_ready(layer, call.job.sequence.num_computed)
+        if self._sendings is not None:
+            self._sendings.prefix_came(call)
 
-    def _pull_ended(self, call: Call) -> None:
-        self._forget_if_over(call)
-        self._life.wake()
+    def _not_sent(self, call: Call) -> None:
+        """The router is told: the decode worker may not know even that there was something to wait for."""
+        self._token_server.kv_not_sent(call.job.request.router_id, call.request_id)
 
-    async def _see_off(self, call: Call, transfer: Outgoing) -> None:
-        """Keep the job's blocks until nothing reads them any more.
-
-        The router is told of a failure: the decode worker may not know even that there was something to wait for.
-        """
-        try:
-            await transfer.done()
-        except TransferFailed as error:
-            _log.warning("the KV of request %s was not sent: %s", call.request_id, error)
-            if not call.is_aborted:  # else nobody waits for it
-                self._token_server.kv_not_sent(call.job.request.router_id, call.request_id)
-        finally:
-            self._scheduler.end_sending(call.job)
-            call.sending = None
-            self._forget_if_over(call)
-            self._life.wake()  # its blocks may be what another prompt waits for
+    def _transfer_ended(self, call: Call) -> None:
+        self._calls.forget_if_over(call)
+        self._life.wake()  # its blocks may be what another prompt waits for
 
     def _refuse_pull(self, call: Call) -> None:
         if self._pulls is not None:
@@ -314,12 +300,12 @@ class PrefillWorker:
             raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
 
     def _cancel(self, request_id: str) -> None:
-        call = self._calls.get(request_id)
+        call = self._calls.find(request_id)
         if call is not None:
             self._abort(call, "the router cancelled the request", WorkerLost("the router cancelled the request"))
 
     def _router_lost(self, router_id: str) -> None:
-        for call in list(self._calls.values()):
+        for call in self._calls:
             if call.job.request.router_id == router_id:
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
@@ -342,13 +328,8 @@ class PrefillWorker:
 
     def _end(self, call: Call) -> None:
         self._scheduler.end(call.job)
-        del self._calls_by_job[call.job]
-        self._forget_if_over(call)
+        self._calls.returned(call)
         self._life.wake()
-
-    def _forget_if_over(self, call: Call) -> None:
-        if call.is_over:
-            del self._calls[call.request_id]
 
     def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
         if self._exports is not None:
@@ -357,14 +338,14 @@ class PrefillWorker:
     def _leave(self) -> None:
         """The worker is being taken down: what it has not begun is given back, to be begun elsewhere."""
         self._life.take_no_more()
-        for job, call in list(self._calls_by_job.items()):
-            if not job.is_admitted:
+        for call in self._calls.not_returned():
+            if not call.job.is_admitted:
                 reason = f"worker {self._peer.worker_id} is leaving"
                 self._abort(call, reason, WorkerLeaving(reason))
         self._token_server.tell_stats()
 
     def _fail_all(self, reason: str) -> None:
-        for call in list(self._calls_by_job.values()):
+        for call in self._calls.not_returned():
             self._abort(call, reason, WorkerLost(reason))
 
     def _is_busy(self) -> bool:
