@@ -1,7 +1,8 @@
 """The router's ends of the token channels: one connection per worker, shared by all requests of this router replica.
 
 A channel reconnects for as long as its worker is in the fleet. When it drops, the worker forgets this router's
-requests, so every stream on it raises WorkerLost. Nothing here knows Ray or HTTP.
+requests, so every stream on it raises WorkerLost. The channel of a worker that has left the fleet stays until the
+requests on it have ended. Nothing here knows Ray or HTTP.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
+    Drain,
     Hello,
     KVNotSent,
     Message,
@@ -80,6 +82,7 @@ class _Channel:
         self._sendings: dict[str, Callable[[], None]] = {}  # by request: to be called where its KV is not sent
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
+        self._is_leaving = False
         self._hurry = asyncio.Event()
         self._dropped = asyncio.Event()
         self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
@@ -91,6 +94,17 @@ class _Channel:
     @property
     def is_down(self) -> bool:
         return self._connection is None and self._failed
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any request relies on it."""
+        return bool(self._streams or self._sendings)
+
+    def leave(self) -> None:
+        """The worker is taken down: it is told so, once, and the connection is the last one."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self.send(Drain())
 
     async def ensure(self) -> None:
         """Wait for the connection, or for one attempt at it to fail: that raises WorkerLost."""
@@ -160,6 +174,8 @@ class _Channel:
                 if connection is not None:
                     await connection.close()
             _log.info("token channel to %s dropped: %s", self.info.peer.worker_id, reason)
+            if self._is_leaving:
+                return
             await self._wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
 
@@ -296,16 +312,19 @@ class TokenChannels:
         self._listener = listener
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
-        """Keep a channel to each of `workers` and to nobody else. Returns at once; connects in the background."""
+        """Keep a channel to each of `workers`, and to others until nobody uses it. Connects in the background.
+
+        Quick where they are the same as before.
+        """
         workers = list(workers)
         if workers == self._followed and len(self._channels) == len(workers):
-            return  # quick: this is asked for each request
+            return
         self._followed = workers
         present = {info.peer: info for info in workers}
         for gone in self._channels.keys() - present.keys():
-            task = asyncio.create_task(self._channels.pop(gone).close())
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._channels[gone].leave()
+            if not self._channels[gone].is_in_use:
+                self._let_go(gone)
         for peer, info in present.items():
             if peer not in self._channels:
                 self._channels[peer] = self._open(info)
@@ -379,8 +398,14 @@ class TokenChannels:
 
     async def close(self) -> None:
         """Close every channel; streams still open raise WorkerLost."""
-        self.follow(())
+        for worker in list(self._channels):
+            self._let_go(worker)
         await asyncio.gather(*self._leaving)
+
+    def _let_go(self, worker: Peer) -> None:
+        task = asyncio.create_task(self._channels.pop(worker).close())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _open(self, info: WorkerInfo) -> _Channel:
         return _Channel(info, self._network, self.peer, self._clock, self._config, self._listener)

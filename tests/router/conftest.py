@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
 from protocol.kv_layout import KVLayout
-from protocol.messages import Cancel, Hello, Ping, PrefillFailed, SendPrefix, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Cancel, Drain, Hello, Ping, PrefillFailed, SendPrefix, StatsFrame, TokenFrame, Welcome
 from protocol.network import Connection, Listener
 from protocol.requests import (
     DecodeReply,
@@ -78,6 +78,8 @@ class FakeWorker:
     seen: list[GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     told_prefill_failed: list[str] = field(default_factory=list)
+    told_to_leave: int = 0
+    is_leaving: bool = False  # the fleet names it no more, and it goes on
     connections: dict[str, Connection] = field(default_factory=dict)
     stats: WorkerStats = field(default_factory=lambda: WorkerStats(total_blocks=100, free_blocks=100))
     gate: asyncio.Semaphore | None = None
@@ -131,13 +133,15 @@ class FakeWorker:
                         connection.send(Ping())
                     case Cancel():
                         self.cancelled.append(message.request_id)
+                    case Drain():
+                        self.told_to_leave += 1
                     case SendPrefix():
                         self.prefixes.append(message)
                     case PrefillFailed():
                         self.told_prefill_failed.append(message.request_id)
                         self.ready(message.request_id).set()
         except ConnectionLost:
-            return
+            self.connections.pop(hello.sender.worker_id, None)
 
     def ready(self, request_id: str) -> asyncio.Event:
         return self.prompt_ready.setdefault(request_id, asyncio.Event())
@@ -204,7 +208,7 @@ class FakeFleet:
         self.all = {worker.name: worker for worker in workers}
 
     def workers(self) -> list[WorkerInfo]:
-        return [worker.info for worker in self.all.values() if not worker.dead]
+        return [worker.info for worker in self.all.values() if not (worker.dead or worker.is_leaving)]
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None

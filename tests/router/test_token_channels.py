@@ -67,21 +67,48 @@ async def test_a_channel_comes_back_by_itself_while_its_worker_is_followed(fleet
         await until(lambda: "router-0" in rig["d0"].connections)
         first = rig["d0"].connections["router-0"]
         await first.close()
-        await until(lambda: rig["d0"].connections["router-0"] is not first)
+        await until(lambda: rig["d0"].connections.get("router-0", first) is not first)
         await until(lambda: rig.channels.is_connected(peer))
 
 
-async def test_workers_that_left_are_forgotten(fleet_of, until):
+async def test_workers_that_left_are_told_so_and_forgotten_once_nobody_uses_them(fleet_of, until):
     async with fleet_of(0, 2) as rig:
         peers = [await connected(rig, name) for name in ("d0", "d1")]
         stream = rig.channels.subscribe(peers[0], "one", max_tokens=5)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        for _ in range(2):
+            rig.channels.follow([rig["d1"].info])
+        rig["d0"].connections["router-0"].send(TokenFrame((event("one", 0),)))
+        assert (await anext(stream)).index == 0
+        await until(lambda: rig["d0"].told_to_leave == 1)
+        stream.close()
         rig.channels.follow([rig["d1"].info])
-        with pytest.raises(WorkerLost):
-            await anext(stream)
         assert not rig.channels.is_connected(peers[0])
         assert rig.channels.is_connected(peers[1])
         with pytest.raises(WorkerLost):
             rig.channels.subscribe(peers[0], "two", max_tokens=5)
+
+
+async def test_a_worker_that_left_and_then_dies_fails_its_streams_at_once_and_is_not_looked_for(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        stream = rig.channels.subscribe(peer, "one", max_tokens=5)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        rig.channels.follow([])
+        await rig["d0"].die()
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+        rig.channels.follow([])
+        assert not rig.channels.is_down(peer)
+
+
+async def test_a_router_that_ends_takes_no_worker_down(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        await connected(rig)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        await rig.channels.close()
+        await until(lambda: not rig["d0"].connections)
+        assert rig["d0"].told_to_leave == 0
 
 
 async def test_a_worker_that_sends_more_than_was_asked_for_is_cut_off(fleet_of, until):
