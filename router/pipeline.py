@@ -131,6 +131,8 @@ class Pipeline:
                         yield event
                 return
             except (WorkerLost, RequestError) as error:
+                if stages.attempts == 0:
+                    raise  # admission refuses it: at once, and nobody failed
                 failure = error
                 decode = path.decode.peer
                 _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
