@@ -14,6 +14,7 @@ FAULTS = (
     "lose_prefill_reply",  # the next prefill calls fail after they have run
     "late_calls",  # the next calls come late, overtaken by what the token channel carries, and by their own end
     "repeat_calls",  # the next calls come twice
+    "lose_block_news",  # a router misses what workers tell of their caches, as it can't over TCP, but guards against
     "slow_worker",  # a worker's steps take ten to fifty times as long for some time
     "kill_prefill",  # a prefill worker crashes; another starts later
     "stop_prefill",  # a prefill worker stands still (SIGSTOP), shorter or longer than anybody waits for it, and goes on
@@ -31,7 +32,7 @@ FAULTS = (
 DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode", "fail_engine", "cut_channel")
 """There is one decode worker more than these in a run: with none left, requests fail, and rightly so."""
 
-_WITHOUT_PREFILL = (*DECODE_FAULTS, "late_calls", "repeat_calls", "slow_worker")
+_WITHOUT_PREFILL = (*DECODE_FAULTS, "late_calls", "repeat_calls", "lose_block_news", "slow_worker")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Fault:
 
 
 def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_overload: bool) -> tuple[Fault, ...]:
-    """One to three, of which two at most may cost a decode worker, and one a router where there are others.
+    """Up to three, of which two at most may cost a decode worker, and one a router where there are others.
 
     None costs a decode worker in an overload: who was refused by all others fails with it, and rightly so.
     """
@@ -54,7 +55,7 @@ def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_o
         kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
     if num_routers > 1:
         kinds = (*kinds, "lose_router")
-    for _ in range(draw.choice((1, 1, 1, 2, 2, 3))):
+    for _ in range(draw.choice((0, 1) if is_overload else (1, 1, 1, 2, 2, 3))):
         if sum(fault.kind in DECODE_FAULTS for fault in faults) == 2:
             kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
         if any(fault.kind == "lose_router" for fault in faults):

@@ -4,9 +4,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+from protocol.messages import BlocksChanged, BlocksHeld, Message
 from protocol.stats import Role
 from tests.simulation.fault_plan import Fault
-from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
 from tests.simulation.sim_router import SimRouter
@@ -33,6 +34,7 @@ class Injector:
         trace: Trace,
     ):
         self.fired: Counter[str] = Counter()
+        self.behind: set[tuple[str, str]] = set()  # a worker and a router that has missed its last news of its blocks
         self._faults = faults
         self._fleet = fleet
         self._fabric = fabric
@@ -48,7 +50,9 @@ class Injector:
 
     async def _strike_at(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
-        for _ in range(20):  # a link that does not stand yet can't be cut: try again soon
+        for _ in range(
+            1 if fault.kind == "lose_block_news" else 20
+        ):  # a link that does not stand yet can't be cut: try again soon
             hit = await self._strike(fault)
             if hit:
                 break
@@ -76,6 +80,8 @@ class Injector:
             case "repeat_calls":
                 fleet.calls_to_repeat += 1 + which % 4
                 return 1
+            case "lose_block_news":
+                return self._lose_block_news(1 + which % 3)
             case "lose_router":
                 return self._lose_router(which)
         if decode is None:
@@ -140,6 +146,24 @@ class Injector:
                     asyncio.get_running_loop().call_later(3.0, network.join, prefill, decode)
                 return hit or what == "block_transfers"
         raise ValueError(f"there is no fault {what}")
+
+    def _lose_block_news(self, times: int) -> int:
+        left = times
+
+        def drop(connection: MemoryConnection, message: Message) -> tuple[Message, ...]:
+            nonlocal left
+            pair = connection.host, connection.peer_host
+            if isinstance(message, BlocksChanged) and left > 0:
+                left -= 1
+                self.behind.add(pair)
+                self.fired["lose_block_news"] += 1
+                return ()
+            if isinstance(message, BlocksChanged | BlocksHeld):
+                self.behind.discard(pair)
+            return (message,)
+
+        self._fabric.mangle = drop
+        return 0  # counted above
 
     def _lose_router(self, which: int) -> int:
         router = self._routers[which % len(self._routers)]

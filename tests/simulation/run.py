@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from protocol.block_hashes import short_name
 from protocol.errors import RequestError, TwostrokeError
 from protocol.requests import TokenEvent
 from router.stages import Stages
@@ -78,7 +79,7 @@ class _Simulation:
         self._routers = [
             SimRouter(index, self._fleet, self._fabric, scenario.pipeline) for index in range(scenario.num_routers)
         ]
-        injector = Injector(
+        injector = self._injector = Injector(
             scenario.faults,
             fleet=self._fleet,
             fabric=self._fabric,
@@ -173,6 +174,7 @@ class _Simulation:
         await self._fleet.close()
         for process in self._fleet.processes.values():
             self._check_idle(process)
+        await self._check_known_blocks()
         for router in self._routers:
             await router.close()
         for process in list(self._fleet.processes.values()):
@@ -205,8 +207,31 @@ class _Simulation:
                     self._fabric.end_silence(router.host, process.host)
                 virtual_loop().continue_process(router.host)
                 await router.ended()
+            if self._scenario.is_overload and not self._scenario.faults and (ejected := router.pipeline.ejected()):
+                raise InvariantBroken(
+                    f"{router.host} has ejected {ejected}, which only refused what they had no room for"
+                )
             if router.pipeline.in_flight:
                 raise InvariantBroken(f"{router.host} counts {router.pipeline.in_flight} calls after all have ended")
+
+    async def _check_known_blocks(self) -> None:
+        """When all is quiet, routers that have a channel to a worker know exactly what its cache holds.
+
+        Who has missed the very last change can't know yet.
+        """
+        pairs = [(router, process) for router in self._routers for process in self._fleet.processes.values()]
+        pairs = [(router, process) for router, process in pairs if router.channels.is_connected(process.info.peer)]
+        await asyncio.sleep(0.5)  # news may be under way
+        for router, process in pairs:
+            if (process.host, router.host) in self._injector.behind:
+                continue
+            known = router.known_blocks(process.info.peer)
+            held = {short_name(name) for name in process.pool.names(0, process.pool.num_blocks)}
+            if known is not None and known != held:
+                raise InvariantBroken(
+                    f"{router.host} knows {len(known)} blocks of {process.host}, which holds {len(held)}; "
+                    f"{len(known & held)} are the same"
+                )
 
     def _check_idle(self, process: SimProcess) -> None:
         process.pool.check_integrity()
@@ -223,8 +248,8 @@ class _Simulation:
             raise InvariantBroken(f"{process.pool.owned_blocks} blocks of {process.host} outlive it")
         if process.worker.stats().swapped_blocks:
             raise InvariantBroken(f"{process.host} leaves swapped KV behind: {process.worker.stats()}")
-        if process.store.violations:
-            raise InvariantBroken(f"{process.host}: " + "; ".join(process.store.violations))
+        if violations := [*process.store.violations, *process.violations]:
+            raise InvariantBroken(f"{process.host}: " + "; ".join(violations))
         self._report.count(process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
 

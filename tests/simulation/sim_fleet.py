@@ -54,6 +54,8 @@ class SimProcess:
     context: Context
     parts: Parts
     died: "asyncio.Future[None]"
+    is_draining: bool = False
+    violations: list[str] = field(default_factory=list)
     calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
 
     @property
@@ -190,6 +192,7 @@ class SimFleet:
             return False
         if drain_s is not None:
             self._trace(f"{process.host} drains")
+            process.is_draining = True
             draining = asyncio.create_task(process.worker.drain(), context=process.context.copy())
             await asyncio.wait({draining}, timeout=drain_s)
             draining.cancel()
@@ -304,7 +307,9 @@ class SimFleet:
     ) -> "asyncio.Task[T]":
         call = asyncio.get_running_loop().create_task(method(process), context=process.context.copy())
         process.calls[call] = router_id
-        call.add_done_callback(lambda done: _forget(process, done), context=Context())  # though its router stands still
+        may_take = not process.is_draining
+        # In no process's context: its router may stand still.
+        call.add_done_callback(lambda done: _forget(process, done, may_take=may_take), context=Context())
         return call
 
     async def _repeat(
@@ -357,10 +362,11 @@ async def _in(context: Context, work: Coroutine[Any, Any, T]) -> T:
     return await asyncio.get_running_loop().create_task(work, context=context.copy())
 
 
-def _forget(process: SimProcess, call: "asyncio.Task[Any]") -> None:
+def _forget(process: SimProcess, call: "asyncio.Task[Any]", *, may_take: bool) -> None:
     process.calls.pop(call, None)
-    if not call.cancelled():
-        call.exception()  # its caller may be gone, and then nobody else asks
+    error = None if call.cancelled() else call.exception()  # its caller may be gone, and then nobody else asks
+    if not may_take and not isinstance(error, WorkerLost):
+        process.violations.append("took a request while it drained")
 
 
 def _copy(value: T) -> T:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from protocol.block_hashes import ShortName
 from protocol.tickets import Peer
 from router.config import PipelineConfig
 from router.pipeline import Pipeline
@@ -51,6 +52,14 @@ class SimRouter:
         if not self.lost.done():
             self.lost.set_result(None)
             virtual_loop().stop_process(self.host)
+
+    def known_blocks(self, worker: Peer) -> set[ShortName] | None:
+        """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
+        cached = self.pipeline._finder._cached
+        if cached is None or not self.channels.is_connected(worker) or worker not in cached._index._workers:
+            return None
+        bit = 1 << cached._index._workers[worker].column
+        return {name for name, holders in cached._index._held.items() if holders & bit}
 
     async def ended(self) -> None:
         """Return when its requests' tasks have ended."""
