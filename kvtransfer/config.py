@@ -9,8 +9,8 @@ from protocol.kv_layout import Encoding
 class TransferConfig:
     """The same values belong on both sides; a peer with other ones is merely given up sooner or later."""
 
-    lease_s: float = 5.0  # a peer that is silent for so long is gone; so is one that needs longer for one chunk's bytes
-    progress_s: float = 60.0  # a transfer on which the peer makes no step for so long is given up
+    lease_s: float = 3.0  # a peer that is silent for so long is gone; so is one that needs longer for one chunk's bytes
+    progress_s: float = 15.0  # a transfer on which the peer makes no step for so long is given up
     max_chunk_bytes: int = 4 * 1024 * 1024  # a chunk's size at most, but at least one unit: transfers take turns by it
     encoding: Encoding = "raw"  # of KV that this worker sends
     max_pending_offers: int = 4096  # offers that wait for their request, of all peers

@@ -43,8 +43,8 @@ class TokenChannelConfig:
     """Times of a token channel, in seconds."""
 
     ping_s: float = 1.0  # a third of a lease or less: how often the router gives a sign of life
-    silence_s: float = 5.0  # a worker that is silent for so long counts as lost
-    connect_s: float = 5.0  # to connect and be welcomed
+    silence_s: float = 2.5  # a worker that is silent for so long counts as lost: five of its signs of life
+    connect_s: float = 2.0  # to connect and be welcomed
     backoff_first_s: float = 0.05
     backoff_most_s: float = 2.0
 
