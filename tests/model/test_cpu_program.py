@@ -1,7 +1,10 @@
 """Recorded programs do what the same launches do one by one."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from model.cpu_backend import CpuBackend
 from model.kernels.cpu_launch import Kernel, as_integers, compiled, take_items
 from model.kernels.cpu_launcher import Launcher, NotRecordable
 from model.kernels.cpu_program import Program
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(params=[1, 2, 5], ids=lambda count: f"{count}_threads")
@@ -125,3 +130,16 @@ def test_outside_of_a_recording_kernels_run_at_once() -> None:
     values = torch.tensor([1, 2, 3])
     launcher.run(ADD, 2, 1, values.data_ptr(), 1)
     assert values.tolist() == [4, 5, 3]
+
+
+def test_recording_does_not_import_torchs_compiler_which_takes_a_second() -> None:
+    code = """
+import sys
+import torch
+from model.kernels.cpu_launcher import Launcher
+launcher = Launcher()
+with launcher.recording():
+    launcher.empty((2, 3), torch.float32).view(3, 2)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
