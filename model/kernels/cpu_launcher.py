@@ -56,7 +56,7 @@ class Launcher:
 class _OnlyViews(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would import its compiler to keep it out of a mode: a second of every start."""
+        """Nothing is compiled here. Torch would import its compiler to keep that out: a second of every start."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
