@@ -22,6 +22,7 @@ Outcome = Literal["stop", "length", "abort", "error"]
 _PREFIX = "twostroke:"
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 _COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 WorkerNumbers = Callable[[], Iterable[tuple[WorkerInfo, WorkerStats]]]
@@ -62,6 +63,9 @@ class RouterMetrics:
         )
         self._decode = self._histogram(
             "request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS
+        )
+        self.decision_time = self._histogram(
+            "router_decision_time_seconds", "Choosing the workers of an attempt.", _DECISION_BUCKETS
         )
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", _COUNT_BUCKETS)
         self._output_length = self._histogram("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS)

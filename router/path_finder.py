@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
@@ -39,6 +39,8 @@ class PathFinder:
             self._cached = CachedPrefixes(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
         self._turn = 0
         self._answer_tokens = _FIRST_ANSWER_TOKENS
+        self.on_decision: Callable[[float], None] = lambda seconds: None
+        """Told of every choice how long it took."""
         channels.listen(
             ChannelListener(
                 told=self._view.told,
@@ -67,6 +69,7 @@ class PathFinder:
         now = self._clock()
         deadline = now + (self._config.retry_wait_s if failed else 0.0)
         while True:
+            began = self._clock()
             try:
                 path = self.choose(request, sent, failed, ejected)
             except NoPath:
@@ -74,6 +77,7 @@ class PathFinder:
                     raise
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
+            self.on_decision(self._clock() - began)
             if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue

@@ -83,6 +83,10 @@ class Pipeline:
         """Places held at workers: 0 when idle."""
         return self._finder.in_flight
 
+    def time_decisions(self, observe: Callable[[float], None]) -> None:
+        """Have `observe` told of every choice of workers how many seconds it took."""
+        self._finder.on_decision = observe
+
     def ejected(self) -> frozenset[Peer]:
         """Workers that are there, and are left out because they keep failing."""
         return self._records.ejected()

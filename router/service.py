@@ -79,6 +79,7 @@ class RouterService:
         self.tokenizer = tokenizer
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
         self.metrics = RouterMetrics(config.model_name, self._worker_numbers, pipeline.ejected)
+        pipeline.time_decisions(self.metrics.decision_time.observe)
         self.clock = clock
         self.slo = slo or SLOConfig()
         self.tenants = tenants

@@ -94,6 +94,7 @@ async def test_metrics_count_requests_and_show_the_workers(site_of, until):
             'twostroke:request_prefill_time_seconds_sum{model_name="fake"} 0.02',
             'twostroke:requests_refused_total{code="invalid_json",model_name="fake",status="400"} 1.0',
             'twostroke:router_requests_in_flight{model_name="fake"} 0.0',
+            'twostroke:router_decision_time_seconds_count{model_name="fake"} 1.0',
             'twostroke:kv_blocks_total{role="decode",worker="d0"} 100.0',
             'twostroke:kv_cache_usage_perc{role="prefill",worker="p0"} 0.0',
         ):
