@@ -30,7 +30,7 @@ from router.worker_load import WorkerLoad
 
 RESERVE = 0.15  # of every limit, for higher classes and for those below their share
 HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
-PROBE_S = 5.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
+PROBE_S = 2.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
 PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for its share
 LEAST_AVAILABLE = 0.05
 _ASKED_LATELY = 0.5  # requests, fading
@@ -74,7 +74,7 @@ class Admission:
             history.offered.add(1.0, now)
             self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
             fault = self._fault(request, path, path.estimate, history, stages)
-            if fault is not None and not self._is_probe(request.promise, history, now):
+            if fault is not None and not self._is_probe(path.estimate, history, now):
                 history.is_refusing = True
                 history.refused_at = now
                 retry_after_s = self._retry_after_s(fault, history, now)
@@ -113,16 +113,23 @@ class Admission:
         if promise.ttft_left_s is None and promise.tpot_s is None:
             return self._endless_queue(estimate)
         part = 1.0 - self._kept_free(promise, history, now)
+        is_idle = self._is_idle(path, estimate)
         if promise.ttft_left_s is not None:
             predicted_s = estimate.pull_s + self._prompt_s(request, path, estimate, now)
-            predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
+            if not is_idle:
+                predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
             limit_s = part * promise.ttft_left_s - (now - stages.arrive)
             if predicted_s > limit_s:
                 if estimate.prefill_s > promise.ttft_left_s:
                     return _Fault(_hopeless(estimate, promise.ttft_left_s), math.inf)
                 reason = f"the first token would come after {predicted_s:.2g} s, beyond what its class promises"
                 return _Fault(reason, predicted_s - limit_s)
-        return self._slow_steps(request, path, estimate, history, part)
+        return None if is_idle else self._slow_steps(request, path, estimate, history, part)
+
+    def _is_idle(self, path: Path, estimate: Estimate) -> bool:
+        """Whether the request would have the path to itself: no better time will come for it."""
+        stats = self._stats(path.decode.peer)
+        return estimate.queue_s == 0 and stats is not None and stats.num_running + stats.num_waiting == 0
 
     def _endless_queue(self, estimate: Estimate) -> _Fault | None:
         """Nothing is promised, so nothing can be late; but who would wait so long has left by then."""
@@ -169,10 +176,10 @@ class Admission:
         tokens = sum(one.tokens.value(now) for one in self._classes.values())
         return history.tokens.value(now) < history.share * tokens
 
-    def _is_probe(self, promise: Promise, history: ClassHistory, now: float) -> bool:
+    def _is_probe(self, estimate: Estimate, history: ClassHistory, now: float) -> bool:
         """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out."""
-        since = history.admitted_at if history.share > 0 and self._is_below_share(history, now) else self._admitted_at
-        return now - since > PROBE_S
+        since = history.admitted_at if self._is_below_share(history, now) else self._admitted_at
+        return now - since > max(PROBE_S, 2 * estimate.ttft_s)
 
     def _prompt_s(self, request: GenerateRequest, path: Path, estimate: Estimate, now: float) -> float:
         """Until the prompt is computed, with all that will come before it."""

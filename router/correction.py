@@ -3,7 +3,8 @@
 The mean of actual over predicted times alone would be too short for every second request; like TCP's timers (RFC 6298),
 some deviations are added to it. Times that are short against the limit are dominated by what no cost model knows (HTTP,
 the wait for the running step), and their ratio says nothing of long ones: so both sides are taken with a part of the
-limit added. Without news the factor goes back to 1, so that a wrong one can't refuse everybody for good.
+limit added. As time passes the factor goes back to 1, so that what was learnt under one load does not rule another, and
+a wrong one can't refuse everybody for good.
 """
 
 import math
@@ -11,7 +12,7 @@ import math
 LEAST, MOST = 0.5, 4.0
 _GAIN = 0.05  # of the newest ratio in the mean: the last 20 or so count
 _DEVIATIONS = 1.5  # mean absolute ones, to about the 90th percentile
-_FORGET_S = 30.0  # without news
+_FORGET_S = 10.0
 _PART_OF_LIMIT = 0.25
 
 

@@ -35,7 +35,7 @@ LEAST_TTFT_S, LEAST_TPOT_S = 0.1, 0.005  # shorter ones would be a matter of the
 OVERLOAD = 5.0
 ALONE_REQUESTS = 20
 CLOSED_LOOP_CLIENTS = 32
-STEPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of what the closed loop did
+STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5)  # of what the closed loop did
 ATTAINMENT = 0.9
 CALM = 0.5  # of capacity, while the server recovers
 
