@@ -12,20 +12,19 @@ from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
 from decode_worker.handovers import Handovers
 from decode_worker.jobs import DecodeStep, Progress
-from decode_worker.preemption import PreemptionPolicy, Rate
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step_budget import StepBudget
 from decode_worker.steps_under_way import EndedStep, StepsUnderWay
-from decode_worker.swapped_blocks import SwappedBlocks
+from decode_worker.swapping import Swapping
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
 from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
-from model.step_costs import StepContent, StepCostFit
+from model.step_costs import StepContent
 from model.worker_life import WorkerCallbacks, WorkerLife
-from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers, WorkerCounters, worker_stats
+from model.worker_numbers import HostBlocks, WorkerCounters, worker_stats
 from protocol.clock import Clock
 from protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from protocol.network import Network
@@ -69,16 +68,13 @@ class DecodeWorker:
         self._sender = sender
         self._clock = clock
         self._max_context = max_context
-        self._swap_space = swap_space
-        swap_pool = None if swap_space is None else BlockPool(swap_space.num_blocks, pool.block_size)
-        self._preemption = PreemptionPolicy(config.preemption, 0 if swap_space is None else swap_space.block_bytes)
-        self._swapped = SwappedBlocks(swap_pool, self._preemption)
-        self._costs = StepCostFit()
+        self._swapping = Swapping(swap_space, config.preemption, pool.block_size)
+        self._counters = WorkerCounters()
         self._scheduler = DecodeScheduler(
             pool,
             budget=StepBudget(
                 max_step_tokens=config.max_step_tokens,
-                costs=self._costs.costs,
+                costs=self._counters.costs.costs,
                 tpot_safety=config.tpot_safety,
                 stall_factor=config.stall_factor,
                 min_chunk_tokens=config.min_chunk_tokens,
@@ -87,7 +83,7 @@ class DecodeWorker:
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_context=max_context,
             max_waiting=config.max_waiting,
-            swapped=self._swapped,
+            swapped=self._swapping.blocks,
             queue=config.queue,
         )
         self._token_server = TokenServer(
@@ -106,7 +102,7 @@ class DecodeWorker:
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,
-            pools=(pool,) if swap_pool is None else (pool, swap_pool),
+            pools=(pool, *self._swapping.pools),
             clock=clock,
             integrity_interval_s=config.integrity_interval_s,
             max_step_s=config.max_step_s,
@@ -137,7 +133,6 @@ class DecodeWorker:
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
         self._under_way = StepsUnderWay(engine, clock)  # they may hold blocks of requests that have ended
-        self._counters = WorkerCounters()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
@@ -195,10 +190,9 @@ class DecodeWorker:
             self._pool,
             transfers,
             self._engine,
-            self._costs.costs(),
             is_draining=self._life.is_draining,
             decoding=[(job.request.promise, len(job.sequence.token_ids)) for job in self._scheduler.decoding],
-            swaps=self._swap_numbers(),
+            swaps=self._swapping.numbers(self._scheduler.swaps),
         )
 
     def check_health(self) -> None:
@@ -260,14 +254,10 @@ class DecodeWorker:
                 self._scheduler.abandon(step)
             raise
         content = StepContent.of([entry.step for entry in ended.step.entries])
-        num_computed = content.prompt_tokens
-        self._counters.count_step(ended.seconds, num_computed)
+        self._counters.count_step(ended.seconds, content.prompt_tokens)
         if not ended.step.swaps:  # what copies take says nothing about other steps
-            self._costs.add(content, ended.seconds)
-        if num_computed:
-            self._preemption.computing.count(num_computed, ended.seconds)
-        if self._swap_space is not None:
-            self._preemption.copying = Rate(self._swap_space.num_bytes, self._swap_space.seconds)
+            self._counters.costs.add(content, ended.seconds)
+        self._swapping.step_ended(content.prompt_tokens, ended.seconds)
         return ended
 
     def _report(self, progress: Iterable[Progress]) -> None:
@@ -338,12 +328,6 @@ class DecodeWorker:
             index = call.job.sequence.num_output_tokens
             self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
             self._abort(call, reason, WorkerLost(reason))
-
-    def _swap_numbers(self) -> SwapNumbers:
-        if self._swap_space is None:
-            return NO_SWAPS
-        space = self._swap_space
-        return SwapNumbers(self._scheduler.swaps, space.num_bytes, space.seconds, self._swapped.owned_blocks)
 
     def _is_busy(self) -> bool:
         is_exporting = self._exports is not None and self._exports.is_busy

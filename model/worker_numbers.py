@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from model.block_pool import BlockPool
 from model.step import Engine
+from model.step_costs import StepCostFit
 from protocol.requests import Promise
 from protocol.stats import QueuedWork, WorkerStats
-from protocol.step_costs import StepCosts
 
 
 class SchedulerNumbers(Protocol):
@@ -68,7 +68,7 @@ NO_SWAPS = SwapNumbers()
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Numbers of WorkerStats that only grow, and that a worker counts itself."""
+    """Numbers of WorkerStats that a worker counts itself, and that only grow, and what it learns from its steps."""
 
     computed_tokens: int = 0
     generated_tokens: int = 0
@@ -77,6 +77,7 @@ class WorkerCounters:
     finished_requests: int = 0
     aborted_requests: int = 0
     pulled_tokens: int = 0
+    costs: StepCostFit = field(default_factory=StepCostFit)
 
     def count_step(self, seconds: float, computed_tokens: int) -> None:
         """An engine step has run."""
@@ -91,7 +92,6 @@ def worker_stats(
     pool: BlockPool,
     transfers: Sequence[TransferNumbers],
     engine: Engine,
-    costs: StepCosts | None,
     *,
     is_draining: bool,
     decoding: Iterable[tuple[Promise, int]] = (),
@@ -99,7 +99,7 @@ def worker_stats(
 ) -> WorkerStats:
     """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none.
 
-    `costs` are those of its steps, as far as they are known; `decoding` are the tokens of each request that decodes.
+    `decoding` are the tokens of each request that decodes.
     """
     queued = queued_work(scheduler.waiting_work())
     contexts = list(decoding)
@@ -137,7 +137,7 @@ def worker_stats(
         queued=queued,
         context_tokens=sum(num_tokens for _, num_tokens in contexts),
         tightest_tpot_s=min(tpots_s, default=None),
-        costs=costs,
+        costs=counters.costs.costs(),
         is_draining=is_draining,
     )
 

@@ -12,7 +12,7 @@ from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
 from model.step import Engine
-from model.step_costs import StepContent, StepCostFit
+from model.step_costs import StepContent
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import WorkerCounters, worker_stats
 from prefill_worker.calls import Call, Calls
@@ -120,7 +120,6 @@ class PrefillWorker:
         )
         self._is_computing = False  # a step is under way, which may hold blocks of requests that have ended
         self._counters = WorkerCounters()
-        self._costs = StepCostFit()
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
@@ -182,7 +181,6 @@ class PrefillWorker:
             self._pool,
             transfers,
             self._engine,
-            self._costs.costs(),
             is_draining=self._life.is_draining,
         )
 
@@ -256,7 +254,7 @@ class PrefillWorker:
         finally:
             self._is_computing = False
         seconds = self._clock() - started_at
-        self._costs.add(StepContent.of(batch), seconds)
+        self._counters.costs.add(StepContent.of(batch), seconds)
         self._counters.count_step(seconds, sum(len(one.token_ids) for one in batch))
         return sampled
 
