@@ -22,6 +22,7 @@ _BENCHES = {
     "accuracy": ("cluster.bench.accuracy", "perplexity of quantised weights, against the model as it is"),
     "costs": ("cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
     "transfer": ("cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
+    "routing": ("cluster.bench.routing", "how long the choice of a path takes, by workers and indexed blocks"),
     "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
     "interference": ("cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
     "overload": ("cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),

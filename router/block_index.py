@@ -29,6 +29,7 @@ class _Worker:
     column: int  # which bit is the worker's
     is_clean: bool = True  # nothing was stored with that bit yet
     sequence: int | None = None  # of the last message heard; None: only a snapshot helps
+    is_asked: bool = False  # for one
 
 
 class BlockIndex:
@@ -87,39 +88,34 @@ class BlockIndex:
         if isinstance(message, BlocksHeld):
             if message.is_first:
                 self._begin_again(known)
-                known.sequence = message.sequence
-            if known.sequence is None:
-                return True  # it has been asked already
+                known.sequence, known.is_asked = message.sequence, False
             if message.sequence != known.sequence:
-                known.sequence = None
-                return False
+                return self._missed(known)
             self._store(known, unpack_names(message.names))
             return True
-        if known.sequence is None:
-            return True
-        if message.sequence != known.sequence + 1:
-            known.sequence = None
-            return False
+        if known.sequence is None or message.sequence != known.sequence + 1:
+            return self._missed(known)
         known.sequence = message.sequence
         self._remove(known, unpack_names(message.removed))
         self._store(known, unpack_names(message.stored))
         return True
 
-    def expect(self, worker: Peer, names: Iterable[ShortName]) -> None:
-        """`worker` will soon hold these blocks, if all goes well."""
+    def expect(self, workers: Iterable[Peer], names: Sequence[ShortName]) -> None:
+        """These workers will soon hold these blocks, if all goes well."""
         self._expire()
-        known = self._known(worker)
-        known.is_clean = False
-        bit = 1 << known.column
+        bits = 0
+        for worker in workers:
+            known = self._known(worker)
+            known.is_clean = False
+            bits |= 1 << known.column
         layer = self._expected
+        names = names[self._known_depth(names, bits) :]
         room = self._max_blocks - len(layer)
-        for name in names:
-            before = layer.get(name)
-            if before is not None:
-                layer[name] = before | bit
-            elif room > 0:
-                layer[name] = bit
-                room -= 1
+        # All in one go: this is done for each request.
+        expected = dict.fromkeys(names if len(names) <= room else names[:room], bits)
+        for name in layer.keys() & expected.keys():
+            expected[name] |= layer[name]
+        layer.update(expected)
 
     def find(self, names: Sequence[ShortName]) -> NDArray[np.int64]:
         """How many of a prompt's first blocks each worker holds or will hold, by its column.
@@ -151,8 +147,26 @@ class BlockIndex:
             known = self._workers[worker] = _Worker(self._take_column())
         return known
 
+    def _missed(self, worker: _Worker) -> bool:
+        """Whether nobody needs to ask."""
+        worker.sequence = None
+        was_asked, worker.is_asked = worker.is_asked, True
+        return was_asked
+
     def _holders(self, name: ShortName) -> int:
         return self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0)
+
+    def _known_depth(self, names: Sequence[ShortName], bits: int) -> int:
+        """How many of the first of `names` need not be expected of these workers again."""
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high + 1) // 2
+            name = names[middle - 1]
+            if bits & ~(self._held.get(name, 0) | self._expected.get(name, 0)):
+                high = middle - 1
+            else:
+                low = middle
+        return low
 
     def _assign(self, blocks: NDArray[np.int64], group: int, count: int) -> None:
         if group & (group - 1) == 0:

@@ -1,6 +1,6 @@
 """The path with the least predicted time, by what every worker has cached and has to do. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,15 @@ _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
 
 Mask = NDArray[np.bool_]
+"""By a table's rows. Where None stands for one, all of them are meant: most fleets are of one kind and well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
     """Decode workers of one kind, and the prefill workers whose KV they take."""
 
-    decode: Mask
-    prefill: Mask
+    decode: Mask | None
+    prefill: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def pair_up(prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]) -> tupl
         able = {layout for layout in senders if incompatibility(layout, kind) is None}
         pairings.append(
             Pairing(
-                np.array([info.layout == kind and bool(info.transfer_addresses) for info in decode], bool),
-                np.array([info.layout in able for info in prefill], bool),
+                _mask(info.layout == kind and bool(info.transfer_addresses) for info in decode),
+                _mask(info.layout in able for info in prefill),
             )
         )
     return tuple(pairings)
@@ -86,22 +87,19 @@ def cheapest_path(
     """
     prefill, decode = workers.prefill, workers.decode
     decode_tier = _tiers(decode, failed, ejected)
-    able = (decode.max_context >= need.num_tokens) & (decode_tier < DRAINING)
-    if not able.any():
-        raise NoPath("no decode worker is available; try again shortly")
-    able &= decode_tier == decode_tier[able].min()
+    able = _able_to_decode(decode, decode_tier, need)
     decoding = decode_costs(decode, need)
     best: Path | None = None
     best_s = np.inf
     if len(prefill):
         prefill_tier = _tiers(prefill, failed, ejected)
-        able_prefill = (prefill.max_context >= need.num_tokens) & (prefill_tier == AVAILABLE)
+        able_prefill = _able_to_prefill(prefill, prefill_tier, need)
         source = _source(workers, need, held, prefill_tier, decode_tier)
         reading = prefill_costs(prefill, workers.classes, need, held.prefill, _offered(source, prefill))
         reading_s = reading.total_s
         for pairing in workers.pairings:
-            first, second = able_prefill & pairing.prefill, able & pairing.decode
-            if not first.any() or not second.any():
+            first, second = _both(able_prefill, pairing.prefill), _both(able, pairing.decode)
+            if not _anybody(first) or not _anybody(second):
                 continue
             p = _pick(reading_s, first, prefill.requests, turn)
             sending_s = transfer_s(
@@ -156,6 +154,39 @@ def _tiers(table: WorkerTable, failed: Collection[Peer], ejected: Collection[Pee
     return tiers
 
 
+def _able_to_decode(table: WorkerTable, tiers: Ints, need: Need) -> Mask | None:
+    """The least objectionable. Raises NoPath."""
+    if tiers is table.tier and table.all_available and 0 < need.num_tokens <= table.least_context:
+        return None
+    able = (table.max_context >= need.num_tokens) & (tiers < DRAINING)
+    if not able.any():
+        raise NoPath("no decode worker is available; try again shortly")
+    best: Mask = able & (tiers == tiers[able].min())
+    return best
+
+
+def _able_to_prefill(table: WorkerTable, tiers: Ints, need: Need) -> Mask | None:
+    if tiers is table.tier and table.all_available and need.num_tokens <= table.least_context:
+        return None
+    able: Mask = (table.max_context >= need.num_tokens) & (tiers == AVAILABLE)
+    return able
+
+
+def _mask(rows: Iterable[bool]) -> Mask | None:
+    mask = np.array(list(rows), bool)
+    return None if mask.all() else mask
+
+
+def _both(one: Mask | None, other: Mask | None) -> Mask | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _anybody(mask: Mask | None) -> bool:
+    return mask is None or bool(mask.any())
+
+
 def _source(workers: Workers, need: Need, held: Held, prefill_tier: Ints, decode_tier: Ints) -> _Source | None:
     """Whoever has most of the prompt, of either role, and of those the one with the fewest requests."""
     if need.min_pull_tokens is None:
@@ -165,11 +196,12 @@ def _source(workers: Workers, need: Need, held: Held, prefill_tier: Ints, decode
         (workers.prefill, held.prefill, prefill_tier),
         (workers.decode, held.decode, decode_tier),
     ):
-        able = np.where(tiers == AVAILABLE, tokens, 0.0)
-        most = able.max(initial=0.0)
+        if not (tiers is table.tier and table.all_available):
+            tokens = np.where(tiers == AVAILABLE, tokens, 0.0)
+        most = tokens.max(initial=0.0)
         if most < need.min_pull_tokens:
             continue
-        rows = np.flatnonzero(able == most)
+        rows = np.flatnonzero(tokens == most)
         row = rows[table.requests[rows].argmin()]
         found = (-float(most), float(table.requests[row]), table.infos[row])
         if best is None or found[:2] < best[:2]:
@@ -193,11 +225,11 @@ def _offered(source: _Source | None, prefill: WorkerTable) -> Floats | float:
     )
 
 
-def _pick(cost_s: Floats, able: Mask, requests: Floats, turn: int) -> int:
+def _pick(cost_s: Floats, able: Mask | None, requests: Floats, turn: int) -> int:
     """The row of the least cost; of those about as good the one with the fewest requests, each in turn."""
-    rows = np.flatnonzero(able)
-    costs = cost_s[rows]
-    rows = rows[costs <= costs.min() * (1 + _EQUAL)]
+    if able is not None:
+        cost_s = np.where(able, cost_s, np.inf)
+    rows = np.flatnonzero(cost_s <= cost_s.min() * (1 + _EQUAL))
     if len(rows) > 1:
         counts = requests[rows]
         rows = rows[counts == counts.min()]

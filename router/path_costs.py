@@ -70,16 +70,18 @@ def queue_s(table: WorkerTable, classes: ServiceClasses, promise: Promise) -> Fl
     with a share of its own waits no longer than that takes for the class's own prompts.
     """
     own = classes.number_of(promise)
+    if own >= len(table.queued):  # nobody was told of the class yet
+        table.add_classes()
     queued = table.queued
-    if len(queued) <= 1:
-        tokens = queued[0] if len(queued) else np.zeros(len(table))
-    else:
-        number = len(queued)
-        first = classes.priority[:number] >= promise.priority
-        floors = np.where(first, 0.0, classes.share[:number]) @ (queued > 0)
-        tokens = (first @ queued) / np.maximum(1.0 - floors, 0.01)
-        if promise.share > 0 and own < number:
-            tokens = np.minimum(tokens, queued[own] / promise.share)
+    if len(queued) == 1:
+        waiting_s: Floats = queued[0] * table.queue_token_s
+        return waiting_s
+    first, floors = classes.ahead_of(promise.priority)
+    tokens: Floats = first @ queued
+    if floors is not None:
+        tokens = tokens / np.maximum(1.0 - floors @ (queued > 0), 0.01)
+    if promise.share > 0:
+        tokens = np.minimum(tokens, queued[own] / promise.share)
     return tokens * table.queue_token_s
 
 
@@ -131,7 +133,7 @@ def decode_costs(table: WorkerTable, need: Need) -> DecodeCosts:
         table.requests + 1 - table.max_batch, (need.num_tokens - table.free_tokens) / table.request_tokens
     )
     too_many = np.maximum(too_many, (step_s - limit_s) / np.maximum(table.request_s, 1e-9))
-    too_many = np.clip(too_many, 0.0, table.requests)
+    too_many = np.maximum(np.minimum(too_many, table.requests), 0.0)
     slot_s = too_many * table.step_s * need.answer_tokens / np.maximum(table.requests, 1.0)
     return DecodeCosts(slot_s, step_s, slot_s + need.answer_tokens * step_s)
 

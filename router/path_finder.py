@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
 from protocol.requests import GenerateRequest, PrefillReply
+from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.cached_prefixes import CachedPrefixes
 from router.cheapest_path import cheapest_path
 from router.config import PipelineConfig
-from router.fleet import Fleet
 from router.fleet_view import FleetView
 from router.in_flight import Hold, Place
 from router.path_costs import Need
@@ -25,11 +25,19 @@ _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
 class PathFinder:
     """Asks the policy, with what is known now, and holds the workers' places before another request asks.
 
-    Takes the channels' listener for itself: to be made before the channels follow any worker.
+    `workers` tells who is there (Fleet.workers). Takes the channels' listener for itself: to be made before the
+    channels follow any worker.
     """
 
-    def __init__(self, *, fleet: Fleet, channels: TokenChannels, clock: Clock, config: PipelineConfig):
-        self._fleet = fleet
+    def __init__(
+        self,
+        *,
+        workers: Callable[[], Sequence[WorkerInfo]],
+        channels: TokenChannels,
+        clock: Clock,
+        config: PipelineConfig,
+    ):
+        self._workers = workers
         self._channels = channels
         self._clock = clock
         self._config = config
@@ -105,7 +113,7 @@ class PathFinder:
         ejected: Collection[Peer] = (),
     ) -> Path:
         """The path that is best now; holds nothing. Raises NoPath."""
-        infos = self._fleet.workers()
+        infos = self._workers()
         self._channels.follow(infos)
         if self._view.follow(infos) and self._cached is not None:
             self._cached.keep({info.peer for info in infos})
@@ -141,7 +149,7 @@ class PathFinder:
         """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
         self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
         if self._cached is not None:
-            self._cached.expect(path.decode, request, sent[:-1])
+            self._cached.expect([path.decode], request, sent[:-1])
 
     def _by_load(
         self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
@@ -171,8 +179,6 @@ class PathFinder:
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
-            if self._cached is not None:
-                self._cached.expect(path.prefill, request, sent)
         if self._cached is not None:
-            self._cached.expect(path.decode, request, sent)
+            self._cached.expect([path.decode, path.prefill] if path.prefill else [path.decode], request, sent)
         return self._view.in_flight.hold(places)

@@ -74,7 +74,7 @@ class Pipeline:
         self._records = WorkerRecords(fleet=fleet, channels=channels, clock=clock, config=config, draw=draw)
         self._budget = RetryBudget(share=config.retry_budget, floor=config.retry_floor, clock=clock)
         self._backoff = Backoff(first_s=config.retry_first_s, most_s=config.retry_most_s, draw=draw)
-        self._finder = PathFinder(fleet=fleet, channels=channels, clock=clock, config=config)
+        self._finder = PathFinder(workers=fleet.workers, channels=channels, clock=clock, config=config)
         pulls = PrefixPulls(channels=channels, secret=secret)
         self._around = Surroundings(fleet, channels, self._finder, pulls, self._records, clock, config)
 

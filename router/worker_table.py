@@ -30,8 +30,9 @@ class ServiceClasses:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self.priority: Ints = np.zeros(0, np.int64)
-        self.share: Floats = np.zeros(0)
+        self._priority: list[int] = []
+        self._share: list[float] = []
+        self._ahead: dict[int, tuple[Floats, Floats | None]] = {}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -41,11 +42,25 @@ class ServiceClasses:
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self._numbers)
-            self.priority = np.append(self.priority, priority)
-            self.share = np.append(self.share, share)
-        elif self.priority[number] != priority or self.share[number] != share:
-            self.priority[number], self.share[number] = priority, share
+            self._priority.append(priority)
+            self._share.append(share)
+        elif self._priority[number] == priority and self._share[number] == share:
+            return number
+        self._priority[number], self._share[number] = priority, share
+        self._ahead.clear()
         return number
+
+    def ahead_of(self, priority: int) -> tuple[Floats, Floats | None]:
+        """For each class 1 where it goes before one of `priority`, else 0; and the shares of those that don't.
+
+        None: none of them has a share.
+        """
+        known = self._ahead.get(priority)
+        if known is None:
+            first = np.array([1.0 if one >= priority else 0.0 for one in self._priority])
+            floors = np.where(first > 0, 0.0, self._share)
+            known = self._ahead[priority] = first, floors if floors.any() else None
+        return known
 
     def number_of(self, promise: Promise) -> int:
         """The number of a request's class."""
@@ -68,6 +83,7 @@ class WorkerTable:
         count = len(self.infos)
         # What does not change.
         self.max_context: Ints = np.array([info.max_context for info in self.infos], np.int64)
+        self.least_context = min((info.max_context for info in self.infos), default=0)
         self.step_tokens: Floats = np.array([info.max_step_tokens for info in self.infos], float)
         self.max_batch: Floats = np.array([info.max_batch for info in self.infos], float)
         self.block_size: Ints = np.array([info.layout.block_size for info in self.infos], np.int64)
@@ -81,6 +97,7 @@ class WorkerTable:
         self.context_s: Floats = np.zeros(count)
         # What there is to do.
         self.tier: Ints = np.zeros(count, np.int64)
+        self.all_available = True
         self.requests: Floats = np.zeros(count)
         self.free_tokens: Floats = np.zeros(count)  # of KV that find room now
         self.tightest_tpot_s: Floats = np.full(count, _NO_LIMIT_S)
@@ -103,7 +120,10 @@ class WorkerTable:
         info = self.infos[row]
         if stats is None:
             stats = WorkerStats(free_blocks=info.num_blocks, total_blocks=info.num_blocks)
-        self.tier[row] = DRAINING if stats.is_draining else tier
+        tier = DRAINING if stats.is_draining else tier
+        if tier != self.tier[row]:
+            self.tier[row] = tier
+            self.all_available = not self.tier.any()
         self.bytes_per_s[row] = bytes_per_s
         self.base_s[row], self.token_s[row], self.pair_s[row] = costs.base_s, costs.token_s, costs.pair_s
         self.row_s[row], self.context_s[row] = costs.row_s, costs.context_s
@@ -126,6 +146,12 @@ class WorkerTable:
         half_prompt = num_tokens / num_queued / 2 if num_queued else 0.0
         self.queue_token_s[row] = costs.token_s + step_s / chunk_tokens + costs.pair_s * half_prompt
 
+    def add_classes(self) -> None:
+        """Make room for all classes that were heard of."""
+        missing = len(self._classes) - len(self.queued)
+        if missing:
+            self.queued = np.vstack([self.queued, np.zeros((missing, len(self)))])
+
     def _update_queue(self, row: int, stats: WorkerStats, load: Load) -> tuple[int, int]:
         """Returns what the worker told of: prompts, and their tokens."""
         told: dict[str, int] = {}
@@ -135,9 +161,7 @@ class WorkerTable:
             told[work.class_name] = work.tokens
             num_queued += work.requests
             num_tokens += work.tokens
-        if len(self.queued) < len(self._classes):
-            missing = len(self._classes) - len(self.queued)
-            self.queued = np.vstack([self.queued, np.zeros((missing, len(self)))])
+        self.add_classes()
         self.queued[:, row] = 0
         for name in told.keys() | load.now.prompt_tokens.keys():
             number = self._classes.find(name)

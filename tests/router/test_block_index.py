@@ -87,9 +87,12 @@ def test_a_piece_of_another_moment_is_a_gap(index):
     assert held(index, [3], A) == {}
 
 
-def test_changes_without_a_snapshot_before_them_mean_nothing(index):
-    assert index.heard(A, change(1, stored=[1]))
-    assert held(index, [1], A) == {}
+def test_a_worker_that_was_forgotten_while_it_told_changes_is_asked_once_for_all(index):
+    index.heard(A, all_of(1))
+    index.keep({B})
+    assert not index.heard(A, change(1, stored=[2]))
+    assert index.heard(A, change(2, stored=[3]))
+    assert held(index, [1, 2], A) == held(index, [3], A) == {}
 
 
 def test_a_worker_that_has_left_or_restarted_holds_nothing_and_others_do(index):
@@ -117,11 +120,11 @@ def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, mo
 
 def test_what_is_expected_counts_until_its_time_is_over(index, clock):
     index.heard(A, all_of(1))
-    index.expect(A, [1, 2, 3])
-    index.expect(B, [1])
+    index.expect([A], [1, 2, 3])
+    index.expect([B], [1])
     assert held(index, [1, 2, 3], A, B) == {A: 3, B: 1}
     clock.now = 5.5
-    index.expect(C, [1])
+    index.expect([C], [1])
     assert held(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
     clock.now = 10.5
     assert held(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
@@ -131,7 +134,7 @@ def test_what_is_expected_counts_until_its_time_is_over(index, clock):
 
 def test_what_a_worker_says_is_gone_is_expected_no_more(index):
     index.heard(A, all_of(1))
-    index.expect(A, [1, 2])
+    index.expect([A], [1, 2])
     index.heard(A, change(1, removed=[2]))
     assert held(index, [1, 2], A) == {A: 1}
 
@@ -140,9 +143,9 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     index = BlockIndex(clock=clock, max_blocks=3, expected_s=5.0)
     index.heard(A, all_of(1, 2, 3, 4, 5))
     index.heard(B, all_of(1, 9))
-    index.expect(B, [1, 2, 3, 4])
+    index.expect([B, C], [1, 2, 3, 4])
     assert len(index) == 3
-    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 3}
+    assert held(index, [1, 2, 3, 4], A, B, C) == {A: 3, B: 3, C: 3}
 
 
 def test_an_index_without_room_is_refused(clock):
