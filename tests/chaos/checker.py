@@ -73,10 +73,13 @@ def first_difference(tokens: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def has_repeats(tokens: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether `tokens` are `wanted` but for some that came a second time."""
+    """Whether `tokens` are `wanted` but for some in a row that came a second time."""
     at = first_difference(tokens, wanted)
     extra = len(tokens) - len(wanted)
-    return extra > 0 and list(tokens[at + extra :]) == list(wanted[at:])
+    if not 0 < extra <= at:
+        return False
+    came_again, before = tokens[at : at + extra], tokens[at - extra : at]
+    return list(came_again) == list(before) and list(tokens[at + extra :]) == list(wanted[at:])
 
 
 def _goes_back(offsets: Sequence[int]) -> bool:

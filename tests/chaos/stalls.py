@@ -2,7 +2,7 @@
 
 A wait is the time from sending to a choice's first token, or between two pieces of it. What the same request waits at
 most without faults, under the same load, is normal; the rest is stall. A wait is charged to the faults during which it
-went on: to each of the kind that may stall longest among them.
+went on, to each of the kind that may stall longest among them, but to none for longer than since it struck.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def stalls_by_fault(
             stall_s = wait.length_s - (usual.first_s if wait.is_first else usual.between_s)
             if stall_s > 0:
                 for window in _charged(wait, met):
-                    longest[window] = max(longest[window], stall_s)
+                    longest[window] = max(longest[window], min(stall_s, wait.end - window.begin))
         for window, stall_s in longest.items():
             found[window.name].append(stall_s)
     return dict(found)
