@@ -1,17 +1,30 @@
 """Prefill attention of one sequence in bf16, on AVX512-BF16: FlashAttention's online softmax over tiles of 32 queries
 and 256 keys (Dao et al. 2022), scores and sums in fp32. torch's own CPU flash attention multiplies at fp32's rate.
 
+A short chunk, such as is computed beside decodes, would leave most of a tile empty: there the query heads that share a
+KV head share the tiles, too.
+
 Reference: model/kernels/cpu_reference.py.
 """
 
 import functools
+import threading
 
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
-from model.kernels.cpu_dot import LANES, TILE_ROWS, dot_tile_16, dot_tile_32, dot_tile_48, dot_tile_64
+from model.kernels.cpu_dot import (
+    LANES,
+    TILE_ROWS,
+    dot_tile_16,
+    dot_tile_32,
+    dot_tile_48,
+    dot_tile_64,
+    interleave,
+    transpose,
+)
 from model.kernels.cpu_floats import exponential, largest, store
 from model.kernels.cpu_launch import (
     Kernel,
@@ -28,10 +41,28 @@ KEY_TILE = 256
 KEY_PADDING = 64
 
 
+class _Scratch(threading.local):
+    """Memory for one packed context, each thread's own. It stays: new pages from the system for every chunk and layer
+    would cost more time than the packing."""
+
+    def __init__(self) -> None:
+        self._lanes = torch.empty(0, dtype=torch.int32)
+
+    def lanes(self, count: int) -> Tensor:
+        """So many lanes of 32 bits, with anything in them."""
+        if len(self._lanes) < count:
+            self._lanes = torch.empty(count + count // 4, dtype=torch.int32)
+        return self._lanes[:count]
+
+
+_SCRATCH = _Scratch()
+
+
 @compiled
-def _multiply(a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
-    """c[QUERY_TILE, columns] (+)= a b in tiles; addresses, strides in bytes; `columns` is a multiple of 16."""
-    for row in range(0, QUERY_TILE, TILE_ROWS):
+def _multiply(rows, a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
+    """c[rows, columns] (+)= a b in tiles, whose last may reach beyond `rows`, up to QUERY_TILE; addresses, strides in
+    bytes; `columns` is a multiple of 16."""
+    for row in range(0, rows, TILE_ROWS):
         left, result = a + row * a_stride, c + row * c_stride
         column = np.int64(0)
         while column < columns:
@@ -76,28 +107,33 @@ def soften(scores, visible, width, scale, best, weight_sum, mixed, probabilities
 
 
 def _prefill(words):
-    """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, padded dim, tokens, padded tokens, scale."""
+    """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, padded dim, tokens, padded tokens, scale, and
+    how many heads share tiles.
+
+    A tile's rows are its queries' heads: query by query, head by head.
+    """
     items, grain = words[1], words[2]
     rows, heads, kv_heads, dim, padded_dim = words[7], words[8], words[9], words[10], words[11]
     tokens, padded_tokens = words[12], words[13]
-    scale = float_of_bits(np.uint32(words[14]))
+    scale, together = float_of_bits(np.uint32(words[14])), words[15]
     q, out = carray(as_halves(words[3]), (rows, heads, dim)), carray(as_halves(words[6]), (rows, heads, dim))
     queries = np.zeros((QUERY_TILE, dim), np.uint16)
     scores = np.empty((QUERY_TILE, KEY_TILE), np.float32)
     probabilities = np.zeros((QUERY_TILE, KEY_TILE), np.uint16)
     mixed = np.empty((QUERY_TILE, padded_dim), np.float32)
     best, weight_sum = np.empty(QUERY_TILE, np.float32), np.empty(QUERY_TILE, np.float32)
-    tiles = (rows + QUERY_TILE - 1) // QUERY_TILE
+    queries_a_tile = QUERY_TILE // together
+    tiles = (rows + queries_a_tile - 1) // queries_a_tile
     while True:
         begin = take_items(words)
         if begin >= items:
             return
         for item in range(begin, min(begin + grain, items)):
-            head, first = item // tiles, (tiles - 1 - item % tiles) * QUERY_TILE  # the longest first
-            count = min(QUERY_TILE, rows - first)
-            for row in range(count):
+            head, first = item // tiles * together, (tiles - 1 - item % tiles) * queries_a_tile  # the longest first
+            count = min(queries_a_tile, rows - first)
+            for row in range(count * together):
                 for i in range(dim):
-                    queries[row, i] = q[first + row, head, i]
+                    queries[row, i] = q[first + row // together, head + row % together, i]
             mixed[:] = np.float32(0)
             best[:] = np.float32(-np.inf)
             weight_sum[:] = np.float32(0)
@@ -108,6 +144,7 @@ def _prefill(words):
             for start in range(0, seen + count, KEY_TILE):
                 width = min(KEY_TILE, (seen + count - start + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING)
                 _multiply(
+                    count * together,
                     queries.ctypes.data,
                     2 * dim,
                     keys + 4 * start,
@@ -118,12 +155,13 @@ def _prefill(words):
                     width,
                     0,
                 )
-                for row in range(count):
-                    visible = max(0, min(width, seen + row + 1 - start))
+                for row in range(count * together):
+                    visible = max(0, min(width, seen + row // together + 1 - start))
                     best[row], weight_sum[row] = soften(
                         scores[row], visible, width, scale, best[row], weight_sum[row], mixed[row], probabilities[row]
                     )
                 _multiply(
+                    count * together,
                     probabilities.ctypes.data,
                     2 * KEY_TILE,
                     values + 2 * start * padded_dim,
@@ -134,9 +172,21 @@ def _prefill(words):
                     padded_dim,
                     1,
                 )
-            for row in range(count):
+            for row in range(count * together):
                 for i in range(dim):
-                    store(out[first + row, head], i, mixed[row, i] / weight_sum[row])
+                    store(out[first + row // together, head + row % together], i, mixed[row, i] / weight_sum[row])
+
+
+@compiled
+def _pack_by_vectors(keys, values, packed_keys, packed_values, count, dim, padded_tokens):
+    """One head's part of a block, 16 tokens at a time; addresses. What is packed beyond `count` means nothing."""
+    for token in range(0, count, LANES):
+        for pair in range(0, dim // 2, LANES):
+            place = packed_keys + (pair * padded_tokens + token) * 4
+            transpose(keys + token * dim * 2 + pair * 4, 2 * dim, place, 4 * padded_tokens)
+    for token in range(0, count, 2):
+        row = values + token * dim * 2
+        interleave(row, row + 2 * dim, dim // (2 * LANES), packed_values + token * dim * 2)
 
 
 def _pack(words):
@@ -151,6 +201,7 @@ def _pack(words):
     packed_keys = carray(as_short_integers(words[5]), (kv_heads, dim // 2, padded_tokens))
     packed_values = carray(as_halves(words[6]), (kv_heads, padded_tokens // 2, padded_dim, 2))
     head_bytes = block_size * dim * 2
+    by_vectors = dim % (2 * LANES) == 0 and block_size % LANES == 0
     while True:
         begin = take_items(words)
         if begin >= items:
@@ -162,10 +213,20 @@ def _pack(words):
             values = carray(as_halves(place + kv_heads * head_bytes), (block_size, dim))
             first = index * block_size
             count = min(block_size, tokens - first)
-            for pair in range(dim // 2):
+            if by_vectors:
+                _pack_by_vectors(
+                    place,
+                    place + kv_heads * head_bytes,
+                    words[5] + (head * (dim // 2) * padded_tokens + first) * 4,
+                    words[6] + (head * (padded_tokens // 2) + first // 2) * dim * 4,
+                    count,
+                    dim,
+                    padded_tokens,
+                )
+            for pair in range(0 if by_vectors else dim // 2):
                 for token in range(count):
                     packed_keys[head, pair, first + token] = keys[token, pair]
-            for token in range(count):
+            for token in range(0 if by_vectors else count):
                 row, half = (first + token) // 2, (first + token) % 2
                 for i in range(dim):
                     packed_values[head, row, i, half] = values[token, i]
@@ -191,8 +252,9 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor)
     padded_tokens = -(-tokens // KEY_PADDING) * KEY_PADDING + LANES
     padded_dim = -(-dim // LANES) * LANES
     # Pairs along the inner dimension of each product go into one 32-bit lane: see cpu_dot.
-    packed_keys = torch.empty((kv_heads, dim // 2, padded_tokens), dtype=torch.int32)
-    packed_values = torch.empty((kv_heads, padded_tokens // 2, padded_dim, 2), dtype=torch.bfloat16)
+    key_lanes, value_lanes = kv_heads * dim // 2 * padded_tokens, kv_heads * padded_tokens // 2 * padded_dim
+    packed = _SCRATCH.lanes(key_lanes + value_lanes)
+    packed_keys, packed_values = packed[:key_lanes], packed[key_lanes:]
     _packing_kernel().run(
         kv_heads * -(-tokens // block_size),
         8,
@@ -207,8 +269,9 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor)
         tokens,
         padded_tokens,
     )
+    together = _heads_together(rows, heads // kv_heads)
     _kernel().run(
-        heads * -(-rows // QUERY_TILE),
+        heads // together * _num_tiles(rows, together),
         1,
         q.data_ptr(),
         packed_keys.data_ptr(),
@@ -222,7 +285,17 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, out: Tensor)
         tokens,
         padded_tokens,
         float_bits(dim**-0.5),
+        together,
     )
+
+
+def _heads_together(rows: int, group: int) -> int:
+    """How many of a group's heads share tiles: all, where that makes fewer tiles."""
+    return group if group <= QUERY_TILE and _num_tiles(rows, group) < group * _num_tiles(rows, 1) else 1
+
+
+def _num_tiles(rows: int, together: int) -> int:
+    return -(-rows // (QUERY_TILE // together))
 
 
 @functools.cache
