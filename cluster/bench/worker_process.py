@@ -48,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     threads: int = 1  # of each rank
     tensor_parallel: int = 1
     tcp_max_bytes_per_s: int | None = None
+    decode: DecodeConfig = DecodeConfig()
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -117,7 +118,7 @@ class NotingEngine:
 async def serve(settings: Settings) -> None:
     """Run the worker until standard input ends."""
     secret = settings.secret.encode()
-    config = PrefillConfig() if settings.role == "prefill" else DecodeConfig()
+    config = PrefillConfig() if settings.role == "prefill" else settings.decode
     peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
     parts = await load_parts(
         WorkerSettings(
