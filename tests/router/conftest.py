@@ -85,6 +85,8 @@ class FakeWorker:
     gate: asyncio.Semaphore | None = None
     prefill_gate: asyncio.Event | None = None
     refusal: Exception | None = None
+    poison: Callable[[Sequence[int]], bool] | None = None  # it dies of drawing the token after these
+    dying: asyncio.Task[None] | None = None
     keeps_kv: bool = False  # a prefill worker that can't reach the decode worker
     corrupt: Callable[[TokenEvent], TokenEvent] | None = None
     pulls: list[Ticket] = field(default_factory=list)
@@ -167,10 +169,17 @@ class FakeWorker:
             self.owned.discard(request.request_id)
             self.prompt_ready.pop(request.request_id, None)
 
+    async def _die_of_poison(self, tokens: Sequence[int]) -> None:
+        if self.poison is not None and self.poison(tokens):
+            await asyncio.sleep(0.03)  # an engine's step takes its time
+            self.dying = asyncio.create_task(self.die())
+            await asyncio.Event().wait()
+
     async def prefill(self, request: GenerateRequest, decode: "FakeWorker | None") -> PrefillReply:
         with self._own(request):
             if self.prefill_gate is not None:
                 await self.prefill_gate.wait()
+            await self._die_of_poison(request.token_ids)
             token = next_token(request, request.token_ids)
             given = request.num_output_tokens_given
             finish = finish_reason(request, given + 1, token.token_id)
@@ -189,6 +198,7 @@ class FakeWorker:
                     await self.gate.acquire()
                 else:
                     await asyncio.sleep(0)
+                await self._die_of_poison(tokens)
                 token = next_token(request, tokens)
                 index = len(tokens) - request.num_prompt_tokens
                 tokens.append(token.token_id)
@@ -349,7 +359,9 @@ def site_of(fleet_of, tokenizer):
     """Call it as `async with site_of(prefills, decodes) as site`."""
 
     @contextlib.asynccontextmanager
-    async def make(num_prefill: int, num_decode: int, *, listen: bool = False, **config) -> AsyncIterator[Site]:
+    async def make(
+        num_prefill: int, num_decode: int, *, listen: bool = False, slo=None, tenants=None, **config
+    ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode) as rig:
             service = RouterService(
                 config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
@@ -357,6 +369,8 @@ def site_of(fleet_of, tokenizer):
                 fleet=rig.fleet,
                 channels=rig.channels,
                 pipeline=rig.pipeline,
+                slo=slo,
+                tenants=tenants,
             )
             app = build_app()
             app.state.service = service
