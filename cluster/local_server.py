@@ -20,6 +20,7 @@ import msgspec
 
 from cluster.commands.status import fetch_status
 from cluster.config import ClusterConfig, read_config, with_keys_of_file
+from cluster.fleet_watch import FleetWatch
 from cluster.local_ray import LocalRayOptions, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
 from cluster.preflight import check_model
@@ -27,6 +28,8 @@ from protocol.errors import ConfigError
 from router.tenants import KeyConfig, new_key
 
 READY_S = 120.0
+LOOK_S = 1.0  # between two looks at the workers
+LOOK_TIMEOUT_S = 2.0  # also how long a silent server may delay the end
 _CONFIG_ERROR = re.compile(r"protocol\.errors\.ConfigError: (.+)")
 
 
@@ -43,7 +46,7 @@ class Order(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """A line of output."""
 
-    event: Literal["step", "ready", "wrong", "failed"]  # wrong: a setting, file or folder is
+    event: Literal["step", "ready", "news", "wrong", "failed"]  # news: after ready; wrong: a setting, file or folder is
     text: str  # ready: the model's name; else for people
 
 
@@ -59,9 +62,10 @@ class _Starter:
         self._interrupts = True
         threading.Thread(target=self._watch, name="starter", daemon=True).start()
 
-    def wait_until_gone(self) -> None:
+    def is_gone_within(self, seconds: float) -> bool:
+        """From the first call on, who asks is not interrupted any more."""
         self._interrupts = False
-        self._gone.wait()
+        return self._gone.wait(seconds)
 
     def _watch(self) -> None:
         while os.read(0, 4096):  # unbuffered: a buffer's lock, held at the interpreter's end, would be fatal
@@ -102,7 +106,17 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         for line in _describe_workers(own_url(order.host, order.port), api_key):
             _report(reports, Report("step", line))
         _report(reports, Report("ready", name))
-        starter.wait_until_gone()
+        watch = FleetWatch({"prefill": config.prefill.replicas, "decode": config.decode.replicas})
+        while not starter.is_gone_within(LOOK_S):
+            for line in _news(watch, own_url(order.host, order.port), api_key):
+                _report(reports, Report("news", line))
+
+
+def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
+    try:
+        return watch.look(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
+    except ConfigError as error:
+        return watch.no_answer(str(error))
 
 
 def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:

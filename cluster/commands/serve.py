@@ -19,6 +19,7 @@ from typing import IO, Any, get_args
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.config import TransportChoice, load_yaml, read_config, with_keys_of_file
 from cluster.descendants import become_subreaper, end_descendants
@@ -140,6 +141,8 @@ def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
                 since = now
             case "ready":
                 _show_ready(order, report.text, console)
+            case "news":
+                console.print(f"[yellow]{time.strftime('%H:%M:%S')}[/] {escape(report.text)}", soft_wrap=True)
             case "wrong":
                 raise ConfigError(report.text)
             case "failed":

@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if after["ready"] else 1
 
 
-def fetch_status(url: str, api_key: str | None = None) -> dict[str, Any]:
+def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
     """What GET /status says. Raises ConfigError where no server of ours answers."""
     try:
-        with ask(url, "status", timeout_s=10, api_key=api_key) as answer:
+        with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
             status: dict[str, Any] = json.load(answer)
             return status
     except (OSError, HTTPException, ValueError) as error:
