@@ -1,0 +1,24 @@
+"""`twostroke key new`."""
+
+import pytest
+import yaml
+
+from cluster.cli import main
+from cluster.config import read_config
+from router.tenants import Tenants
+
+
+def test_a_new_key_is_shown_once_with_the_line_that_makes_it_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", 'Zoë "Z"', "--slo-class", "standard", "--admin"]) == 0
+    told = capsys.readouterr().out
+    key = next(line.strip() for line in told.splitlines() if line.strip().startswith("ts-"))
+    line = next(line for line in told.splitlines() if line.strip().startswith("- {"))
+    assert key not in line
+    config = read_config({"auth": {"keys": yaml.safe_load(line)}})
+    tenant = Tenants(config.auth.keys, secret=b"s", clock=lambda: 0.0).of(f"Bearer {key}")
+    assert (tenant.name, tenant.slo_class, tenant.is_admin) == ('Zoë "Z"', "standard", True)
+
+
+def test_a_name_that_can_not_be_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "a\nb"]) == 2
+    assert "printable" in capsys.readouterr().err
