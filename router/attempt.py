@@ -137,6 +137,8 @@ class Attempt:
             stages.finish = now
         self._case.position = event.index + len(event.tokens)
         if not self.has_got_on:
+            if self._stream.heard:
+                self._records.has_kv(self._case, self._decode)
             # The first token may be the prefill worker's, which the decode worker merely repeats.
             has_kv = self._path.prefill is not None and not self._prefill_failed.is_set()
             own = self._request.num_output_tokens_given + has_kv

@@ -23,6 +23,7 @@ from protocol.tickets import Peer
 
 _MOST_REMEMBERED = 4096  # fingerprints with strikes
 _STRIKE_S = 120.0  # how long a death is remembered of who was there
+_SAME_MOMENT_S = 0.02  # workers that die so close to each other died of the same thing
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ class Suspects:
         if not others or not strikes[-1].is_alone:
             return ()
         before, last = others[-1], strikes[-1]
-        if before.was_streaming and last.at - before.at < self._config.pause_s:
-            return ()  # both died of the same thing, and the request just had moved
+        if before.was_streaming and last.at - before.at < _SAME_MOMENT_S:
+            return ()  # a stream goes on at once, so it had just moved
         return (before.worker, last.worker)
 
     def convict(self, case: Case) -> None:

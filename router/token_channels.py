@@ -83,6 +83,7 @@ class _Channel:
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
         self._is_leaving = False
+        self.fell_silent = False  # the last connection ended since nothing came any more
         self._hurry = asyncio.Event()
         self._dropped = asyncio.Event()
         self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
@@ -200,7 +201,7 @@ class _Channel:
     async def _serve(self, connection: Connection) -> None:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
         self._connection = connection
-        self._failed = False
+        self._failed = self.fell_silent = False
         self._dropped.clear()
         self._settle(None)
         if self._listener is not None:
@@ -248,6 +249,7 @@ class _Channel:
         while True:
             await silence.pause(self._config.ping_s)
             if silence.is_too_long:
+                self.fell_silent = True
                 await connection.close()
                 return
             try:
@@ -352,6 +354,11 @@ class TokenChannels:
         """Whether the channel to this worker is broken; a first attempt under way counts as sound."""
         channel = self._channels.get(worker)
         return channel is not None and channel.is_down
+
+    def fell_silent(self, worker: Peer) -> bool:
+        """Whether the worker was given up without a word: stopped, cut off, or its machine is gone."""
+        channel = self._channels.get(worker)
+        return channel is not None and channel.fell_silent
 
     def stats(self, worker: Peer) -> WorkerStats | None:
         """The worker's latest numbers; None before the first, and while the channel is down."""

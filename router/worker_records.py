@@ -84,6 +84,11 @@ class WorkerRecords:
         self._ejection.succeeded(prefill)
         self.turns.changed()
 
+    def has_kv(self, case: Case, decode: Peer) -> None:
+        """The decode worker has shown that the prompt's KV is there."""
+        if case.stays.get(decode) in (Stay.AWAITS, Stay.HELD):
+            self.suspects.stay(case, decode, Stay.FRESH)
+
     def got_on(self, case: Case, path: Path, position: int) -> None:
         """The decode worker has drawn output token `position` by itself."""
         decode = path.decode.peer
@@ -103,7 +108,8 @@ class WorkerRecords:
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):
-            self.suspects.died(worker)
+            if not self._channels.fell_silent(worker):  # of a request a process dies, and its connections end with it
+                self.suspects.died(worker)
             self._ejection.lost(worker)
         elif not isinstance(error, RequestError) or error.status in (500, 502, 503):
             self._ejection.failed(worker)

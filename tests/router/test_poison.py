@@ -1,0 +1,140 @@
+"""Requests that take workers down, through the whole pipeline, with neighbours that must not suffer for it."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from protocol.errors import RequestError
+from router.stages import Stages
+
+POISON = (66, 6, 6)
+
+
+async def tokens_of(rig, request):
+    tokens = []
+    async with aclosing(rig.pipeline.generate(request, Stages(0.0))) as events:
+        async for event in events:
+            assert event.index == len(tokens)
+            tokens += [token.token_id for token in event.tokens]
+    return tokens
+
+
+def crash_on_poison(rig, *, position=0):
+    """Every worker dies of drawing the poison's output token at `position`."""
+    for worker in rig.fleet.all.values():
+        worker.poison = lambda tokens: tuple(tokens[:3]) == POISON and len(tokens) == 3 + position
+
+
+def the_dead(rig):
+    return sorted(worker.name for worker in rig.fleet.all.values() if worker.dead)
+
+
+async def refused(rig, request):
+    async with asyncio.timeout(20):
+        with pytest.raises(RequestError) as caught:
+            await tokens_of(rig, request)
+    return caught.value.status, caught.value.code
+
+
+@pytest.fixture
+def poison(a_request):
+    return lambda **changes: a_request(token_ids=POISON, num_prompt_tokens=3, **changes)
+
+
+@pytest.fixture
+def neighbours(a_request):
+    return [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3, max_tokens=30) for i in range(6)]
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 4), (2, 3), (3, 3)])
+async def test_it_takes_two_workers_down_at_most_and_its_neighbours_none(
+    fleet_of, poison, neighbours, expected, num_prefill, num_decode
+):
+    async with fleet_of(num_prefill, num_decode) as rig:
+        crash_on_poison(rig)
+        answers = [asyncio.create_task(tokens_of(rig, one)) for one in neighbours]
+        assert await refused(rig, poison()) == (422, "poison_request")
+        assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
+        assert len(the_dead(rig)) == 2
+        assert not rig.fleet.owned
+
+
+async def test_it_is_refused_at_once_when_it_comes_again_with_another_seed_too(fleet_of, poison):
+    async with fleet_of(0, 3) as rig:
+        crash_on_poison(rig)
+        await refused(rig, poison())
+        alive = [worker for worker in rig.fleet.all.values() if not worker.dead]
+        before = sum(len(worker.seen) for worker in alive)
+        again = poison()
+        assert await refused(rig, again) == (422, "poison_request")
+        assert sum(len(worker.seen) for worker in alive) == before
+
+
+@pytest.mark.parametrize("num_prefill", [0, 2])
+async def test_the_choices_of_one_prompt_are_one_suspect(site_of, num_prefill):
+    async with site_of(num_prefill, 4) as site:
+        crash_on_poison(site.rig)
+        asked = {"model": "fake", "prompt": list(POISON), "n": 4, "max_tokens": 8, "temperature": 1.0}
+        for _ in range(2):
+            answer = await site.http.post("/v1/completions", json=asked)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poison_request")
+        assert len(the_dead(site.rig)) == 2
+
+
+@pytest.mark.parametrize("position", [1, 2, 7])
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_later_token_that_kills_its_worker_kills_two(fleet_of, poison, expected, num_prefill, position):
+    async with fleet_of(num_prefill, 4) as rig:
+        crash_on_poison(rig, position=position)
+        for worker in rig.fleet.all.values():
+            if worker.role == "prefill":
+                worker.poison = None
+        assert await refused(rig, poison()) == (422, "poison_request")
+        assert len(the_dead(rig)) == 2
+
+
+async def test_many_clients_that_send_it_at_once_are_refused_and_the_rest_is_served(
+    fleet_of, poison, neighbours, expected
+):
+    async with fleet_of(0, 6) as rig:
+        crash_on_poison(rig)
+        clients = [asyncio.create_task(refused(rig, poison())) for _ in range(3)]
+        answers = [asyncio.create_task(tokens_of(rig, one)) for one in neighbours]
+        assert set(await asyncio.gather(*clients)) == {(422, "poison_request")}
+        assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
+        assert len(the_dead(rig)) <= 3, "each was on a worker of its own before anybody could know"
+
+
+async def test_a_request_whose_workers_are_killed_by_chance_is_served(fleet_of, a_request, expected, until):
+    async with fleet_of(0, 3) as rig:
+        for name in ("d0", "d1", "d2"):
+            rig[name].gate = asyncio.Semaphore(0)
+        requests = [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3) for i in range(3)]
+        answers = [asyncio.create_task(tokens_of(rig, one)) for one in requests]
+        await until(lambda: len(rig.fleet.owned) == 3)
+        await asyncio.gather(rig["d0"].die(), rig["d1"].die())  # a machine with both
+        for name in ("d0", "d1"):
+            await rig[name].start()
+            rig[name].gate = None
+        for _ in range(100):
+            rig["d2"].gate.release()
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*answers) == [expected(one) for one in requests]
+
+
+async def test_a_request_whose_channels_dropped_twice_is_innocent_since_its_workers_live(
+    fleet_of, a_request, expected, until
+):
+    async with fleet_of(0, 2) as rig:
+        for worker in rig.fleet.all.values():
+            worker.gate = asyncio.Semaphore(0)
+        answer = asyncio.create_task(tokens_of(rig, a_request()))
+        for name in ("d0", "d1"):
+            await until(lambda name=name: rig[name].owned)
+            await rig[name].connections["router-0"].close()
+        for _ in range(100):
+            for worker in rig.fleet.all.values():
+                worker.gate.release()
+        async with asyncio.timeout(20):
+            assert await answer == expected(a_request())

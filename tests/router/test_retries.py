@@ -1,0 +1,44 @@
+"""Which failures are followed by another attempt, and when."""
+
+import pytest
+
+from protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
+from router.backoff import Backoff
+from router.retries import Retries
+from router.retry_budget import RetryBudget
+
+
+def retries(*, most: int = 3, floor: int = 0) -> Retries:
+    budget = RetryBudget(share=0.0, floor=floor, clock=lambda: 0.0)
+    return Retries(most=most, budget=budget, backoff=Backoff(first_s=0.1, most_s=1.0, draw=lambda: 0.0))
+
+
+def pauses(of: Retries, error: Exception, count: int, *, has_got_on: bool = False) -> list[float | None]:
+    return [of.pause_s(error, has_got_on=has_got_on, has_refused_before=False) for _ in range(count)]
+
+
+@pytest.mark.parametrize("error", [WorkerLost("died"), WorkerLeaving("leaves")])
+def test_a_lost_workers_request_goes_on_at_once_and_then_with_pauses_whatever_the_budget_says(error):
+    assert pauses(retries(), error, 4) == [0.0, 0.1, 0.2, None]
+
+
+def test_an_attempt_that_brought_tokens_starts_the_count_anew():
+    assert pauses(retries(), WorkerLost("died"), 20, has_got_on=True) == [0.0] * 20
+
+
+def test_refusals_pause_before_the_first_retry_and_take_from_the_budget():
+    assert pauses(retries(floor=2), RequestError("full", status=429), 3) == [0.1, 0.2, None]
+
+
+def test_failures_of_workers_that_live_take_from_the_budget():
+    assert pauses(retries(floor=1), WorkerFailed("a gap"), 2) == [0.0, None]
+
+
+@pytest.mark.parametrize("status", [400, 422, 500, 504])
+def test_what_speaks_of_the_request_is_not_tried_elsewhere(status):
+    assert pauses(retries(floor=9), RequestError("no", status=status), 1) == [None]
+
+
+def test_a_worker_that_refuses_twice_is_believed():
+    error = RequestError("full", status=429)
+    assert retries(floor=9).pause_s(error, has_got_on=False, has_refused_before=True) is None
