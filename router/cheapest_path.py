@@ -12,7 +12,7 @@ from protocol.tickets import Peer
 from router.estimate import Estimate
 from router.path_costs import Need, alone_costs, decode_costs, prefill_costs, transfer_s
 from router.policy import NoPath, Path
-from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Floats, Ints, ServiceClasses, WorkerTable
+from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Floats, Ints, WorkerTable
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
@@ -36,7 +36,6 @@ class Workers:
     prefill: WorkerTable
     decode: WorkerTable
     pairings: tuple[Pairing, ...]
-    classes: ServiceClasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def cheapest_path(
         prefill_tier = _tiers(prefill, failed, ejected)
         able_prefill = _able_to_prefill(prefill, prefill_tier, need)
         source = _source(workers, need, held, prefill_tier, decode_tier)
-        reading = prefill_costs(prefill, workers.classes, need, held.prefill, _offered(source, prefill))
+        reading = prefill_costs(prefill, need, held.prefill, _offered(source, prefill))
         reading_s = reading.total_s
         for pairing in workers.pairings:
             first, second = _both(able_prefill, pairing.prefill), _both(able, pairing.decode)
@@ -125,7 +124,7 @@ def cheapest_path(
                 best = Path(prefill.infos[p], decode.infos[d], pulled, estimate, int(reading.new_tokens[p]))
     if best is not None and not decodes_alone:
         return best
-    reading_alone = alone_costs(decode, workers.classes, need, held.decode)
+    reading_alone = alone_costs(decode, need, held.decode)
     alone_s = reading_alone.total_s + decoding.total_s
     d = _pick(alone_s, able, decode.requests, turn)
     if best is not None and best_s <= alone_s[d]:

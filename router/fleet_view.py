@@ -31,7 +31,7 @@ class FleetView:
         self.rates = LinkRates()
         self._infos: list[WorkerInfo] = []
         self._tables: dict[Role, WorkerTable] = {role: WorkerTable((), self.classes) for role in _ROLES}
-        self._workers = Workers(self._tables["prefill"], self._tables["decode"], (), self.classes)
+        self._workers = Workers(self._tables["prefill"], self._tables["decode"], ())
         self._dirty: set[Peer] = set()
         self._costs: dict[Role, dict[Peer, StepCosts]] = {role: {} for role in _ROLES}
         self._medians: dict[Role, StepCosts | None] = dict.fromkeys(_ROLES)
@@ -55,7 +55,7 @@ class FleetView:
             self._tables[role] = WorkerTable([info for info in infos if info.role == role], self.classes)
             self._costs[role] = {peer: costs for peer, costs in self._costs[role].items() if peer in present}
         prefill, decode = self._tables["prefill"], self._tables["decode"]
-        self._workers = Workers(prefill, decode, pair_up(prefill.infos, decode.infos), self.classes)
+        self._workers = Workers(prefill, decode, pair_up(prefill.infos, decode.infos))
         self._dirty = present
         return True
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.requests import Promise
-from router.worker_table import Floats, ServiceClasses, WorkerTable
+from router.worker_table import Floats, WorkerTable
 
 HOP_S = 0.002
 """Of any transfer, however short: offer, grant, commit and its answer."""
@@ -63,20 +63,19 @@ class AloneCosts:
         return self.queue_s + self.prefill_s + self.stall_s
 
 
-def queue_s(table: WorkerTable, classes: ServiceClasses, promise: Promise) -> Floats:
+def queue_s(table: WorkerTable, promise: Promise) -> Floats:
     """How long a new prompt of this class waits for those that go first.
 
     Those are all of equal or higher priority; lower classes that wait keep their share of the worker meanwhile. A class
     with a share of its own waits no longer than that takes for the class's own prompts.
     """
-    own = classes.number_of(promise)
-    if own >= len(table.queued):  # nobody was told of the class yet
-        table.add_classes()
+    own = table.classes.number_of(promise)
+    table.add_classes()
     queued = table.queued
     if len(queued) == 1:
         waiting_s: Floats = queued[0] * table.queue_token_s
         return waiting_s
-    first, floors = classes.ahead_of(promise.priority)
+    first, floors = table.classes.ahead_of(promise.priority)
     tokens: Floats = first @ queued
     if floors is not None:
         tokens = tokens / np.maximum(1.0 - floors @ (queued > 0), 0.01)
@@ -85,11 +84,9 @@ def queue_s(table: WorkerTable, classes: ServiceClasses, promise: Promise) -> Fl
     return tokens * table.queue_token_s
 
 
-def prefill_costs(
-    table: WorkerTable, classes: ServiceClasses, need: Need, held: Floats, source_tokens: Floats | float
-) -> PrefillCosts:
+def prefill_costs(table: WorkerTable, need: Need, held: Floats, source_tokens: Floats | float) -> PrefillCosts:
     """`held` is what each worker has of the prompt, in tokens, and `source_tokens` what it could pull."""
-    waiting_s = queue_s(table, classes, need.promise)
+    waiting_s = queue_s(table, need.promise)
     held = np.minimum(held, need.num_tokens - 1)  # the last token is always computed: the next is drawn from it
     new_tokens = need.num_tokens - held
     prefill_s = _prefill_s(table, new_tokens, held)
@@ -138,7 +135,7 @@ def decode_costs(table: WorkerTable, need: Need) -> DecodeCosts:
     return DecodeCosts(slot_s, step_s, slot_s + need.answer_tokens * step_s)
 
 
-def alone_costs(table: WorkerTable, classes: ServiceClasses, need: Need, held: Floats) -> AloneCosts:
+def alone_costs(table: WorkerTable, need: Need, held: Floats) -> AloneCosts:
     """`held` is what each decode worker has of the prompt, in tokens.
 
     The requests that run there, and the one that is to come next, wait for the prompt's chunks.
@@ -147,7 +144,7 @@ def alone_costs(table: WorkerTable, classes: ServiceClasses, need: Need, held: F
     new_tokens = need.num_tokens - held
     prompt_s = _prompt_s(table, new_tokens, held)
     prefill_s = np.ceil(new_tokens / table.chunk_tokens) * table.step_s + prompt_s
-    return AloneCosts(queue_s(table, classes, need.promise), prefill_s, (table.requests + 1) * prompt_s)
+    return AloneCosts(queue_s(table, need.promise), prefill_s, (table.requests + 1) * prompt_s)
 
 
 def _prompt_s(table: WorkerTable, new: Floats | float, before: Floats | float) -> Floats:

@@ -79,7 +79,7 @@ class WorkerTable:
         self.block_sizes = {info.layout.block_size for info in self.infos}
         self.receives = {info.layout if info.transfer_addresses else None for info in self.infos}  # None: no KV at all
         self.rows: Mapping[Peer, int] = {info.peer: row for row, info in enumerate(self.infos)}
-        self._classes = classes
+        self.classes = classes
         count = len(self.infos)
         # What does not change.
         self.max_context: Ints = np.array([info.max_context for info in self.infos], np.int64)
@@ -148,7 +148,7 @@ class WorkerTable:
 
     def add_classes(self) -> None:
         """Make room for all classes that were heard of."""
-        missing = len(self._classes) - len(self.queued)
+        missing = len(self.classes) - len(self.queued)
         if missing:
             self.queued = np.vstack([self.queued, np.zeros((missing, len(self)))])
 
@@ -157,14 +157,14 @@ class WorkerTable:
         told: dict[str, int] = {}
         num_queued = num_tokens = 0
         for work in stats.queued:
-            self._classes.number(work.class_name, work.priority, work.share)
+            self.classes.number(work.class_name, work.priority, work.share)
             told[work.class_name] = work.tokens
             num_queued += work.requests
             num_tokens += work.tokens
         self.add_classes()
         self.queued[:, row] = 0
         for name in told.keys() | load.now.prompt_tokens.keys():
-            number = self._classes.find(name)
+            number = self.classes.find(name)
             if number is not None:  # of a request that is held now, it is
                 self.queued[number, row] = load.prompt_tokens(name, told.get(name, 0))
         return num_queued, num_tokens

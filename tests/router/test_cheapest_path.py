@@ -1,0 +1,214 @@
+"""Choices, with costs that can be checked by hand: a prompt token takes 1 ms, a step at least 10 ms."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.kv_layout import KVLayout
+from protocol.requests import Promise
+from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from protocol.step_costs import StepCosts
+from protocol.tickets import Address, Peer
+from router.cheapest_path import Held, Workers, cheapest_path, pair_up
+from router.in_flight import Load
+from router.path_costs import Need
+from router.policy import NoPath
+from router.worker_table import AVAILABLE, UNWELCOME, ServiceClasses, WorkerTable
+
+LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
+COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0)
+IDLE = WorkerStats(free_blocks=100, total_blocks=100)
+QUICK = 256e6
+"""Bytes a second: of KV a million tokens."""
+
+
+def load(*, running=0, waiting=0, **changes):
+    """A worker with so many requests that decode, and so many prompt tokens that wait."""
+    queued = (QueuedWork("standard", 0, 0.0, waiting, 1),) if waiting else ()
+    return msgspec.structs.replace(IDLE, num_running=running, queued=queued, **changes)
+
+
+class Fleet:
+    """Prefill workers p0, p1, ... and decode workers d0, d1, ... that have told these numbers."""
+
+    def __init__(self, prefill, decode, *, bytes_per_s=QUICK, down=(), **changes):
+        classes = ServiceClasses()
+        tables = []
+        for role, told in (("prefill", prefill), ("decode", decode)):
+            infos = [self.info(role, f"{role[0]}{row}", **changes) for row in range(len(told))]
+            table = WorkerTable(infos, classes)
+            for row, (info, stats) in enumerate(zip(infos, told, strict=True)):
+                tier = UNWELCOME if info.peer.worker_id in down else AVAILABLE
+                table.update(row, stats, Load(), COSTS, tier, bytes_per_s)
+            tables.append(table)
+        self.workers = Workers(tables[0], tables[1], pair_up(tables[0].infos, tables[1].infos))
+
+    def info(self, role, name, **changes):
+        base = WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 10_000, 500, 32)
+        return msgspec.structs.replace(base, **changes.get(name, {}))
+
+    def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, **options):
+        """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
+        held = dict(held)
+        by_row = [
+            np.array([held.get(info.peer.worker_id, 0) for info in table.infos], float)
+            for table in (self.workers.prefill, self.workers.decode)
+        ]
+        need = Need(num_tokens, 10.0, promise or Promise(), min_pull_tokens)
+        return cheapest_path(self.workers, need, Held(*by_row), **options)
+
+    def names(self, *args, **options):
+        path = self.path(*args, **options)
+        return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
+
+
+def peers(*names):
+    return {Peer(name, 1) for name in names}
+
+
+def test_idle_workers_of_both_roles_share_a_long_prompt():
+    assert Fleet([IDLE], [IDLE]).names() == ("p0", "d0", None)
+
+
+def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_is_longer_than_what_that_spares():
+    short, long = load(waiting=200), load(waiting=500)
+    assert Fleet([IDLE, short], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p1", "d0", None)
+    assert Fleet([IDLE, long], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p0", "d0", None)
+
+
+def test_a_long_queue_where_it_is_cached_makes_another_pull_it():
+    assert Fleet([IDLE, load(waiting=200)], [IDLE]).names(held={"p1": 320}) == ("p0", "d0", "p1")
+    slow = Fleet([IDLE, load(waiting=200)], [load(running=9)], bytes_per_s=256e3 / 2)
+    assert slow.names(held={"p1": 320}) == ("p1", "d0", None), "KV takes 2 ms a token"
+
+
+def test_a_prefix_is_pulled_from_who_has_most_of_it_and_least_to_do():
+    fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=3)])
+    assert fleet.names(held={"p1": 160, "d0": 320, "d1": 320})[2] == "d1"
+    assert fleet.names(held={"p1": 352, "d0": 320})[2] == "p1"
+    assert fleet.names(held={"p1": 352, "d0": 320}, failed=peers("p1"))[2] == "d0"
+    assert fleet.names(held={"p1": 352, "d0": 320}, ejected=peers("p1", "d0"))[2] is None
+
+
+def test_nothing_is_pulled_from_workers_of_another_model_nor_by_who_takes_no_kv():
+    other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
+    assert Fleet([IDLE], [IDLE, load(running=9)], d1=other).names(held={"d1": 320}) == ("p0", "d0", None)
+    assert Fleet([IDLE], [load(running=8)], p0={"transfer_addresses": ()}).names(held={"d0": 320})[2] is None
+
+
+def test_a_decode_worker_alone_computes_what_is_short_if_it_has_little_to_do():
+    fleet = Fleet([load(waiting=100)], [load(running=1)])
+    assert fleet.names(400, held={"d0": 384}) == (None, "d0", None), "16 tokens, which one stream waits for"
+    assert fleet.names(400, held={"d0": 240})[0] == "p0"
+    assert Fleet([load(waiting=100)], [load(running=9)]).names(400, held={"d0": 384})[0] == "p0", "nine streams wait"
+    assert fleet.names(400, held={"d0": 384}, decodes_alone=False)[0] == "p0"
+
+
+def test_a_decode_worker_alone_computes_a_prompt_when_prefill_queues_are_long():
+    assert Fleet([load(waiting=2000)], [IDLE]).names(400) == (None, "d0", None)
+    assert Fleet([load(waiting=2000)], [load(running=9)]).names(400)[0] == "p0", "nine streams would stand still"
+
+
+def test_a_promise_that_streams_were_given_keeps_prompts_away_from_their_worker():
+    promised = load(running=1, tightest_tpot_s=0.015)
+    assert Fleet([load(waiting=100)], [load(running=1)]).names(32) == (None, "d0", None)
+    assert Fleet([load(waiting=100)], [promised]).names(128)[0] == "p0"
+
+
+def test_the_decode_worker_with_the_shorter_steps_is_taken():
+    assert Fleet([IDLE], [load(running=9), load(running=2)]).names() == ("p0", "d1", None)
+
+
+def test_a_class_waits_for_those_above_it_alone():
+    lower = msgspec.structs.replace(IDLE, queued=(QueuedWork("low", 0, 0.0, 3000, 3),))
+    equal = msgspec.structs.replace(IDLE, queued=(QueuedWork("high", 1, 0.0, 300, 1),))
+    fleet = Fleet([lower, equal], [load(running=9)])
+    assert fleet.names(promise=Promise("high", 1))[0] == "p0"
+    assert fleet.names(promise=Promise("low", 0))[0] == "p1"
+
+
+def test_workers_that_are_about_as_good_are_taken_in_turn():
+    fleet = Fleet([IDLE, IDLE, load(waiting=300)], [load(running=1), IDLE, IDLE])
+    taken = {fleet.names(turn=turn) for turn in range(2)}
+    assert taken == {("p0", "d1", None), ("p1", "d2", None)}
+
+
+def test_of_two_that_are_about_as_good_the_one_with_fewer_requests_is_taken():
+    fleet = Fleet([load(waiting=1, running=3), load(waiting=9)], [IDLE])
+    assert fleet.names(400)[0] == "p1"
+
+
+def test_an_estimate_tells_the_times_of_the_path_taken():
+    path = Fleet([load(waiting=200)], [load(running=2)]).path(400, held={"p0": 160, "d0": 160})
+    estimate = path.estimate
+    assert path.new_tokens == 240
+    assert estimate.queue_s == pytest.approx(200 * (0.001 + 0.01 / 500))
+    assert (estimate.pull_s, estimate.prefill_s) == (0, pytest.approx(0.01 + 0.24))
+    assert estimate.transfer_s == pytest.approx(0.002 + 0.5 * 240e-6), "the last of two layers"
+    assert (estimate.decode_slot_s, estimate.step_s) == (0, pytest.approx(0.01 + 3 * 0.002))
+    alone = Fleet([], [load(running=2, waiting=200)]).path(400, held={"d0": 160})
+    assert (alone.prefill, alone.new_tokens) == (None, 240)
+    assert alone.estimate.prefill_s == pytest.approx(0.014 + 0.24)
+    assert alone.estimate.queue_s == pytest.approx(200 * (0.001 + 0.014 / 498))
+    assert alone.estimate.transfer_s == alone.estimate.pull_s == 0
+
+
+def test_a_pull_is_in_the_estimate_and_what_comes_by_it_need_not_be_computed():
+    path = Fleet([IDLE, load(waiting=900)], [IDLE]).path(401, held={"p1": 400})
+    assert path.source.peer.worker_id == "p1"
+    assert path.new_tokens == 1
+    assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
+    assert path.estimate.prefill_s == pytest.approx(0.011)
+
+
+def test_a_prefill_worker_that_failed_is_never_taken_and_a_decode_worker_only_for_want_of_another():
+    fleet = Fleet([IDLE], [IDLE, load(running=9)])
+    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1", None)
+    assert fleet.names(failed=peers("d0", "d1"))[:2] == ("p0", "d0")
+    assert fleet.names(ejected=peers("d0"), failed=peers("d1"))[1] == "d0"
+    assert fleet.names(ejected=peers("p0"))[0] is None
+
+
+def test_workers_whose_channel_is_down_count_like_those_that_failed():
+    fleet = Fleet([IDLE], [IDLE, load(running=9)], down=("p0", "d0"))
+    assert fleet.names() == (None, "d1", None)
+    assert fleet.names(failed=peers("d1"))[1] == "d0"
+
+
+def test_workers_that_drain_take_nothing_new():
+    leaving = load(is_draining=True)
+    assert Fleet([leaving], [leaving, load(running=9)]).names() == (None, "d1", None)
+    with pytest.raises(NoPath):
+        Fleet([IDLE], [leaving]).path()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": msgspec.structs.replace(LAYOUT, model="other")},
+        {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")},
+        {"max_context": 100},
+    ],
+)
+def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
+    assert Fleet([IDLE, load(waiting=300)], [load(running=8)], p0=change).names()[:2] == ("p1", "d0")
+    assert Fleet([IDLE], [load(running=8)], p0=change).names()[:2] == (None, "d0")
+
+
+def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
+    other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
+    fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=2)], p1=other, d1=other)
+    assert fleet.names() == ("p0", "d0", None)
+    fleet = Fleet([load(waiting=900), IDLE], [load(running=9), load(running=2)], p1=other, d1=other)
+    assert fleet.names() == ("p1", "d1", None)
+
+
+def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
+    assert Fleet([IDLE], [IDLE], d0={"transfer_addresses": ()}).names() == (None, "d0", None)
+
+
+def test_nobody_there_is_503():
+    for fleet in (Fleet([IDLE], []), Fleet([IDLE], [IDLE], d0={"max_context": 100})):
+        with pytest.raises(NoPath) as caught:
+            fleet.path()
+        assert caught.value.status == 503
