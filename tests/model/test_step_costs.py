@@ -169,13 +169,13 @@ def test_much_longer_prompts_than_ever_before_are_learnt_from() -> None:
     assert found[len(found) // 2] < 0.1
 
 
-def test_what_steps_of_late_do_not_tell_apart_stays_as_it_was() -> None:
-    def always_the_same(_: random.Random) -> StepContent:
-        return StepContent(0, 0.0, 16, 16_000)
+def test_what_steps_of_late_hardly_tell_apart_stays_as_it_was() -> None:
+    def nearly_the_same(draw: random.Random) -> StepContent:
+        return StepContent(0, 0.0, draw.choice((15, 16, 17)), 16_000 + draw.randrange(100))
 
     fit = warm()
     run(fit, GPU, (rows,), 500, strays=0.0)
-    run(fit, GPU, (always_the_same,), int(30 * MEMORY), strays=0.0)
+    run(fit, GPU, (nearly_the_same,), int(30 * MEMORY), strays=0.0)
     found = errors(fit, GPU, (rows,))
     assert found[len(found) // 2] < 0.1
 
