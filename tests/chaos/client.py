@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,44 +67,68 @@ async def ask(url: str, request: ClientRequest, *, leave_after: int | None = Non
 async def _converse(url: str, answer: Answer, leave_after: int | None) -> None:
     parts = urlsplit(url)
     payload = json.dumps(answer.request.body).encode()
-    # HTTP/1.0: the answer comes in no chunks, and ends with the connection.
     head = (
-        f"POST /v1/completions HTTP/1.0\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(payload)}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**22)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         writer.write(head.encode() + payload)
-        await _read_head(reader, answer)
+        headers = await _read_head(reader, answer)
+        body = _chunks(reader) if headers.get("transfer-encoding") == "chunked" else _rest(reader)
         if not answer.is_accepted:
-            answer.error = (await reader.read(2000)).decode(errors="replace")
+            answer.retry_after_s = float(headers["retry-after"]) if "retry-after" in headers else None
+            answer.error = b"".join([part async for part in body])[:2000].decode(errors="replace")
             return
         pieces = 0
-        while line := await reader.readline():
-            if not line.startswith(b"data: "):
-                continue
-            data = line[6:].strip()
-            if data == b"[DONE]":
-                answer.has_end = True
-                continue
-            _take(answer, json.loads(data))
-            pieces += 1
-            if leave_after is not None and pieces >= leave_after:
-                answer.left = True
-                return
+        async with aclosing(_events(body)) as events:
+            async for data in events:
+                if data == b"[DONE]":
+                    answer.has_end = True
+                    continue
+                _take(answer, json.loads(data))
+                pieces += 1
+                if leave_after is not None and pieces >= leave_after:
+                    answer.left = True
+                    return
     finally:
         writer.close()
 
 
-async def _read_head(reader: asyncio.StreamReader, answer: Answer) -> None:
+async def _read_head(reader: asyncio.StreamReader, answer: Answer) -> dict[str, str]:
+    """Set the status; returns the headers. Raises ConnectionResetError where none come."""
     status = await reader.readline()
     if not status:
         raise ConnectionResetError("closed without an answer")
     answer.status = int(status.split()[1])
+    headers: dict[str, str] = {}
     while (line := await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
-        if name.lower() == "retry-after":
-            answer.retry_after_s = float(value)
+        headers[name.lower()] = value.strip().lower()
+    return headers
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    """A chunked body. Raises IncompleteReadError or ValueError where it breaks off."""
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    while data := await reader.read(65536):
+        yield data
+
+
+async def _events(body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The data of server-sent events."""
+    buffered = b""
+    async with aclosing(body):
+        async for part in body:
+            *events, buffered = (buffered + part).split(b"\n\n")
+            for event in events:
+                for line in event.split(b"\n"):
+                    if line.startswith(b"data: "):
+                        yield line[6:]
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

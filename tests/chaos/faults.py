@@ -49,6 +49,11 @@ class Injector:
         self._load = load
         self._draw = draw
 
+    @property
+    def requests_under_way(self) -> int:
+        """Those of the load."""
+        return self._load.under_way
+
     # --- faults that take one worker of a role out of use ---
 
     async def kill(self, role: str) -> Injected | None:

@@ -16,7 +16,7 @@ class SteadyLoad:
 
     def __init__(self, url: str, requests: Sequence[ClientRequest], clients: int, seed: int):
         self.answers: list[Answer] = []
-        self.refused = 0
+        self.under_way = 0
         self._url = url
         self._requests = requests
         self._clients = clients
@@ -33,17 +33,19 @@ class SteadyLoad:
         await asyncio.gather(*self._tasks)
 
     async def one_more(self, *, leave_after: int | None = None) -> Answer:
-        """A request beside the steady ones."""
-        answer = await ask(self._url, self._draw.choice(self._requests), leave_after=leave_after)
+        """Send a request; returns its answer, which is among `answers` too."""
+        self.under_way += 1
+        try:
+            answer = await ask(self._url, self._draw.choice(self._requests), leave_after=leave_after)
+        finally:
+            self.under_way -= 1
         self.answers.append(answer)
         return answer
 
     async def _run(self) -> None:
         while not self._stopping:
-            answer = await ask(self._url, self._draw.choice(self._requests))
-            self.answers.append(answer)
+            answer = await self.one_more()
             if not answer.is_accepted:  # 429: another time; anything else is looked at when all is over
-                self.refused += 1
                 await asyncio.sleep(min(answer.retry_after_s or RETRY_S, RETRY_S))
 
 

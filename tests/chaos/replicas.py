@@ -134,7 +134,7 @@ class ChaosPrefillReplica(_Harmed, PrefillReplica):
 class ChaosDecodeReplica(_Harmed, DecodeReplica):
     """A decode worker that can be harmed."""
 
-    async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes, control: int):
+    async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes, control: int):  # type: ignore[misc]
         self._control = control
         self._is_remote = os.getpid() % 2 == 0
         await super().__init__(settings, config, secret)

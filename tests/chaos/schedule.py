@@ -78,11 +78,12 @@ async def _run(
         if not bag:  # each kind as often as it weighs, in an order of its own
             bag = [strike for weight, strike in lane for _ in range(weight)]
             draw.shuffle(bag)
+        under_way = injector.requests_under_way
         try:
             injected = await bag.pop()()
         except Gone:
             injected = None
-        if injected is None:
+        if injected is None or not under_way:
             chaos.idle += 1
         else:
             chaos.faults.append(injected)
