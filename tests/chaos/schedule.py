@@ -32,7 +32,7 @@ async def wreak(injector: Injector, chaos: Chaos, seconds: float, seed: int, tel
     lanes = [role_lane(injector, "prefill"), role_lane(injector, "decode"), small_lane(injector)]
     async with asyncio.TaskGroup() as group:
         for number, lane in enumerate(lanes):
-            group.create_task(_run(lane, chaos, end, random.Random(f"{seed} {number}"), tell))
+            group.create_task(_run(injector, lane, chaos, end, random.Random(f"{seed} {number}"), tell))
 
 
 def role_lane(injector: Injector, role: str) -> Sequence[tuple[int, Strike]]:
@@ -67,6 +67,7 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
 
 
 async def _run(
+    injector: Injector,
     lane: Sequence[tuple[int, Strike]],
     chaos: Chaos,
     end: float,
