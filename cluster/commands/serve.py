@@ -157,7 +157,9 @@ def _show_ready(order: Order, name: str, console: Console) -> None:
     )
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
-    print(f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    has_keys = bool(with_keys_of_file(read_config(order.settings)).auth.keys)
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    print(f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
 def _reports(lines: IO[str]) -> Iterator[Report]:
