@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     log = Path(tempfile.mkstemp(prefix="twostroke-chaos-", suffix=".log")[1])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server's processes are ended then, too
     try:
         verdict = asyncio.run(run(arguments, console, log))
     except (NotUp, NotBack) as error:
