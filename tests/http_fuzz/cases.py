@@ -2,14 +2,25 @@
 
 from typing import Any
 
-import schemathesis
 from hypothesis.strategies import SearchStrategy
-from schemathesis import Case, GenerationMode
+from schemathesis import BaseSchema, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
-from router.openapi import document
-from tests.http_fuzz.virtual_site import MODEL
-
-SCHEMA = schemathesis.openapi.from_dict(document(version="fuzzed", model=MODEL, has_keys=False))
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
 
 LONGEST = 24
 """Tokens that a sound case asks for at most: more would only take time."""
@@ -18,14 +29,14 @@ MOST_CHOICES = 4
 """Of a sound case, mostly; a few have more."""
 
 
-def sound(path: str, method: str) -> SearchStrategy[Case]:
+def sound(schema: BaseSchema, path: str, method: str) -> SearchStrategy[Case]:
     """Cases as the document allows them, whose fields agree with each other as the document can't say."""
-    return SCHEMA[path][method].as_strategy(generation_mode=GenerationMode.POSITIVE).map(_agreeing)
+    return schema[path][method].as_strategy(generation_mode=GenerationMode.POSITIVE).map(_agreeing)
 
 
-def unsound(path: str, method: str) -> SearchStrategy[Case]:
+def unsound(schema: BaseSchema, path: str, method: str) -> SearchStrategy[Case]:
     """Cases that the document forbids."""
-    return SCHEMA[path][method].as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    return schema[path][method].as_strategy(generation_mode=GenerationMode.NEGATIVE)
 
 
 def _agreeing(case: Case) -> Case:
