@@ -88,6 +88,7 @@ class Suspects:
         self._config = config
         self._clock = clock
         self._there: dict[Peer, dict[Case, None]] = {}
+        self._died: dict[Peer, float] = {}  # lately, and when
         self._strikes: OrderedDict[bytes, list[Strike]] = OrderedDict()
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # until when
 
@@ -136,8 +137,16 @@ class Suspects:
     # --- deaths ---
 
     def died(self, worker: Peer) -> None:
-        """`worker` was lost. Everybody who was there says so; the first one counts."""
+        """`worker` was lost. Everybody who was there says so; the first one counts.
+
+        Who came after that, before the router knew, has met a dead worker.
+        """
         self._forget_old()
+        if worker in self._died:
+            for case in self._there.pop(worker, ()):
+                del case.stays[worker]
+            return
+        self._died[worker] = self._clock()
         there = [(case, case.stays[worker]) for case in self._there.pop(worker, ())]
         before = {case.fingerprint for case, stay in there if stay is Stay.FRESH and case.fingerprint in self._strikes}
         struck: set[bytes] = set()
@@ -213,6 +222,8 @@ class Suspects:
         oldest = self._clock() - _STRIKE_S
         for fingerprint in list(self._strikes):
             self._clear(fingerprint, lambda strike: strike.at < oldest)
+        paused = self._clock() - self._config.pause_s
+        self._died = {worker: at for worker, at in self._died.items() if at > paused}
 
     def _clear(self, fingerprint: bytes, is_cleared: Callable[[Strike], bool]) -> None:
         strikes = self._strikes.get(fingerprint)

@@ -65,6 +65,16 @@ def test_two_suspects_at_one_death_are_both_tried_again(scene):
     assert scene.suspects.accused_of(two) == (D1, D2)
 
 
+def test_one_that_comes_to_a_worker_which_has_just_died_is_not_accused_of_that(scene):
+    case, guilty = scene.case(1), scene.case(2)
+    scene.dies(D0, a=(case, Stay.FRESH), b=(guilty, Stay.FRESH))
+    scene.suspects.stay(guilty, D1, Stay.FRESH)
+    scene.suspects.died(D1)
+    scene.dies(D1, a=(case, Stay.FRESH))
+    assert scene.suspects.accused_of(guilty) == (D0, D1)
+    assert scene.suspects.accused_of(case) == ()
+
+
 def test_a_token_of_its_own_clears_a_suspect(scene):
     case = scene.case(1)
     scene.dies(D0, a=(case, Stay.FRESH))
