@@ -34,6 +34,9 @@ DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode",
 
 _WITHOUT_PREFILL = (*DECODE_FAULTS, "late_calls", "repeat_calls", "lose_block_news", "slow_worker")
 
+_AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}
+"""How much earlier these come, to find requests that have just begun."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -61,5 +64,7 @@ def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_o
         if any(fault.kind == "lose_router" for fault in faults):
             kinds = tuple(kind for kind in kinds if kind != "lose_router")
         at_s, kind = draw.random() * draw.choice((0.01, 0.1, 0.3)), draw.choice(kinds)
-        faults.append(Fault(0.0 if kind == "block_transfers" else at_s, kind, which=draw.randrange(1000)))
+        if kind in _AT_ONCE:
+            at_s *= _AT_ONCE[kind]
+        faults.append(Fault(at_s, kind, which=draw.randrange(1000)))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

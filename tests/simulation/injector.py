@@ -9,6 +9,7 @@ from protocol.stats import Role
 from tests.simulation.fault_plan import Fault
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.scenario import ROUTER_LEASE_S
 from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
 from tests.simulation.sim_router import SimRouter
 
@@ -35,6 +36,7 @@ class Injector:
     ):
         self.fired: Counter[str] = Counter()
         self.behind: set[tuple[str, str]] = set()  # a worker and a router that has missed its last news of its blocks
+        self.violations: list[str] = []
         self._faults = faults
         self._fleet = fleet
         self._fabric = fabric
@@ -83,7 +85,7 @@ class Injector:
             case "lose_block_news":
                 return self._lose_block_news(1 + which % 3)
             case "lose_router":
-                return self._lose_router(which)
+                return await self._lose_router(which)
         if decode is None:
             return 0
         match fault.kind:
@@ -165,15 +167,25 @@ class Injector:
         self._fabric.mangle = drop
         return 0  # counted above
 
-    def _lose_router(self, which: int) -> int:
+    async def _lose_router(self, which: int) -> int:
         router = self._routers[which % len(self._routers)]
         router.lose()
         self._fleet.lost_routers.add(router.host)
-        if which % 3:
+        processes = list(self._fleet.processes.values())
+        for process in processes:
+            process.engine.slowness = 200.0  # so that its requests would outlast its lease
+        if which % 2:
             self._fabric.remove(router.host)
         else:
-            for process in self._fleet.processes.values():
+            for process in processes:
                 self._fabric.silence(router.host, process.host)
+        await asyncio.sleep(2 * ROUTER_LEASE_S)
+        # Workers that stood still meanwhile have not listened for a lease yet.
+        is_excused = any(other.kind in ("stop_prefill", "stop_decode") for other in self._faults)
+        if (left := self._fleet.calls_of(router.host)) and not is_excused:
+            self.violations.append(f"{left} calls of {router.host} outlive it by two leases")
+        for process in processes:
+            process.engine.slowness = 1.0
         return 1
 
     def _router_host(self, which: int) -> str:

@@ -57,6 +57,8 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     num_routers = draw.choice((1, 1, 2))
     is_overload = with_faults and draw.random() < 0.1
     is_poisonous = with_faults and not is_overload and draw.random() < POISON_SHARE
+    if is_poisonous:
+        num_routers = 1  # two that don't know of each other's suspects may try them together
     arrivals = make_arrivals(draw, num_routers, num_layers, is_crowded=is_crowded, is_overload=is_overload)
     faults: tuple[Fault, ...] = ()
     if is_poisonous:
