@@ -36,6 +36,7 @@ class IncomingTransfer:
         self._on_ended = on_ended
         self._first_token: SampledToken | None = None
         self._failure: str | None = None
+        self._is_given_up = False
         self._over = asyncio.Event()
         self.lanes = {
             rank: IncomingLane(
@@ -73,6 +74,7 @@ class IncomingTransfer:
 
     def abort(self, reason: str) -> None:
         """Give the transfer up without waiting; `verified` raises once nothing can write into the blocks any more."""
+        self._is_given_up |= self._failure is None
         self._fail(reason)
 
     @property
@@ -85,6 +87,11 @@ class IncomingTransfer:
         """It has ended, and well."""
         return self.ended and self._failure is None
 
+    @property
+    def is_given_up(self) -> bool:
+        """One of both sides did not want it any more."""
+        return self._is_given_up or any(lane.peer_gave_up for lane in self.lanes.values())
+
     # --- the receiver's calls ---
 
     def peer_aborted(self, reason: str) -> None:
@@ -93,6 +100,7 @@ class IncomingTransfer:
             return
         if self._failure is None:
             self._failure = reason
+            self._is_given_up = True
         for lane in self.lanes.values():
             lane.peer_aborted(reason)
         self._look_for_end()

@@ -64,6 +64,7 @@ class IncomingLane:
         self._num_under_way = 0
         self._commit: Commit | None = None
         self._has_failed = False
+        self.peer_gave_up = False
         self._deadline = Deadline(clock, progress_s, self._expire)
         self._deadline.restart()
 
@@ -146,6 +147,7 @@ class IncomingLane:
 
     def peer_aborted(self, reason: str) -> None:
         """The peer has given the lane up, or it never was the peer's."""
+        self.peer_gave_up |= not self._has_failed
         self._end(ReceiverEvent.ABORT, reason, tell_peer=False)
 
     def peer_lost(self, reason: str) -> None:

@@ -36,6 +36,7 @@ class OutgoingTransfer:
         self.num_tokens = num_tokens
         self.started_s = clock()
         self.lanes: list[OutgoingLane] = []
+        self._is_given_up = False
         self._block_ids = block_ids
         self._num_ready_tokens = num_ready_tokens
         self._num_layers = num_layers
@@ -78,6 +79,7 @@ class OutgoingTransfer:
 
     def abort(self, reason: str) -> None:
         """Give the transfer up; the peer is told. Any time, any number of times."""
+        self._is_given_up |= self._failure is None
         self._fail(reason)
 
     async def done(self) -> None:
@@ -98,6 +100,11 @@ class OutgoingTransfer:
     def is_released(self) -> bool:
         """It has ended, and well."""
         return self.ended and self._failure is None
+
+    @property
+    def is_given_up(self) -> bool:
+        """One of both sides did not want it any more."""
+        return self._is_given_up or any(lane.peer_gave_up for lane in self.lanes)
 
     # --- the sender's calls ---
 

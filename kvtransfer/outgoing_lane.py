@@ -71,6 +71,7 @@ class OutgoingLane:
         self._is_committed = False  # by the worker
         self._first_token: SampledToken | None = None
         self._has_failed = False
+        self.peer_gave_up = False
         # Runs while it is the peer's turn: to grant, to verify. While the prompt is computed, the peer's clock runs.
         self._deadline = Deadline(clock, progress_s, self._expire)
         self._deadline.restart()
@@ -182,6 +183,7 @@ class OutgoingLane:
 
     def peer_aborted(self, reason: str) -> None:
         """The peer has given the lane up."""
+        self.peer_gave_up |= not self._has_failed
         self._end(SenderEvent.ABORT, reason, tell_peer=False)
 
     def peer_lost(self, reason: str) -> None:

@@ -36,6 +36,7 @@ class RankedSide:
             in_flight=self._total.in_flight,
             done=self._total.done,
             failed=self._total.failed,
+            given_up=self._total.given_up,
             seconds=self._total.seconds,
             digest_failures=sum(each.digest_failures for each in counts),
             retries=sum(each.retries for each in counts),
@@ -86,6 +87,7 @@ class RankedSide:
             self._total.seconds += self._clock() - parts.started_s
         else:
             self._total.failed += 1
+            self._total.given_up += parts.is_given_up
 
 
 async def _see_own(parts: TransferParts, own_end: Coroutine[Any, Any, SampledToken | None]) -> None:

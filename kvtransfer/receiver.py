@@ -270,6 +270,7 @@ class KVReceiver:
             self.stats.seconds += self._clock() - transfer.started_s
         else:
             self.stats.failed += 1
+            self.stats.given_up += transfer.is_given_up
 
     def _take_offer(self, transfer_id: bytes, rank: int) -> _PendingOffer | None:
         offers = self._offers.get(transfer_id, {})

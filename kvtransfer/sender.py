@@ -155,6 +155,7 @@ class KVSender:
             self.stats.seconds += self._clock() - transfer.started_s
         else:
             self.stats.failed += 1
+            self.stats.given_up += transfer.is_given_up
 
     def _forget(self, connection: SenderConnection) -> None:
         """A lost connection takes no more transfers; the next one opened builds another."""

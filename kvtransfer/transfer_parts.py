@@ -24,6 +24,7 @@ class TransferParts:
         self.number = ranks.new_number()
         self.started_s = started_s
         self.failure: str | None = None  # why it is given up
+        self.is_given_up = False  # by who began it here, not for a part that failed
         self._ranks = ranks
         self._abort_own = abort_own
         self._on_over = on_over
@@ -33,6 +34,10 @@ class TransferParts:
 
     def abort(self, reason: str) -> None:
         """Give all parts up. Any time, any number of times."""
+        self.is_given_up |= self.failure is None
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         if self._over.is_set() or self.failure is not None:
             return
         self.failure = reason
@@ -46,12 +51,12 @@ class TransferParts:
         self._left.discard(rank)
         self._first_tokens.append(first_token)
         if failure is not None:
-            self.abort(failure if rank == 0 else f"{failure} (on rank {rank})")
+            self._fail(failure if rank == 0 else f"{failure} (on rank {rank})")
         self._look_for_end()
 
     def ranks_lost(self, reason: str) -> None:
         """The other ranks are ending, and do nothing with their blocks any more."""
-        self.abort(reason)
+        self._fail(reason)
         self._left &= {0}
         self._look_for_end()
 

@@ -46,6 +46,7 @@ class TransferNumbers(Protocol):
     in_flight: int
     done: int  # counter
     failed: int  # counter
+    given_up: int  # counter
     bytes: int  # counter
     seconds: float  # counter
     digest_failures: int  # counter
@@ -127,6 +128,7 @@ def worker_stats(
         aborted_requests=counters.aborted_requests,
         transfers_done=sum(side.done for side in transfers),
         transfers_failed=sum(side.failed for side in transfers),
+        transfers_given_up=sum(side.given_up for side in transfers),
         transfer_bytes=sum(side.bytes for side in transfers),
         transfer_seconds=sum((side.seconds for side in transfers), 0.0),
         transfer_digest_failures=sum(side.digest_failures for side in transfers),

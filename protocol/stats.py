@@ -60,6 +60,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     aborted_requests: int = 0  # counter
     transfers_done: int = 0  # counter
     transfers_failed: int = 0  # counter
+    transfers_given_up: int = 0  # counter: of the failed, those whose request was over, on this side or the other
     transfer_bytes: int = 0  # counter
     transfer_seconds: float = 0.0  # counter
     transfer_digest_failures: int = 0  # counter: chunks of KV that arrived damaged

@@ -186,7 +186,12 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("worker_requests_finished", "Requests that ended by themselves.", lambda stats: stats.finished_requests),
     ("worker_requests_aborted", "Requests that were cancelled or failed.", lambda stats: stats.aborted_requests),
     ("kv_transfers", "KV transfers that succeeded.", lambda stats: stats.transfers_done),
-    ("kv_transfer_failures", "KV transfers that failed.", lambda stats: stats.transfers_failed),
+    (
+        "kv_transfer_failures",
+        "KV transfers that failed while both sides wanted them.",
+        lambda stats: stats.transfers_failed - stats.transfers_given_up,
+    ),
+    ("kv_transfer_aborts", "KV transfers given up: their requests were over.", lambda stats: stats.transfers_given_up),
     ("kv_transfer_bytes", "Bytes of KV transferred.", lambda stats: stats.transfer_bytes),
     ("kv_transfer_seconds", "Time of KV transfers.", lambda stats: stats.transfer_seconds),
     ("kv_transfer_digest_failures", "Chunks that arrived damaged.", lambda stats: stats.transfer_digest_failures),
