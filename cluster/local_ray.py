@@ -84,7 +84,8 @@ def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(_unspliced_haproxy(folder)),
             "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
+            # After a change of the routers an old process of HAProxy goes on with its streams while they last.
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),

@@ -41,6 +41,7 @@ class Order(msgspec.Struct, frozen=True):
     port: int
     haproxy: bool
     verbose: bool
+    grace_s: float = 0.0  # for streams to end, once the server is to
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -110,6 +111,8 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
         while not starter.is_gone_within(LOOK_S):
             for line in _news(watch, own_url(order.host, order.port), api_key):
                 _report(reports, Report("news", line))
+        if order.grace_s > 0:
+            _drain(order.grace_s, config.router.drain_notice_s)
 
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
@@ -156,6 +159,23 @@ def _deploy(config: ClusterConfig) -> None:
                 raise ConfigError(told[1]) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
+
+
+def _drain(grace_s: float, notice_s: float) -> None:
+    """Have every router say that it is not ready, and let the streams end for as long as `grace_s`."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    began = time.monotonic()
+    routers = serve.get_deployment_handle("Router", "twostroke")
+    while (gone_s := time.monotonic() - began) < grace_s:
+        try:
+            under_way = sum(routers.broadcast("drain").results(timeout_s=5.0))
+        except (RayError, RuntimeError, TimeoutError):
+            return  # no router is left to wait for
+        if under_way == 0 and gone_s >= notice_s:
+            return
+        time.sleep(0.2)
 
 
 def _await_ready(url: str) -> None:

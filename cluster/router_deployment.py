@@ -57,6 +57,7 @@ class RouterReplica:
 
     _service: RouterService | None = None
     _doctor: Doctor | None = None
+    _is_draining = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -65,6 +66,7 @@ class RouterReplica:
         decode: DeploymentHandle,
         prefill: DeploymentHandle | None = None,
     ):
+        self._notice_s = settings.router.drain_notice_s
         folder = resolve_model_folder(settings.model.path)
         peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)
@@ -108,6 +110,15 @@ class RouterReplica:
         app.state.service = self._service
         app.state.doctor = self._doctor
         return app
+
+    async def drain(self) -> int:
+        """Be not ready, and soon take nothing new; returns how many choices are under way. May be called again."""
+        if self._service is None:
+            return 0
+        if not self._is_draining:
+            self._is_draining = True
+            self._service.drain(self._notice_s)
+        return self._service.num_choices
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""

@@ -98,6 +98,7 @@ class RouterService:
         self._wall_clock = wall_clock
         self._num_choices = 0
         self._following: asyncio.Task[None] | None = None
+        self._takes_until: float | None = None  # None: for as long as it lives
         self.started_at = int(wall_clock())
 
     async def start(self) -> None:
@@ -134,8 +135,10 @@ class RouterService:
     def room(self, num_choices: int) -> Iterator[None]:
         """Places for so many choices, from before they are tokenised to the end of the response.
 
-        Raises RequestError (429) where the router has as much under way as it takes.
+        Raises RequestError (429) where the router has as much under way as it takes, NoPath where it is about to end.
         """
+        if self._takes_until is not None and self.clock() >= self._takes_until:
+            raise NoPath("the server is about to end")
         if self._num_choices + num_choices > self.config.max_choices_in_flight:
             raise RequestError(
                 "the server has as many requests as it can take; try again shortly",
@@ -156,8 +159,19 @@ class RouterService:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
 
+    @property
+    def num_choices(self) -> int:
+        """Choices under way."""
+        return self._num_choices
+
+    def drain(self, notice_s: float) -> None:
+        """Be not ready from now on, and take new requests for `notice_s` more: load balancers notice meanwhile."""
+        self._takes_until = self.clock() + notice_s
+
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""
+        if self._takes_until is not None:
+            return ["the server is about to end"]
         workers = self._fleet.workers()
         reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}
         wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)

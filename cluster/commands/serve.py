@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
+    parser.add_argument(
+        "--grace", type=float, default=0.0, metavar="SECONDS", help="for streams to end after a signal (default: none)"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what Ray says")
 
 
@@ -64,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     haproxy = not arguments.no_haproxy and haproxy_binary() is not None
     if not haproxy and not arguments.no_haproxy:
         console.print("There is no HAProxy for this machine: Serve's own, slower proxy is used.")
-    order = Order(settings, arguments.host, arguments.port, haproxy, arguments.verbose)
+    order = Order(settings, arguments.host, arguments.port, haproxy, arguments.verbose, arguments.grace)
     with tempfile.NamedTemporaryFile(prefix="twostroke-", suffix=".log", delete=False) as log:
         try:
             failure = _look_after(order, console, None if arguments.verbose else log)
@@ -127,7 +130,7 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
         return None
     finally:
         if server is not None:
-            _end(server)
+            _end(server, order.grace_s)
 
 
 def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
@@ -167,12 +170,12 @@ def _reports(lines: IO[str]) -> Iterator[Report]:
         yield msgspec.json.decode(line, type=Report)
 
 
-def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Let the server end politely for a while, then end whatever is left of it."""
+def _end(server: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """Let the server end politely for a while, after its streams; then end whatever is left of it."""
     assert server.stdin is not None  # asked for at its start
     server.stdin.close()
     try:
-        server.wait(POLITE_S)
+        server.wait(grace_s + POLITE_S)
     except subprocess.TimeoutExpired:
         pass  # Ray is stuck, or still starting
     finally:

@@ -1,0 +1,31 @@
+"""A router that is about to end says so first, and lets its streams end."""
+
+import asyncio
+
+ASKED = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 8}
+
+
+async def test_it_is_not_ready_and_takes_requests_until_load_balancers_have_noticed(site_of, until):
+    async with site_of(0, 1) as site:
+        await until(lambda: not site.service.missing())
+        site.service.drain(notice_s=1000.0)
+        assert (await site.http.get("/ready")).status_code == 503
+        assert (await site.http.get("/health")).status_code == 200
+        assert (await site.http.post("/v1/completions", json=ASKED)).status_code == 200
+
+
+async def test_after_that_it_takes_nothing_new_and_finishes_what_it_has(site_of, until):
+    async with site_of(0, 1) as site:
+        worker = site.rig["d0"]
+        worker.gate = asyncio.Semaphore(2)
+        begun = asyncio.create_task(site.http.post("/v1/completions", json=ASKED))
+        await until(lambda: worker.owned)
+        site.service.drain(notice_s=0.0)
+        late = await site.http.post("/v1/completions", json=ASKED)
+        assert late.status_code == 503
+        assert "retry-after" in late.headers
+        assert site.service.num_choices == 1
+        for _ in range(8):
+            worker.gate.release()
+        assert (await begun).status_code == 200
+        assert site.service.num_choices == 0
