@@ -10,7 +10,7 @@ from protocol.kv_layout import incompatibility
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.estimate import Estimate
-from router.path_costs import Need, alone_costs, decode_costs, prefill_costs, transfer_s
+from router.path_costs import Need, PrefillCosts, alone_costs, decode_costs, prefill_costs, transfer_s
 from router.policy import NoPath, Path
 from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Floats, Ints, WorkerTable
 
@@ -101,12 +101,13 @@ def cheapest_path(
             if not _anybody(first) or not _anybody(second):
                 continue
             p = _pick(reading_s, first, prefill.requests, turn)
+            pull_s, prefill_s, new_tokens = _reading(reading, p)
             sending_s = transfer_s(
                 decode,
                 need,
                 held.decode,
-                hidden_s=float(reading.prefill_s[p]),
-                last_tokens=float(min(reading.new_tokens[p], prefill.step_tokens[p])),
+                hidden_s=prefill_s,
+                last_tokens=min(new_tokens, float(prefill.step_tokens[p])),
             )
             d = _pick(sending_s + decoding.total_s, second, decode.requests, turn)
             total_s = float(reading_s[p] + sending_s[d] + decoding.total_s[d])
@@ -114,14 +115,14 @@ def cheapest_path(
                 best_s = total_s
                 estimate = Estimate(
                     queue_s=float(reading.queue_s[p]),
-                    pull_s=float(reading.pull_s[p]),
-                    prefill_s=float(reading.prefill_s[p]),
+                    pull_s=pull_s,
+                    prefill_s=prefill_s,
                     transfer_s=float(sending_s[d]),
                     decode_slot_s=float(decoding.slot_s[d]),
                     step_s=float(decoding.step_s[d]),
                 )
-                pulled = source.info if source is not None and estimate.pull_s > 0 else None
-                best = Path(prefill.infos[p], decode.infos[d], pulled, estimate, int(reading.new_tokens[p]))
+                pulled = source.info if source is not None and pull_s > 0 else None
+                best = Path(prefill.infos[p], decode.infos[d], pulled, estimate, int(new_tokens))
     if best is not None and not decodes_alone:
         return best
     reading_alone = alone_costs(decode, need, held.decode)
@@ -197,10 +198,10 @@ def _source(workers: Workers, need: Need, held: Held, prefill_tier: Ints, decode
     ):
         if not (tiers is table.tier and table.all_available):
             tokens = np.where(tiers == AVAILABLE, tokens, 0.0)
-        most = tokens.max(initial=0.0)
+        most = tokens[tokens.argmax()] if len(tokens) else 0.0
         if most < need.min_pull_tokens:
             continue
-        rows = np.flatnonzero(tokens == most)
+        (rows,) = (tokens == most).nonzero()
         row = rows[table.requests[rows].argmin()]
         found = (-float(most), float(table.requests[row]), table.infos[row])
         if best is None or found[:2] < best[:2]:
@@ -208,10 +209,18 @@ def _source(workers: Workers, need: Need, held: Held, prefill_tier: Ints, decode
     return None if best is None else _Source(best[2], -best[0])
 
 
-def _offered(source: _Source | None, prefill: WorkerTable) -> Floats | float:
+def _reading(costs: PrefillCosts, row: int) -> tuple[float, float, float]:
+    """Seconds of pulling and of computing, and how many tokens are computed, on one worker."""
+    pull = costs.pull
+    if pull is not None and pull.is_cheaper[row]:
+        return float(pull.pull_s[row]), float(pull.prefill_s[row]), float(pull.new_tokens[row])
+    return 0.0, float(costs.prefill_s[row]), float(costs.new_tokens[row])
+
+
+def _offered(source: _Source | None, prefill: WorkerTable) -> Floats | float | None:
     """How much of the prompt each prefill worker could pull."""
     if source is None:
-        return 0.0
+        return None
     if prefill.receives == {source.info.layout}:
         return source.tokens
     return np.array(
@@ -228,8 +237,8 @@ def _pick(cost_s: Floats, able: Mask | None, requests: Floats, turn: int) -> int
     """The row of the least cost; of those about as good the one with the fewest requests, each in turn."""
     if able is not None:
         cost_s = np.where(able, cost_s, np.inf)
-    rows = np.flatnonzero(cost_s <= cost_s.min() * (1 + _EQUAL))
+    (rows,) = (cost_s <= cost_s[cost_s.argmin()] * (1 + _EQUAL)).nonzero()
     if len(rows) > 1:
         counts = requests[rows]
-        rows = rows[counts == counts.min()]
+        rows = rows[counts == counts[counts.argmin()]]
     return int(rows[turn % len(rows)])

@@ -7,6 +7,7 @@ all pairs. What couples the two, that prefill hides the transfer, is settled wit
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.requests import Promise
 from router.worker_table import Floats, WorkerTable
@@ -26,18 +27,31 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """Of the prompt where its beginning is pulled."""
+
+    pull_s: Floats
+    prefill_s: Floats
+    new_tokens: Floats
+    is_cheaper: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillCosts:
     """Of the prompt on each prefill worker; it is pulled where that is cheaper."""
 
     queue_s: Floats
-    pull_s: Floats
-    prefill_s: Floats
-    new_tokens: Floats  # to be computed
+    prefill_s: Floats  # where nothing is pulled
+    new_tokens: Floats  # to be computed then
+    pull: Pull | None  # None: nobody has anything to pull
 
     @property
     def total_s(self) -> Floats:
         """Until the first token."""
-        return self.queue_s + self.pull_s + self.prefill_s
+        if self.pull is None:
+            return self.queue_s + self.prefill_s
+        pulling_s = self.pull.pull_s + self.pull.prefill_s
+        return self.queue_s + np.where(self.pull.is_cheaper, pulling_s, self.prefill_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +98,23 @@ def queue_s(table: WorkerTable, promise: Promise) -> Floats:
     return tokens * table.queue_token_s
 
 
-def prefill_costs(table: WorkerTable, need: Need, held: Floats, source_tokens: Floats | float) -> PrefillCosts:
-    """`held` is what each worker has of the prompt, in tokens, and `source_tokens` what it could pull."""
-    waiting_s = queue_s(table, need.promise)
+def prefill_costs(table: WorkerTable, need: Need, held: Floats, source_tokens: Floats | float | None) -> PrefillCosts:
+    """`held` is what each worker has of the prompt, in tokens, and `source_tokens` what it could pull.
+
+    None: nothing.
+    """
     held = np.minimum(held, need.num_tokens - 1)  # the last token is always computed: the next is drawn from it
     new_tokens = need.num_tokens - held
     prefill_s = _prefill_s(table, new_tokens, held)
-    pull_s: Floats = np.zeros(len(table))
-    if need.min_pull_tokens is None:
-        return PrefillCosts(waiting_s, pull_s, prefill_s, new_tokens)
-    source_tokens = np.minimum(source_tokens, need.num_tokens - 1)
-    spared = source_tokens - held
-    fetching_s = HOP_S + spared * table.token_bytes / table.bytes_per_s
-    rest_s = _prefill_s(table, need.num_tokens - source_tokens, source_tokens)
-    pulls = (spared >= need.min_pull_tokens) & (fetching_s + rest_s < prefill_s)
-    return PrefillCosts(
-        waiting_s,
-        np.where(pulls, fetching_s, 0.0),
-        np.where(pulls, rest_s, prefill_s),
-        np.where(pulls, need.num_tokens - source_tokens, new_tokens),
-    )
+    pull: Pull | None = None
+    if need.min_pull_tokens is not None and source_tokens is not None:
+        pulled = np.minimum(source_tokens, need.num_tokens - 1)
+        spared = pulled - held
+        pull_s = HOP_S + spared * table.token_transfer_s
+        rest_s = _prefill_s(table, need.num_tokens - pulled, pulled)
+        is_cheaper = (spared >= need.min_pull_tokens) & (pull_s + rest_s < prefill_s)
+        pull = Pull(pull_s, rest_s, new_tokens - spared, is_cheaper)
+    return PrefillCosts(queue_s(table, need.promise), prefill_s, new_tokens, pull)
 
 
 def transfer_s(table: WorkerTable, need: Need, held: Floats, *, hidden_s: float, last_tokens: float) -> Floats:
@@ -111,9 +122,9 @@ def transfer_s(table: WorkerTable, need: Need, held: Floats, *, hidden_s: float,
 
     `held` is what each has already. The last layer of the last `last_tokens` can't be hidden at all.
     """
-    missing = need.num_tokens - np.minimum(held, need.num_tokens)
-    last_s = np.minimum(missing, last_tokens) * table.layer_bytes / table.bytes_per_s
-    left_s: Floats = np.maximum(missing * table.token_bytes / table.bytes_per_s - hidden_s, last_s)
+    missing = need.num_tokens - held
+    last_s = np.minimum(missing, last_tokens) * table.layer_transfer_s
+    left_s: Floats = np.maximum(missing * table.token_transfer_s - hidden_s, last_s)
     return HOP_S + left_s
 
 
@@ -126,12 +137,10 @@ def decode_costs(table: WorkerTable, need: Need) -> DecodeCosts:
     limit_s = table.tightest_tpot_s
     if need.promise.tpot_s is not None:
         limit_s = np.minimum(limit_s, need.promise.tpot_s)
-    too_many = np.maximum(
-        table.requests + 1 - table.max_batch, (need.num_tokens - table.free_tokens) / table.request_tokens
-    )
-    too_many = np.maximum(too_many, (step_s - limit_s) / np.maximum(table.request_s, 1e-9))
+    too_many = np.maximum(table.requests_over, (need.num_tokens - table.free_tokens) * table.requests_per_token)
+    too_many = np.maximum(too_many, (step_s - limit_s) * table.requests_per_s)
     too_many = np.maximum(np.minimum(too_many, table.requests), 0.0)
-    slot_s = too_many * table.step_s * need.answer_tokens / np.maximum(table.requests, 1.0)
+    slot_s = too_many * table.end_s * need.answer_tokens
     return DecodeCosts(slot_s, step_s, slot_s + need.answer_tokens * step_s)
 
 

@@ -85,10 +85,7 @@ class WorkerTable:
         self.max_context: Ints = np.array([info.max_context for info in self.infos], np.int64)
         self.least_context = min((info.max_context for info in self.infos), default=0)
         self.step_tokens: Floats = np.array([info.max_step_tokens for info in self.infos], float)
-        self.max_batch: Floats = np.array([info.max_batch for info in self.infos], float)
         self.block_size: Ints = np.array([info.layout.block_size for info in self.infos], np.int64)
-        self.token_bytes: Floats = np.array([_token_bytes(info) for info in self.infos], float)  # of KV, all layers
-        self.layer_bytes: Floats = np.array([_token_bytes(info) / info.layout.num_layers for info in self.infos], float)
         # What workers' steps cost here, as in StepCosts.
         self.base_s: Floats = np.zeros(count)
         self.token_s: Floats = np.zeros(count)
@@ -102,13 +99,16 @@ class WorkerTable:
         self.free_tokens: Floats = np.zeros(count)  # of KV that find room now
         self.tightest_tpot_s: Floats = np.full(count, _NO_LIMIT_S)
         self.queued: Floats = np.zeros((len(classes), count))  # prompt tokens, by class and worker
-        self.bytes_per_s: Floats = np.zeros(count)
         # What follows from both.
         self.queue_token_s: Floats = np.zeros(count)  # a queued prompt token's time
         self.step_s: Floats = np.zeros(count)  # of a step with the requests that decode there
-        self.request_s: Floats = np.zeros(count)  # what one of them adds to it
-        self.request_tokens: Floats = np.ones(count)  # of KV that one of them holds
+        self.requests_over: Floats = np.zeros(count)  # that must end before the batch has room for one more
+        self.requests_per_token: Floats = np.ones(count)  # of KV: one over what each of them holds
+        self.requests_per_s: Floats = np.ones(count)  # of a step: one over what each of them adds to it
+        self.end_s: Floats = np.zeros(count)  # until one of them ends, for each token of their answers
         self.chunk_tokens: Floats = np.ones(count)  # of a prompt, in one step beside them
+        self.token_transfer_s: Floats = np.zeros(count)  # of a token's KV, all layers
+        self.layer_transfer_s: Floats = np.zeros(count)  # of a token's KV in one layer
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -124,7 +124,8 @@ class WorkerTable:
         if tier != self.tier[row]:
             self.tier[row] = tier
             self.all_available = not self.tier.any()
-        self.bytes_per_s[row] = bytes_per_s
+        self.token_transfer_s[row] = transfer_s = _token_bytes(info) / bytes_per_s
+        self.layer_transfer_s[row] = transfer_s / info.layout.num_layers
         self.base_s[row], self.token_s[row], self.pair_s[row] = costs.base_s, costs.token_s, costs.pair_s
         self.row_s[row], self.context_s[row] = costs.row_s, costs.context_s
 
@@ -139,8 +140,10 @@ class WorkerTable:
         self.free_tokens[row] = stats.free_blocks * info.layout.block_size - load.since.context_tokens
         self.tightest_tpot_s[row] = limit_s
         self.step_s[row] = step_s
-        self.request_s[row] = costs.row_s + costs.context_s * request_tokens
-        self.request_tokens[row] = request_tokens
+        self.requests_over[row] = requests + 1 - info.max_batch
+        self.requests_per_token[row] = 1 / request_tokens
+        self.requests_per_s[row] = 1 / max(costs.row_s + costs.context_s * request_tokens, 1e-9)
+        self.end_s[row] = step_s / max(requests, 1.0)
         self.chunk_tokens[row] = chunk_tokens
         num_queued, num_tokens = self._update_queue(row, stats, load)
         half_prompt = num_tokens / num_queued / 2 if num_queued else 0.0

@@ -49,27 +49,28 @@ def queued(*work):
 
 
 def test_what_is_cached_needs_no_computing_but_the_last_token_does():
-    costs = prefill_costs(table(IDLE, IDLE, IDLE), need(640), held(0, 160, 640), 0.0)
+    costs = prefill_costs(table(IDLE, IDLE, IDLE), need(640), held(0, 160, 640), None)
     assert costs.new_tokens.tolist() == [640, 480, 1]
     assert costs.prefill_s == pytest.approx([0.02 + 0.64, 0.01 + 0.48, 0.01 + 0.001]), "steps of 500 tokens at most"
-    assert costs.queue_s.tolist() == costs.pull_s.tolist() == [0, 0, 0]
+    assert costs.queue_s.tolist() == [0, 0, 0]
+    assert costs.total_s == pytest.approx(costs.prefill_s)
 
 
 def test_attention_to_what_is_cached_is_paid_for():
     made = table(IDLE, costs=msgspec.structs.replace(COSTS, pair_s=1e-6))
-    costs = prefill_costs(made, need(300), held(100), 0.0)
+    costs = prefill_costs(made, need(300), held(100), None)
     assert costs.prefill_s == pytest.approx([0.01 + 0.2 + 1e-6 * 200 * (100 + 100)])
 
 
 def test_a_prefix_is_pulled_where_that_is_quicker_than_computing_it():
     made = table(IDLE, IDLE)
+    slow = prefill_costs(made, need(401, min_pull_tokens=64), held(0, 350), 400.0)
+    assert slow.pull.is_cheaper.tolist() == [False, False], "KV takes as long here as computing, and the hop on top"
+    made.token_transfer_s /= 4
     quick = prefill_costs(made, need(401, min_pull_tokens=64), held(0, 350), 400.0)
-    assert quick.pull_s.tolist() == [0, 0], "KV takes as long here as computing, and the hop on top"
-    made.bytes_per_s[:] = 4 * BYTES_PER_S
-    quick = prefill_costs(made, need(401, min_pull_tokens=64), held(0, 350), 400.0)
-    assert quick.pull_s == pytest.approx([HOP_S + 0.1, 0]), "the other would spare 50 tokens, too few"
-    assert quick.prefill_s == pytest.approx([0.01 + 0.001, 0.01 + 0.051])
-    assert quick.new_tokens.tolist() == [1, 51]
+    assert quick.pull.is_cheaper.tolist() == [True, False], "the other would be spared 50 tokens, too few"
+    assert (quick.pull.pull_s[0], quick.pull.new_tokens[0]) == (pytest.approx(HOP_S + 0.1), 1)
+    assert quick.total_s == pytest.approx([HOP_S + 0.1 + 0.01 + 0.001, 0.01 + 0.051])
 
 
 def test_equal_and_higher_classes_go_first_and_lower_ones_do_not():
