@@ -79,6 +79,7 @@ class FakeWorker:
     cancelled: list[str] = field(default_factory=list)
     told_prefill_failed: list[str] = field(default_factory=list)
     told_to_leave: int = 0
+    is_mute: bool = False  # its process is stopped: it answers no ping
     is_leaving: bool = False  # the fleet names it no more, and it goes on
     connections: dict[str, Connection] = field(default_factory=dict)
     stats: WorkerStats = field(default_factory=lambda: WorkerStats(total_blocks=100, free_blocks=100))
@@ -132,7 +133,8 @@ class FakeWorker:
                 message = await connection.receive()
                 match message:
                     case Ping():
-                        connection.send(Ping())
+                        if not self.is_mute:
+                            connection.send(Ping())
                     case Cancel():
                         self.cancelled.append(message.request_id)
                     case Drain():

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from protocol.errors import RequestError
+from protocol.errors import RequestError, WorkerLeaving
 from router.stages import Stages
 
 POISON = (66, 6, 6)
@@ -138,3 +138,47 @@ async def test_a_request_whose_channels_dropped_twice_is_innocent_since_its_work
                 worker.gate.release()
         async with asyncio.timeout(20):
             assert await answer == expected(a_request())
+
+
+async def test_a_worker_that_falls_silent_accuses_nobody(fleet_of, a_request, expected, until):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].gate = asyncio.Semaphore(0)
+        rig["d0"].is_mute = True
+        rig["d1"].gate = asyncio.Semaphore(0)
+        answer = asyncio.create_task(tokens_of(rig, a_request()))
+        await until(lambda: rig["d1"].owned)
+        assert rig.pipeline._records.suspects.num_suspects == 0
+        for _ in range(20):
+            rig["d1"].gate.release()
+        assert await answer == expected(a_request())
+
+
+async def test_a_worker_that_leaves_accuses_nobody_and_is_not_held_to_have_failed(fleet_of, a_request, expected, until):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].refusal = WorkerLeaving("draining")
+        for _ in range(8):
+            assert await tokens_of(rig, a_request()) == expected(a_request())
+        assert rig["d0"].seen
+        assert rig.pipeline._records.suspects.num_suspects == 0
+        assert rig.pipeline.ejected() == frozenset()
+
+
+async def test_a_stream_on_a_leaving_worker_ends_there_and_the_next_request_goes_elsewhere(
+    fleet_of, a_request, expected, until
+):
+    async with fleet_of(0, 2) as rig:
+        for worker in rig.fleet.all.values():
+            worker.gate = asyncio.Semaphore(0)
+        answer = asyncio.create_task(tokens_of(rig, a_request()))
+        await until(lambda: rig.fleet.owned)
+        leaving = next(worker for worker in rig.fleet.all.values() if worker.owned)
+        other = next(worker for worker in rig.fleet.all.values() if worker is not leaving)
+        leaving.is_leaving = True
+        other.gate = None
+        assert await tokens_of(rig, a_request()) == expected(a_request())
+        assert len(other.seen) == 1
+        await until(lambda: leaving.told_to_leave == 1)
+        for _ in range(20):
+            leaving.gate.release()
+        assert await answer == expected(a_request())
+        assert len(leaving.seen) == 1
