@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from protocol.errors import RequestError
 from router.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
 
 SECRET = "the princess's whereabouts"
@@ -65,6 +66,15 @@ async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not
         await site.http.get("/health")
     lines = access(logged)
     assert [(line["status"], line["level"]) for line in lines] == [(400, "info"), (404, "info"), (200, "debug")]
+    assert SECRET not in "\n".join(logged)
+
+
+async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
+    async with site_of(0, 1) as site:
+        site.rig["d0"].refusal = RequestError("no", status=400)
+        answer = await site.http.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 400
+    assert any(json.loads(line)["level"] == "warning" for line in logged)
     assert SECRET not in "\n".join(logged)
 
 
