@@ -188,9 +188,11 @@ def _guess_unseen(costs: Array, is_seen: Mask) -> None:
     """Fill in what steps so far had nothing of: a lower bound rather than nothing."""
     if not is_seen[_TOKENS]:
         costs[_TOKENS] = max(costs[_ROWS], costs[_BASE] / TOKENS_A_BASE)
+    if not is_seen[_PAIRS]:
         costs[_PAIRS] = PAIR_SHARE * costs[_TOKENS]
     if not is_seen[_ROWS]:
         costs[_ROWS] = costs[_TOKENS]
+    if not is_seen[_CONTEXT]:
         costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
 
 
