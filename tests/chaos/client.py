@@ -109,8 +109,14 @@ async def _read_head(reader: asyncio.StreamReader, answer: Answer) -> dict[str, 
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """A chunked body. Raises IncompleteReadError or ValueError where it breaks off."""
-    while size := int((await reader.readline()).split(b";")[0], 16):
+    """A chunked body. Raises ConnectionResetError or IncompleteReadError where it breaks off."""
+    while True:
+        line = await reader.readline()
+        if not line:
+            raise ConnectionResetError("closed in the middle of the answer")
+        size = int(line.split(b";")[0], 16)
+        if size == 0:
+            return
         yield (await reader.readexactly(size + 2))[:-2]
 
 

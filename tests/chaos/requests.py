@@ -10,6 +10,7 @@ MODEL = "twostroke-bundled"
 NUM_PREFIXES = 4
 PREFIX_TOKENS = 192
 SHORTEST, LONGEST = 20, 600  # prompts, in tokens
+LONG_ANSWER = 1200  # tokens: a few streams live through several faults
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ def draw_requests(seed: int, count: int) -> list[ClientRequest]:
     """`count` different requests."""
     draw = random.Random(seed)
     prefixes = [_tokens(draw, PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
-    return [ClientRequest(key, _body(draw, prefixes)) for key in range(count)]
+    return [ClientRequest(key, _body(draw, prefixes, is_long=key % 15 == 14)) for key in range(count)]
 
 
-def _body(draw: random.Random, prefixes: list[list[int]]) -> dict[str, Any]:
+def _body(draw: random.Random, prefixes: list[list[int]], *, is_long: bool) -> dict[str, Any]:
     length = round(SHORTEST * (LONGEST / SHORTEST) ** draw.random())
     prompt = _tokens(draw, length)
     if draw.random() < 0.3:
@@ -41,8 +42,8 @@ def _body(draw: random.Random, prefixes: list[list[int]]) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": MODEL,
         "prompt": prompt,
-        "max_tokens": draw.randint(30, 300) // n,
-        "n": n,
+        "max_tokens": LONG_ANSWER if is_long else draw.randint(30, 300) // n,
+        "n": 1 if is_long else n,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
