@@ -17,8 +17,8 @@ class DecodeConfig:
     max_waiting: int = 1024  # requests that wait for blocks or a prefill worker; more are refused with status 429
     queue: QueuePolicy = "edf"  # whose turn it is within a priority: least time left, fewest tokens, or first come
     tpot_safety: float = 0.9  # of the time per token that a request was promised, what its steps may be planned to take
-    stall_factor: float = 2.0  # how many times as long prompts may make a step whose requests were promised nothing
-    min_chunk_tokens: int = 32  # of prompts that a step computes beside decodes, whatever time they take
+    stall_factor: float = 1.75  # how many times as long prompts may make a step whose requests were promised nothing
+    min_chunk_tokens: int = 8  # of prompts that a step computes beside decodes, whatever time they take
     watermark: float = 0.01  # share of the blocks that admission leaves free, for running requests to grow into
     preemption: Preemption = "auto"  # what becomes of a request's KV where blocks run out; auto: by estimated cost
     swap_gib: float = 0.0  # host memory for KV of such requests; 0: all are computed again

@@ -367,7 +367,6 @@ class DecodeScheduler:
             self._transferring.add(job)
             self._given[job.request.promise] += len(sequence.token_ids)
         else:
-            job.has_place = True
             self._run(job)
         return True
 

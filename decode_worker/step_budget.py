@@ -65,15 +65,15 @@ class PromptBudget:
         num_tokens = self._most(wanted, num_before)
         self._tokens -= num_tokens
         self._least = max(0, self._least - num_tokens)
-        if self._seconds is not None and self._costs is not None:
-            self._seconds -= self._costs.prompt_s(num_tokens, num_before)
+        if num_tokens and self._seconds is not None and self._costs is not None:
+            self._seconds -= self._costs.context_s * num_before + self._costs.prompt_s(num_tokens, num_before)
         return num_tokens
 
     def _most(self, wanted: int, num_before: int) -> int:
         most = min(wanted, self._tokens)
         if self._seconds is None or self._costs is None:
             return most
-        in_time = tokens_in(self._costs, self._seconds, num_before)
+        in_time = tokens_in(self._costs, self._seconds - self._costs.context_s * num_before, num_before)
         if in_time >= most:
             return most
         return min(most, max(in_time - in_time % CHUNK_MULTIPLE, self._least))

@@ -50,7 +50,7 @@ class StepContent(NamedTuple):
     prompt_tokens: int
     pairs: float  # of a prompt token and a token that it attends to
     rows: int  # requests that decode
-    context_tokens: int  # of those
+    context_tokens: int  # of those, and before chunks of prompts: a step reads each once, however many look at it
 
     @staticmethod
     def of(batch: Sequence[SequenceStep]) -> "StepContent":
@@ -64,6 +64,7 @@ class StepContent(NamedTuple):
                 context_tokens += one.start + 1
             else:
                 prompt_tokens += num_tokens
+                context_tokens += one.start
                 pairs += num_tokens * (one.start + num_tokens / 2)
         return StepContent(prompt_tokens, pairs, rows, context_tokens)
 

@@ -15,7 +15,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     token_s: float  # of a prompt token
     pair_s: float  # of a prompt token and a token that it attends to: n new after p cached tokens are n * (p + n / 2)
     row_s: float  # of a request that decodes
-    context_s: float  # of a token in the context of a request that decodes
+    context_s: float  # of a token in the context of a request that decodes, or before a chunk of a prompt
     num_samples: int = 0  # steps behind this
 
     def prompt_s(self, num_new: int, num_before: int = 0) -> float:
@@ -30,4 +30,6 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
         """A whole prompt's time in steps of `step_tokens` tokens of its own, with nobody else in them."""
         if num_new <= 0:
             return 0.0
-        return -(-num_new // step_tokens) * self.base_s + self.prompt_s(num_new, num_before)
+        num_steps = -(-num_new // step_tokens)
+        num_read = num_steps * num_before + step_tokens * num_steps * (num_steps - 1) // 2  # before each step's chunk
+        return num_steps * self.base_s + num_read * self.context_s + self.prompt_s(num_new, num_before)

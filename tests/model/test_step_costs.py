@@ -239,4 +239,4 @@ def test_a_step_contains_prompts_in_pairs_and_rows_in_contexts() -> None:
         SequenceStep((7,), 41, (), None),
         SequenceStep((0,), 9, (), None, follows=0),
     ]
-    assert StepContent.of(batch) == StepContent(14, 50 + 4 * 102, 2, 42 + 10)
+    assert StepContent.of(batch) == StepContent(14, 50 + 4 * 102, 2, 100 + 42 + 10)

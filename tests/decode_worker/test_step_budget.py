@@ -1,0 +1,95 @@
+"""How many decode together, and how much of prompts is computed beside them: numbers worked out by hand."""
+
+import pytest
+
+from decode_worker.jobs import DecodeJob
+from decode_worker.step_budget import CAUTIOUS_CHUNK, tokens_in
+from model.sequence import SequenceState
+from protocol.requests import GenerateRequest, Promise, SamplingParams
+from protocol.step_costs import StepCosts
+from tests.decode_worker.budgets import step_budget
+
+# 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
+COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.00001, row_s=0.002, context_s=0.00001)
+
+
+def job(tpot_s: float | None = None, context: int = 100) -> DecodeJob:
+    request = GenerateRequest(
+        "", "", tuple(range(context)), context, SamplingParams(), 1, promise=Promise(tpot_s=tpot_s)
+    )
+    return DecodeJob(SequenceState(request, 16), 0, 0.0, context, wants_transfer=False)
+
+
+def fitting(tpot_s: float | None, newcomer_tpot_s: float | None = None, *, safety: float = 1.0) -> int:
+    """How many requests with one promise, and a newcomer with another, have places together."""
+    places = step_budget(costs=COSTS, tpot_safety=safety).places()
+    for number in range(100):
+        if not places.allow(job(newcomer_tpot_s)):
+            return number + 1
+        places.take(job(tpot_s))
+    return 100
+
+
+def test_the_batch_grows_as_far_as_the_tightest_promise_allows() -> None:
+    # Each row takes 2 ms + 100 x 10 us = 3 ms: 40 ms are 10 + 10 x 3.
+    assert fitting(0.040, 0.040) == 10 + 1
+    assert fitting(None, 0.040) == 10 + 1
+    assert fitting(0.040, None) == 10 + 1
+    assert fitting(0.040, 0.040, safety=0.5) == 3 + 1
+
+
+def test_without_a_promise_and_without_known_costs_nobody_waits() -> None:
+    assert fitting(None) == 100
+    places = step_budget().places()
+    for _ in range(5):
+        assert places.allow(job(0.000001))
+        places.take(job(0.000001))
+
+
+def test_a_promise_that_can_not_be_kept_lets_the_step_grow_by_half() -> None:
+    # Alone it takes 13 ms, half as much again is 19.5: 10 + 3 x 3.
+    assert fitting(0.001, 0.001) == 3 + 1
+
+
+def test_chunks_fill_what_the_tightest_promise_leaves() -> None:
+    # Two rows: 16 ms; 34 ms more are n + n^2 / 200 ms: 29.6 tokens.
+    budget = step_budget(512, COSTS).for_prompts([job(0.050), job(0.090)])
+    assert budget.take(500, 0) == 16
+    # 34 - 16 - 256 / 200 = 16.72 ms are left: reading 1,000 tokens takes 10, and each after them 11 and more.
+    assert budget.take(500, 1000) == 0
+    assert budget.take(10, 0) == 10, "the end of a prompt may be of any length"
+
+
+def test_without_promises_a_step_may_take_so_many_times_as_long_as_it_would() -> None:
+    # 13 ms alone, 39 ms in all: 26 ms are 23.4 tokens.
+    assert step_budget(512, COSTS, stall_factor=3.0).for_prompts([job()]).take(500, 0) == 16
+    # 104 ms: 77.0 tokens
+    assert step_budget(512, COSTS, stall_factor=9.0).for_prompts([job()]).take(500, 0) == 64
+
+
+def test_prompts_get_on_however_long_it_takes_but_not_by_more_than_the_least() -> None:
+    budget = step_budget(512, COSTS, min_chunk_tokens=24).for_prompts([job(0.001)])
+    assert not budget.is_spent
+    assert [budget.take(20, 9000), budget.take(20, 0), budget.take(20, 0)] == [20, 4, 0]
+    assert budget.is_spent
+
+
+def test_a_step_without_decodes_is_filled_and_one_of_unknown_costs_takes_small_chunks() -> None:
+    assert step_budget(512, COSTS).for_prompts([]).take(9999, 0) == 512
+    assert step_budget(512).for_prompts([job(0.001)]).take(9999, 0) == CAUTIOUS_CHUNK
+    assert step_budget(40).for_prompts([job()]).take(9999, 0) == 39
+
+
+@pytest.mark.parametrize("num_before", [0, 100, 10_000])
+@pytest.mark.parametrize("pair_s", [0.0, 1e-9, 1e-5])
+def test_so_many_tokens_as_fit_a_time_take_no_longer(num_before: int, pair_s: float) -> None:
+    costs = StepCosts(0.0, 0.001, pair_s, 0.0, 0.0)
+    for seconds in (0.0005, 0.01, 0.5):
+        num_tokens = tokens_in(costs, seconds, num_before)
+        assert costs.prompt_s(num_tokens, num_before) <= seconds * 1.0001
+        assert costs.prompt_s(num_tokens + 1, num_before) > seconds * 0.9999
+    assert tokens_in(costs, -1.0, 0) == 0
+
+
+def test_tokens_that_cost_nothing_fit_any_time() -> None:
+    assert tokens_in(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 0) > 1_000_000
