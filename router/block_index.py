@@ -100,19 +100,17 @@ class BlockIndex:
         self._store(known, unpack_names(message.stored))
         return True
 
-    def expect(self, workers: Iterable[Peer], names: Sequence[ShortName]) -> None:
-        """These workers will soon hold these blocks, if all goes well."""
+    def expect(self, worker: Peer, names: Sequence[ShortName]) -> None:
+        """`worker` will soon hold these blocks, if all goes well."""
         self._expire()
-        bits = 0
-        for worker in workers:
-            known = self._known(worker)
-            known.is_clean = False
-            bits |= 1 << known.column
+        known = self._known(worker)
+        known.is_clean = False
+        bit = 1 << known.column
         layer = self._expected
-        names = names[self._known_depth(names, bits) :]
+        names = names[self._known_depth(names, bit) :]
         room = self._max_blocks - len(layer)
         # All in one go: this is done for each request.
-        expected = dict.fromkeys(names if len(names) <= room else names[:room], bits)
+        expected = dict.fromkeys(names if len(names) <= room else names[:room], bit)
         for name in layer.keys() & expected.keys():
             expected[name] |= layer[name]
         layer.update(expected)
@@ -156,16 +154,16 @@ class BlockIndex:
     def _holders(self, name: ShortName) -> int:
         return self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0)
 
-    def _known_depth(self, names: Sequence[ShortName], bits: int) -> int:
-        """How many of the first of `names` need not be expected of these workers again."""
+    def _known_depth(self, names: Sequence[ShortName], bit: int) -> int:
+        """How many of the first of `names` need not be expected again of the worker with this bit."""
         low, high = 0, len(names)
         while low < high:
             middle = (low + high + 1) // 2
             name = names[middle - 1]
-            if bits & ~(self._held.get(name, 0) | self._expected.get(name, 0)):
-                high = middle - 1
-            else:
+            if bit & (self._held.get(name, 0) | self._expected.get(name, 0)):
                 low = middle
+            else:
+                high = middle - 1
         return low
 
     def _assign(self, blocks: NDArray[np.int64], group: int, count: int) -> None:

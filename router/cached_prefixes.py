@@ -32,11 +32,10 @@ class CachedPrefixes:
         """As BlockIndex.heard."""
         return self._index.heard(worker, message)
 
-    def expect(self, workers: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> None:
-        """These workers will soon hold the prompt and the outputs `sent`, as far as they fill blocks."""
-        for block_size in {worker.layout.block_size for worker in workers}:
-            names = self._names.of(request.token_ids, request.cache_salt, block_size, sent)
-            self._index.expect([one.peer for one in workers if one.layout.block_size == block_size], names)
+    def expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
+        """The worker will soon hold the prompt and the outputs `sent`, as far as they fill blocks."""
+        names = self._names.of(request.token_ids, request.cache_salt, worker.layout.block_size, sent)
+        self._index.expect(worker.peer, names)
 
     def held(self, workers: Workers, request: GenerateRequest, sent: Sequence[int]) -> Held:
         """In tokens, by the tables' rows."""

@@ -100,7 +100,7 @@ def cheapest_path(
             first, second = _both(able_prefill, pairing.prefill), _both(able, pairing.decode)
             if not _anybody(first) or not _anybody(second):
                 continue
-            p = _pick(reading_s, first, prefill.requests, turn)
+            p = _pick(reading_s, first, reading.new_tokens, turn)
             pull_s, prefill_s, new_tokens = _reading(reading, p)
             sending_s = transfer_s(
                 decode,
@@ -109,7 +109,8 @@ def cheapest_path(
                 hidden_s=prefill_s,
                 last_tokens=min(new_tokens, float(prefill.step_tokens[p])),
             )
-            d = _pick(sending_s + decoding.total_s, second, decode.requests, turn)
+            # Fewer requests come before a shorter transfer, which is part of a second.
+            d = _pick(sending_s + decoding.total_s, second, decode.requests + np.minimum(sending_s, 0.9), turn)
             total_s = float(reading_s[p] + sending_s[d] + decoding.total_s[d])
             if total_s < best_s:
                 best_s = total_s
@@ -233,12 +234,12 @@ def _offered(source: _Source | None, prefill: WorkerTable) -> Floats | float | N
     )
 
 
-def _pick(cost_s: Floats, able: Mask | None, requests: Floats, turn: int) -> int:
-    """The row of the least cost; of those about as good the one with the fewest requests, each in turn."""
+def _pick(cost_s: Floats, able: Mask | None, work: Floats, turn: int) -> int:
+    """The row of the least cost; of those about as good the one with the least `work`, each in turn."""
     if able is not None:
         cost_s = np.where(able, cost_s, np.inf)
     (rows,) = (cost_s <= cost_s[cost_s.argmin()] * (1 + _EQUAL)).nonzero()
     if len(rows) > 1:
-        counts = requests[rows]
-        rows = rows[counts == counts[counts.argmin()]]
+        least = work[rows]
+        rows = rows[least == least[least.argmin()]]
     return int(rows[turn % len(rows)])

@@ -78,8 +78,9 @@ class Load:
 class Hold:
     """One request's places at its workers, until released."""
 
-    def __init__(self, counts: "InFlight", places: Sequence[Place]):
+    def __init__(self, counts: "InFlight", places: Sequence[Place], when_computed: Callable[[], None]):
         self._counts = counts
+        self._when_computed: Callable[[], None] | None = when_computed
         self._places = {place.worker: place for place in places}
         for place in self._places.values():
             counts._enter(place)
@@ -92,7 +93,11 @@ class Hold:
                 self._counts._leave(place)
 
     def prompt_computed(self) -> None:
-        """The first token has come: no worker has to compute the prompt any more."""
+        """The first token has come: no worker has to compute the prompt any more. May be called more than once."""
+        if self._when_computed is None:
+            return
+        self._when_computed()
+        self._when_computed = None
         for worker, place in self._places.items():
             if place.prompt_tokens:
                 self._places[worker] = self._counts._compute(place)
@@ -107,9 +112,9 @@ class InFlight:
         self._loads: dict[Peer, Load] = {}
         self._total = 0
 
-    def hold(self, places: Sequence[Place]) -> Hold:
-        """Count a request in at these places."""
-        return Hold(self, places)
+    def hold(self, places: Sequence[Place], when_computed: Callable[[], None] = lambda: None) -> Hold:
+        """Count a request in at these places. `when_computed` is called once, when its first token has come."""
+        return Hold(self, places, when_computed)
 
     def load(self, worker: Peer) -> Load:
         """This router's work at `worker`."""

@@ -148,8 +148,7 @@ class PathFinder:
     def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
         """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
         self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
-        if self._cached is not None:
-            self._cached.expect([path.decode], request, sent[:-1])
+        self._expect(path.decode, request, sent[:-1])
 
     def _by_load(
         self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
@@ -173,12 +172,17 @@ class PathFinder:
         return dataclasses.replace(path, source=source)
 
     def _hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
+        sent = tuple(sent)  # it grows
         num_tokens = len(request.token_ids) + len(sent)
         new_tokens = num_tokens if path.new_tokens is None else path.new_tokens
         class_name = request.promise.class_name
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
+        # Only where the prompt is computed: the decode worker has nothing of it until then.
+        self._expect(path.prefill or path.decode, request, sent)
+        return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
+
+    def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
         if self._cached is not None:
-            self._cached.expect([path.decode, path.prefill] if path.prefill else [path.decode], request, sent)
-        return self._view.in_flight.hold(places)
+            self._cached.expect(worker, request, sent)

@@ -130,12 +130,13 @@ class WorkerTable:
         self.row_s[row], self.context_s[row] = costs.row_s, costs.context_s
 
         requests = load.requests(stats.num_running + stats.num_waiting)
-        context_tokens = load.context_tokens(stats.context_tokens)
+        context_tokens = load.context_tokens(stats.context_tokens) if info.role == "decode" else 0.0
         limit_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
-        step_s = costs.base_s + requests * costs.row_s + context_tokens * costs.context_s
+        decoding = requests if info.role == "decode" else 0.0
+        step_s = costs.base_s + decoding * costs.row_s + context_tokens * costs.context_s
         request_tokens = max(context_tokens, 1.0) / max(requests, 1.0)
         room = (limit_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
-        chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - requests, room))
+        chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
         self.requests[row] = requests
         self.free_tokens[row] = stats.free_blocks * info.layout.block_size - load.since.context_tokens
         self.tightest_tpot_s[row] = limit_s

@@ -120,11 +120,11 @@ def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, mo
 
 def test_what_is_expected_counts_until_its_time_is_over(index, clock):
     index.heard(A, all_of(1))
-    index.expect([A], [1, 2, 3])
-    index.expect([B], [1])
+    index.expect(A, [1, 2, 3])
+    index.expect(B, [1])
     assert held(index, [1, 2, 3], A, B) == {A: 3, B: 1}
     clock.now = 5.5
-    index.expect([C], [1])
+    index.expect(C, [1])
     assert held(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
     clock.now = 10.5
     assert held(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
@@ -134,7 +134,7 @@ def test_what_is_expected_counts_until_its_time_is_over(index, clock):
 
 def test_what_a_worker_says_is_gone_is_expected_no_more(index):
     index.heard(A, all_of(1))
-    index.expect([A], [1, 2])
+    index.expect(A, [1, 2])
     index.heard(A, change(1, removed=[2]))
     assert held(index, [1, 2], A) == {A: 1}
 
@@ -143,9 +143,10 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     index = BlockIndex(clock=clock, max_blocks=3, expected_s=5.0)
     index.heard(A, all_of(1, 2, 3, 4, 5))
     index.heard(B, all_of(1, 9))
-    index.expect([B, C], [1, 2, 3, 4])
-    assert len(index) == 3
-    assert held(index, [1, 2, 3, 4], A, B, C) == {A: 3, B: 3, C: 3}
+    for worker in (B, C):
+        index.expect(worker, [1, 2, 3, 4])
+    assert len(index) == len(index._expected) == 3
+    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 4}
 
 
 def test_an_index_without_room_is_refused(clock):

@@ -133,9 +133,9 @@ def test_workers_that_are_about_as_good_are_taken_in_turn():
     assert taken == {("p0", "d1", None), ("p1", "d2", None)}
 
 
-def test_of_two_that_are_about_as_good_the_one_with_fewer_requests_is_taken():
-    fleet = Fleet([load(waiting=1, running=3), load(waiting=9)], [IDLE])
-    assert fleet.names(400)[0] == "p1"
+def test_of_two_that_are_about_as_good_the_one_with_less_to_do_is_taken():
+    assert Fleet([IDLE, load(waiting=310)], [IDLE]).names(400, held={"p1": 320}, min_pull_tokens=None)[0] == "p1"
+    assert Fleet([IDLE], [load(running=1), IDLE], d1={"max_batch": 1}).names()[1] == "d1"
 
 
 def test_an_estimate_tells_the_times_of_the_path_taken():

@@ -1,0 +1,272 @@
+"""What the finder knows when it chooses, with channels whose workers' words are put into their mouths."""
+
+import msgspec
+import pytest
+
+from protocol.block_hashes import chain_hashes, pack_hashes
+from protocol.errors import ConnectionLost
+from protocol.kv_layout import KVLayout
+from protocol.messages import BlocksChanged, BlocksHeld
+from protocol.requests import GenerateRequest, PrefillReply, SampledToken, SamplingParams, TokenEvent
+from protocol.stats import WorkerInfo, WorkerStats
+from protocol.step_costs import StepCosts
+from protocol.tickets import Address, Peer
+from router.config import PipelineConfig
+from router.fleet_view import median_costs
+from router.path_finder import PathFinder
+from router.policy import NoPath
+from router.token_channels import TokenChannels
+
+LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
+COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0, num_samples=100)
+PROMPT = tuple(range(400))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Channels(TokenChannels):
+    """Channels to nobody."""
+
+    def __init__(self, clock):
+        super().__init__(network=None, peer=Peer("router", 1), clock=clock)
+        self.numbers, self.down = {}, set()
+
+    def listen(self, listener):
+        self.listener = listener
+
+    def follow(self, workers):
+        pass
+
+    async def ensure(self, info):
+        pass
+
+    def stats(self, worker):
+        return self.numbers.get(worker)
+
+    def is_down(self, worker):
+        return worker in self.down
+
+
+class Rig:
+    """p0, p1, d0, d1 have told their numbers, costs among them."""
+
+    def __init__(self, **config):
+        self.clock = Clock()
+        self.channels = Channels(self.clock)
+        self.infos = {name: self.info(name) for name in ("p0", "p1", "d0", "d1")}
+        self.finder = PathFinder(
+            workers=lambda: list(self.infos.values()),
+            channels=self.channels,
+            clock=self.clock,
+            config=PipelineConfig(**config),
+        )
+        for name in self.infos:
+            self.tell(name)
+
+    def info(self, name, **changes):
+        role = {"p": "prefill", "d": "decode"}[name[0]]
+        base = WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 10_000, 500, 32)
+        return msgspec.structs.replace(base, **changes)
+
+    def tell(self, name, **numbers):
+        stats = WorkerStats(**{"free_blocks": 100, "total_blocks": 100, "costs": COSTS} | numbers)
+        peer = self.infos[name].peer
+        self.channels.numbers[peer] = stats
+        self.channels.listener.told(peer, stats)
+
+    def tell_blocks(self, name, token_ids, *, block_size=16, salt=b""):
+        held = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
+        return self.channels.listener.blocks(self.infos[name].peer, held)
+
+    def choose(self, token_ids=PROMPT, sent=(), **options):
+        path = self.finder.choose(request(token_ids), sent, **options)
+        return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
+
+
+def request(token_ids=PROMPT, **changes):
+    base = GenerateRequest("template", "", token_ids, len(token_ids), SamplingParams(), 50)
+    return msgspec.structs.replace(base, **changes)
+
+
+async def test_a_prompt_goes_to_the_worker_that_has_told_of_its_blocks():
+    rig = Rig(pulls=False)
+    rig.tell_blocks("p1", PROMPT[:320])
+    path, hold = await rig.finder.find(request(), (), ())
+    assert (path.prefill.peer.worker_id, path.new_tokens) == ("p1", 80)
+    assert path.estimate.prefill_s == pytest.approx(0.01 + 0.08)
+    assert rig.finder.in_flight == 2
+    hold.release()
+    assert rig.finder.in_flight == 0
+
+
+async def test_the_next_of_a_burst_follows_its_prefix_though_no_worker_has_told_of_it():
+    rig = Rig(pulls=False)
+    first, _ = await rig.finder.find(request(), (), ())
+    second, _ = await rig.finder.find(request((*PROMPT, 1)), (), ())
+    assert (second.prefill, second.new_tokens) == (first.prefill, 1), "the decode worker has none of it yet"
+    assert second.estimate.queue_s == pytest.approx(400 * (0.001 + 0.01 / 500)), "behind the first"
+
+
+async def test_once_a_prompt_is_read_its_decode_worker_is_expected_to_hold_it():
+    rig = Rig()
+    path, hold = await rig.finder.find(request(), (), ())
+    hold.prompt_computed()
+    hold.release()
+    again = rig.finder.choose(request((*PROMPT, 1)))
+    assert (again.prefill, again.decode, again.new_tokens) == (None, path.decode, 1)
+
+
+async def test_a_burst_of_strangers_is_spread_over_all_workers():
+    rig = Rig()
+    paths = [(await rig.finder.find(request(tuple(range(n, n + 400))), (), ()))[0] for n in range(0, 4000, 1000)]
+    assert sorted(path.prefill.peer.worker_id for path in paths) == ["p0", "p0", "p1", "p1"]
+    assert sorted(path.decode.peer.worker_id for path in paths) == ["d0", "d0", "d1", "d1"]
+
+
+async def test_a_resumed_request_is_looked_up_with_what_was_sent_of_its_answer():
+    rig = Rig()
+    sent = tuple(range(1000, 1112))
+    rig.tell_blocks("d1", (*PROMPT, *sent))
+    path, _ = await rig.finder.find(request(), sent, {rig.infos["d0"].peer})
+    assert (path.prefill, path.decode.peer.worker_id, path.new_tokens) == (None, "d1", 1)
+
+
+async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for_its_last_token():
+    rig = Rig(pulls=False)
+    path, hold = await rig.finder.find(request(), (), ())
+    written = tuple(range(1000, 1048))
+    rig.finder.answered(path, request(), written)
+    hold.release()
+    following = rig.finder.choose(request((*PROMPT, *written, *range(15))))
+    assert (following.prefill, following.decode) == (None, path.decode)
+    assert following.new_tokens == 400 + 48 + 15 - (400 + 32), "the block with its last token is not held"
+
+
+async def test_what_is_expected_is_not_believed_for_ever():
+    rig = Rig(expected_s=5.0, pulls=False)
+    await rig.finder.find(request(), (), ())
+    rig.clock.now = 11.0
+    assert rig.finder.choose(request()).new_tokens == 400
+
+
+async def test_other_tenants_prefixes_are_not_found():
+    rig = Rig()
+    rig.tell_blocks("p1", PROMPT, salt=b"tenant")
+    assert rig.finder.choose(request()).new_tokens == 400
+    assert rig.finder.choose(request(cache_salt=b"tenant")).new_tokens == 1
+
+
+async def test_workers_of_other_block_sizes_are_found_by_their_own_names():
+    rig = Rig(pulls=False)
+    rig.infos["p1"] = rig.info("p1", layout=msgspec.structs.replace(LAYOUT, block_size=64))
+    rig.tell_blocks("p0", PROMPT[:160])
+    rig.tell_blocks("p1", PROMPT[:384], block_size=64)
+    path = rig.finder.choose(request())
+    assert (path.prefill.peer.worker_id, path.new_tokens) == ("p1", 16)
+
+
+async def test_a_worker_that_restarts_holds_nothing_and_its_load_is_forgotten():
+    rig = Rig(pulls=False)
+    rig.tell_blocks("p1", PROMPT)
+    assert rig.finder.choose(request()).new_tokens == 1
+    rig.infos["p1"] = rig.info("p1", peer=Peer("p1", 2))
+    assert rig.finder.choose(request()).new_tokens == 400
+
+
+async def test_missed_news_of_blocks_is_asked_for_again():
+    rig = Rig()
+    assert rig.tell_blocks("p0", PROMPT)
+    assert not rig.channels.listener.blocks(rig.infos["p0"].peer, BlocksChanged(5, b"", b""))
+
+
+async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_and_pull_what_spares_enough():
+    rig = Rig(pull_min_tokens=100)
+    for name in ("d0", "d1"):
+        rig.infos[name] = rig.info(name, peer=Peer(name, 2))
+        rig.tell(name, costs=None, num_running=name == "d0")
+    rig.tell("p0", num_waiting_tokens=50)
+    rig.tell_blocks("p0", PROMPT[:320])
+    path = rig.finder.choose(request())
+    assert path.estimate is None
+    assert rig.choose() == ("p1", "d1", "p0")
+    assert rig.choose(PROMPT[:80]) == ("p1", "d1", None)
+
+
+async def test_a_worker_that_has_not_told_its_costs_is_taken_for_one_like_the_others():
+    rig = Rig()
+    rig.infos["p2"] = rig.info("p2")
+    rig.tell("p2", costs=None)
+    rig.tell("p0", num_waiting_tokens=0, costs=msgspec.structs.replace(COSTS, token_s=0.003))
+    taken = {rig.choose()[0] for _ in range(4)}
+    assert taken == {"p1", "p2"} or taken == {"p1"}, "the median of 1 and 3 ms a token is 2 ms"
+    assert median_costs([COSTS, msgspec.structs.replace(COSTS, token_s=0.003)]).token_s == pytest.approx(0.002)
+
+
+async def test_a_worker_whose_channel_drops_is_left_until_it_is_back():
+    rig = Rig()
+    down = {rig.infos["d0"].peer, rig.infos["p0"].peer}
+    rig.channels.down |= down
+    for worker in down:
+        rig.channels.listener.changed(worker)
+    assert {rig.choose() for _ in range(4)} == {("p1", "d1", None)}
+    rig.channels.down.clear()
+    for worker in down:
+        rig.channels.listener.changed(worker)
+    assert {rig.choose()[1] for _ in range(4)} == {"d0", "d1"}
+
+
+async def test_ejected_workers_are_taken_for_want_of_others():
+    rig = Rig()
+    ejected = {rig.infos["d0"].peer, rig.infos["p0"].peer}
+    assert {rig.choose(ejected=ejected) for _ in range(4)} == {("p1", "d1", None)}
+    del rig.infos["d1"]
+    assert rig.choose(ejected=ejected)[1] == "d0"
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
+async def test_other_policies_ask_no_worker_for_its_blocks_and_predict_nothing(policy):
+    rig = Rig(policy=policy)
+    assert rig.channels.listener.blocks is None
+    assert rig.finder.choose(request()).estimate is None
+    rig.tell("p0", num_waiting_tokens=5000)
+    taken = [rig.choose()[0] for _ in range(4)]
+    assert sorted(taken) == (["p1"] * 4 if policy == "least_loaded" else ["p0", "p0", "p1", "p1"])
+
+
+async def test_a_pull_that_took_longer_than_expected_makes_the_next_less_likely():
+    rig = Rig()
+    rig.tell_blocks("d0", PROMPT)
+    rig.tell("d0", num_running=20)
+    path = rig.finder.choose(request((*PROMPT, 1)))
+    assert path.source.peer.worker_id == "d0"
+    event = TokenEvent("r", 0, (SampledToken(1),))
+    before = rig.finder._view.rates.of(path.prefill.peer)
+    rig.finder.prefilled(path, 401, PrefillReply(event, 16, 0.0, 9.0))
+    assert rig.finder._view.rates.of(path.prefill.peer) == before, "nothing has come: it was computed"
+    rig.finder.prefilled(path, 401, PrefillReply(event, 400, 0.0, 9.0))
+    assert rig.finder._view.rates.of(path.prefill.peer) < before
+
+
+async def test_nobody_there_is_refused_at_once_and_holds_nothing():
+    rig = Rig()
+    rig.infos.clear()
+    with pytest.raises(NoPath):
+        await rig.finder.find(request(), (), ())
+    assert rig.finder.in_flight == 0
+
+
+async def test_a_worker_that_can_not_be_reached_after_all_is_given_back():
+    rig = Rig()
+
+    async def ensure(info):
+        raise ConnectionLost("a bug")
+
+    rig.channels.ensure = ensure
+    with pytest.raises(ConnectionLost):
+        await rig.finder.find(request(), (), ())
+    assert rig.finder.in_flight == 0
