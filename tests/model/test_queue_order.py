@@ -8,7 +8,6 @@ from model.class_shares import ClassShares
 from model.queue_order import AGEING_TOKENS_PER_S, LEAST_AHEAD, NO_LIMIT, QueuePolicy, Turn, turn_of, turns
 from protocol.requests import GenerateRequest, Promise, SamplingParams
 
-
 NOTHING = Promise()
 
 
