@@ -5,6 +5,7 @@ that ends. What it has to tell goes as lines of JSON to the file descriptor that
 """
 
 import _thread
+import asyncio
 import os
 import re
 import sys
@@ -112,7 +113,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
             for line in _news(watch, own_url(order.host, order.port), api_key):
                 _report(reports, Report("news", line))
         if order.grace_s > 0:
-            _drain(order.grace_s, config.router.drain_notice_s)
+            asyncio.run(_drain(order.grace_s, config.router.drain_notice_s))
 
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
@@ -161,21 +162,17 @@ def _deploy(config: ClusterConfig) -> None:
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
 
-def _drain(grace_s: float, notice_s: float) -> None:
+async def _drain(grace_s: float, notice_s: float) -> None:
     """Have every router say that it is not ready, and let the streams end for as long as `grace_s`."""
     from ray import serve
-    from ray.exceptions import RayError
 
     began = time.monotonic()
     routers = serve.get_deployment_handle("Router", "twostroke")
     while (gone_s := time.monotonic() - began) < grace_s:
-        try:
-            under_way = sum(routers.broadcast("drain").results(timeout_s=5.0))
-        except (RayError, RuntimeError, TimeoutError):
-            return  # no router is left to wait for
+        under_way = sum(await routers.broadcast("drain").results_async(timeout_s=5.0))
         if under_way == 0 and gone_s >= notice_s:
             return
-        time.sleep(0.2)
+        await asyncio.sleep(0.2)
 
 
 def _await_ready(url: str) -> None:
