@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from protocol.requests import GenerateRequest
-from protocol.stats import WorkerStats
+from protocol.stats import QueuedWork, WorkerStats
 from protocol.tickets import Peer
 from router.admission import PROBE_S, Admission, Overloaded
 from router.estimate import Estimate
@@ -94,6 +94,54 @@ def test_a_lower_class_leaves_room_for_a_higher_one_that_asked_lately() -> None:
     assert door.retry_after_s(BATCH, step_s=0.08) is not None  # beyond the 0.06 of interactive requests
     door.now += 60
     assert door.retry_after_s(BATCH, step_s=0.08) is None
+
+
+SHARELESS = SLOClass("shareless", ttft_s=1.0, priority=5)
+
+
+def test_a_lower_class_keeps_some_of_its_limit_free_for_those_above() -> None:
+    config = SLOConfig((INTERACTIVE, SHARELESS))
+    alone, beside = Door(config), Door(config)
+    beside.ask(INTERACTIVE, prefill_s=0.001)
+    for door in (alone, beside):
+        door.ask(SHARELESS, prefill_s=0.001)
+    assert alone.retry_after_s(SHARELESS, queue_s=0.9, prefill_s=0.01) is None
+    assert beside.retry_after_s(SHARELESS, queue_s=0.9, prefill_s=0.01) is not None
+
+
+def test_what_higher_classes_want_of_a_worker_delays_the_lower() -> None:
+    door = Door(SLOConfig((INTERACTIVE, SHARELESS)))
+    for _ in range(40):  # 0.08 s every 0.1 s
+        door.now += 0.1
+        door.ask(INTERACTIVE, prefill_s=0.08)
+    assert door.retry_after_s(SHARELESS, queue_s=0.05, prefill_s=0.05) is None  # 0.5 s, at a fifth of the worker
+    assert door.retry_after_s(SHARELESS, queue_s=0.25, prefill_s=0.05) is not None  # 1.5 s
+
+
+def test_a_share_bounds_what_higher_classes_take() -> None:
+    def wanted_by_higher(stats: WorkerStats) -> Door:
+        door = Door()
+        door.stats[PREFILL.peer] = stats
+        for _ in range(40):  # all of the worker
+            door.now += 0.1
+            door.ask(INTERACTIVE, prefill_s=0.1)
+        door.ask(BATCH, prefill_s=0.001)  # so that the next is no probe
+        return door
+
+    assert wanted_by_higher(WorkerStats()).retry_after_s(BATCH, queue_s=1.0) is None  # 0.1 s at a tenth of the worker
+    waiting = WorkerStats(queued=(QueuedWork("batch", 0, 0.1, tokens=600, requests=6),))  # 0.6 s before it
+    assert wanted_by_higher(waiting).retry_after_s(BATCH, queue_s=1.0) is not None
+
+
+def test_a_class_below_its_share_may_use_all_of_its_limit() -> None:
+    door = Door()
+    for _ in range(20):
+        door.ask(INTERACTIVE, prefill_s=0.001)
+    door.ask(BATCH, prefill_s=0.001)  # so that the next is no probe
+    assert door.retry_after_s(BATCH, queue_s=4.7, prefill_s=0.1) is None
+    for _ in range(20):
+        door.ask(BATCH, prefill_s=0.001)
+    assert door.retry_after_s(BATCH, queue_s=4.7, prefill_s=0.1) is not None
 
 
 def test_a_class_that_was_refused_gets_in_only_when_there_is_some_room() -> None:

@@ -107,7 +107,10 @@ async def test_without_classes_nothing_is_told_of_one(site_of) -> None:
 async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_of_it(
     site_of, monkeypatch, stream: bool
 ) -> None:
-    def refuse(*_: object) -> None:
+    asked: list[object] = []
+
+    def refuse(*about: object) -> None:
+        asked.append(about)
         raise Overloaded("too late; try again in 7 s", retry_after_s=7)
 
     async with site_of(1, 1, slo=SLO) as site:
@@ -116,6 +119,7 @@ async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_o
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert site.rig["p0"].seen == site.rig["d0"].seen == []
+        assert len(asked) == 1  # nowhere else, and not again
         metrics = (await site.http.get("/metrics")).text
         assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="refused"} 1.0' in metrics
         assert 'slo_attainment{model_name="fake",slo_class="bulk"} 0.0' in metrics
