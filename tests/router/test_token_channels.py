@@ -3,11 +3,11 @@ import asyncio
 import pytest
 
 from protocol.errors import WorkerLost
-from protocol.messages import Hello, Ping, Refuse, TokenFrame, Welcome
+from protocol.messages import BlocksHeld, Hello, Ping, Refuse, ReportBlocks, TokenFrame, Welcome
 from protocol.requests import SampledToken, TokenEvent
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
-from router.token_channels import TokenChannelConfig, TokenChannels
+from router.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 
 SECRET = b"the cluster's secret"
 
@@ -235,3 +235,33 @@ async def test_an_unexpected_failure_is_told_and_the_channel_comes_back(fleet_of
                 await rig.channels.ensure(rig["d0"].info)
         assert "met a bug" in caplog.text
         await until(lambda: rig.channels.is_connected(rig["d0"].info.peer))
+
+
+async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(info_at, until):
+    asked, heard = [], []
+
+    async def worker(connection):
+        hello = await connection.receive()
+        connection.send(Welcome(hello.receiver))
+        while True:
+            message = await connection.receive()
+            if isinstance(message, ReportBlocks):
+                asked.append(hello.sender.worker_id)
+                connection.send(BlocksHeld(b"", True, True, len(asked)))
+
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", worker)
+    info = info_at(listener)
+    for name, blocks in (("deaf", None), ("keen", lambda peer, message: heard.append(message) or len(heard) > 1)):
+        channels = TokenChannels(network=network, peer=Peer(name, 1), clock=asyncio.get_running_loop().time)
+        changed = []
+        channels.listen(ChannelListener(told=lambda peer, stats: None, changed=changed.append, blocks=blocks))
+        await channels.ensure(info)
+        with pytest.raises(RuntimeError, match="before the first channel"):
+            channels.listen(ChannelListener(told=lambda peer, stats: None, changed=changed.append, blocks=None))
+        await until(lambda wanted=blocks: wanted is None or len(heard) == 2)
+        await channels.close()
+        assert changed == [info.peer, info.peer], "up and down"
+    assert asked == ["keen", "keen"], "again, since the first answer was not understood"
+    assert [message.sequence for message in heard] == [1, 2]
+    await listener.close()
