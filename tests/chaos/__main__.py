@@ -82,7 +82,12 @@ async def run(arguments: argparse.Namespace, console: Console, log: Path) -> Ver
         if arguments.keep is not None:
             keep(arguments.keep, began, [*expected.values(), *load.answers], chaos.faults)
         return judge(
-            load.answers, expected, chaos.faults, minutes=arguments.minutes, leaked_blocks=await leaked_blocks(server)
+            load.answers,
+            expected,
+            chaos.faults,
+            minutes=arguments.minutes,
+            leaked_blocks=await leaked_blocks(server),
+            deaths=server.control.deaths,
         )
 
 

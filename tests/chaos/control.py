@@ -21,6 +21,7 @@ class Worker:
     role: str
     worker_id: str
     pid: int
+    is_doomed: bool = False  # we kill it
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, "asyncio.Future[int]"] = field(default_factory=dict)
     writer: asyncio.StreamWriter | None = None
@@ -41,11 +42,14 @@ class Worker:
 
 
 class Control:
-    """Listens for workers. `refused_chunks` counts the chunks of KV that their digests have refused, on all workers."""
+    """Listens for workers."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.refused_chunks = 0
+        """Chunks of KV that their digests have refused, on all workers."""
+        self.deaths = 0
+        """Workers that have ended without our killing them."""
         self._numbers = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +98,7 @@ class Control:
             if worker is not None:
                 self.workers.remove(worker)
                 worker.gone.set()
+                self.deaths += not worker.is_doomed
                 for waiting in worker.reports.values():
                     if not waiting.done():
                         waiting.set_exception(Gone(worker.worker_id))

@@ -59,6 +59,7 @@ class Injector:
     async def kill(self, role: str) -> Injected | None:
         """kill -9. Proof: its socket closed, no such process is left, and another worker is there in its place."""
         worker = self._victim(role)
+        worker.is_doomed = True
         begin = time.monotonic()
         os.kill(worker.pid, signal.SIGKILL)
         return await self._lost(f"kill {role}", worker, begin)
@@ -66,6 +67,7 @@ class Injector:
     async def lose_engine(self, role: str) -> Injected | None:
         """The worker finds its engine dead. Proof: as for `kill`; Serve replaces what says that it is not sound."""
         worker = self._victim(role)
+        worker.is_doomed = True
         begin = time.monotonic()
         with contextlib.suppress(Gone):  # it may be quicker than its own report
             await self._server.control.order(worker, LoseEngine())
@@ -84,7 +86,8 @@ class Injector:
             stopped = await _comes(lambda: worker.state == "T", within_s=1.0)
             await asyncio.sleep(seconds)
         finally:
-            os.kill(worker.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # something else has ended it
+                os.kill(worker.pid, signal.SIGCONT)
         woken = await _comes(lambda: worker.state not in ("T", ""), within_s=1.0)
         await self._whole(role)
         if not (stopped and woken):

@@ -30,9 +30,16 @@ async def wreak(injector: Injector, chaos: Chaos, seconds: float, seed: int, tel
     """Inject faults for so long. Raises NotBack."""
     end = time.monotonic() + seconds
     lanes = [role_lane(injector, "prefill"), role_lane(injector, "decode"), small_lane(injector)]
-    async with asyncio.TaskGroup() as group:
-        for number, lane in enumerate(lanes):
-            group.create_task(_run(injector, lane, chaos, end, random.Random(f"{seed} {number}"), tell))
+    tasks = [
+        asyncio.create_task(_run(injector, lane, chaos, end, random.Random(f"{seed} {number}"), tell))
+        for number, lane in enumerate(lanes)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def role_lane(injector: Injector, role: str) -> Sequence[tuple[int, Strike]]:

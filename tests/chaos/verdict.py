@@ -47,8 +47,9 @@ def judge(
     *,
     minutes: float,
     leaked_blocks: int,
+    deaths: int,
 ) -> Verdict:
-    """`leaked_blocks` are those owned when nothing is under way any more."""
+    """`leaked_blocks` are those owned when nothing is under way any more; `deaths` of workers that nobody killed."""
     kills = [fault.begin for fault in faults if fault.name == "kill router"]
     excepted = [answer for answer in answers if _is_whole_or_left(answer) is False and _died_with(answer, kills)]
     judged = [answer for answer in answers if answer not in excepted]
@@ -83,6 +84,8 @@ def judge(
         failures.append(f"a replica came back after {max(backs):.1f} s, over {BACK_S:g}")
     if leaked_blocks:
         failures.append(f"{leaked_blocks} blocks are owned when idle")
+    if deaths:
+        failures.append(f"{deaths} workers have ended without being killed")
     summary = {
         "faults": len(faults),
         **count,
@@ -95,6 +98,7 @@ def judge(
         "refused": sum(answer.status == 429 for answer in answers),
         "excepted": len(excepted),
         "leaked_blocks": leaked_blocks,
+        "deaths": deaths,
         "passed": not failures,
     }
     return Verdict(rows, findings, summary, failures)
