@@ -138,10 +138,10 @@ def test_a_class_below_its_share_may_use_all_of_its_limit() -> None:
     for _ in range(20):
         door.ask(INTERACTIVE, prefill_s=0.001)
     door.ask(BATCH, prefill_s=0.001)  # so that the next is no probe
-    assert door.retry_after_s(BATCH, queue_s=4.7, prefill_s=0.1) is None
+    assert door.retry_after_s(BATCH, queue_s=4.5, prefill_s=0.1) is None
     for _ in range(20):
         door.ask(BATCH, prefill_s=0.001)
-    assert door.retry_after_s(BATCH, queue_s=4.7, prefill_s=0.1) is not None
+    assert door.retry_after_s(BATCH, queue_s=4.5, prefill_s=0.1) is not None
 
 
 def test_a_class_that_was_refused_gets_in_only_when_there_is_some_room() -> None:
