@@ -2,8 +2,11 @@
 
 from collections import defaultdict
 
-from router.class_history import MEMORY_S
 from router.decaying import DecayingSum
+
+WANTED_S = 4.0
+"""How long a wish is remembered. Longer, and lower classes are refused for many seconds after an overload, by idle
+workers."""
 
 BLIND_S = 0.5
 """Between a worker's stats: what was sent meanwhile, they don't tell of."""
@@ -13,7 +16,7 @@ class WorkerLoad:
     """Of one worker that computes prompts."""
 
     def __init__(self) -> None:
-        self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(MEMORY_S))  # by priority
+        self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(WANTED_S))  # by priority
         self._unseen: dict[str, DecayingSum] = defaultdict(lambda: DecayingSum(BLIND_S))  # by class
 
     def want(self, priority: int, prompt_s: float, now: float) -> None:

@@ -138,7 +138,7 @@ def test_a_class_below_its_share_may_use_all_of_its_limit() -> None:
     for _ in range(20):
         door.ask(INTERACTIVE, prefill_s=0.001)
     door.ask(BATCH, prefill_s=0.001)  # so that the next is no probe
-    assert door.retry_after_s(BATCH, queue_s=4.5, prefill_s=0.1) is None
+    assert door.retry_after_s(BATCH, queue_s=4.4, prefill_s=0.1) is None
     for _ in range(20):
         door.ask(BATCH, prefill_s=0.001)
     assert door.retry_after_s(BATCH, queue_s=4.5, prefill_s=0.1) is not None
