@@ -321,7 +321,8 @@ class DecodeScheduler:
                 if num_tokens:
                     given[job] += num_tokens
                     self._given[job.request.promise] += num_tokens
-        left = [job.request.promise for job in (*self._ready(), *prompts) if job not in given]
+        wanting = (*self._ready(), *prompts)
+        left = [job.request.promise for job in wanting if given[job] < job.num_unscheduled]
         self._shares.settle(self._given if left else {}, left)
         self._given.clear()
         return given, reserved, swapped_in

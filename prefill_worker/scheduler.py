@@ -255,7 +255,8 @@ class PrefillScheduler:
         return bool(giving_way)
 
     def _settle_shares(self, given: Counter[PrefillJob]) -> None:
-        left = [job for job in (*self._waiting, *self._running) if job not in given and not job.awaits_offer]
+        wanting = (job for job in (*self._waiting, *self._running) if not job.awaits_offer)
+        left = [job for job in wanting if given[job] < job.sequence.num_uncomputed]
         by_promise: Counter[Promise] = Counter()
         if left:
             for job, num_tokens in given.items():
