@@ -38,7 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="of chaos; start and end take another (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (%(default)s)")
-    parser.add_argument("--clients", type=int, default=6, help="requests under way at once (%(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=8, help="with one request after another, and a short pause between (%(default)s)"
+    )
     parser.add_argument("--requests", type=int, default=60, help="different ones (%(default)s)")
     parser.add_argument("--transport", choices=("auto", "tcp", "shm", "torch_distributed"), default="auto")
     parser.add_argument(

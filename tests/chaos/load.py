@@ -9,6 +9,7 @@ from tests.chaos.client import Answer, ask
 from tests.chaos.requests import ClientRequest
 
 RETRY_S = 1.0
+PAUSE_S = (0.1, 0.9)  # between two requests of a client: steady load, and no more than the machine can do
 
 
 class SteadyLoad:
@@ -47,17 +48,20 @@ class SteadyLoad:
             answer = await self.one_more()
             if not answer.is_accepted:  # 429: another time; anything else is looked at when all is over
                 await asyncio.sleep(min(answer.retry_after_s or RETRY_S, RETRY_S))
+            await asyncio.sleep(self._draw.uniform(*PAUSE_S))
 
 
 async def answers_of_all(url: str, requests: Sequence[ClientRequest], clients: int) -> dict[int, Answer]:
     """Each request's answer, by key, with as many under way as the steady load has."""
     found: dict[int, Answer] = {}
     left = list(reversed(requests))
+    draw = random.Random(len(requests))
 
     async def run() -> None:
         while left:
             request = left.pop()
             found[request.key] = await ask(url, request)
+            await asyncio.sleep(draw.uniform(*PAUSE_S))
 
     began = time.monotonic()
     await asyncio.gather(*(run() for _ in range(clients)))
