@@ -1,7 +1,7 @@
 """A chaos run: `make chaos`, or `python -m tests.chaos --minutes 2 --seed 7`.
 
 Two prefill and two decode workers and two routers on this machine, as `twostroke serve` deploys them; clients that ask
-for completions of all kinds without a pause; and faults, several at a time, from a schedule that the seed draws. Each
+for completions of all kinds, again and again; and faults, several at a time, from a schedule that the seed draws. Each
 fault has to prove that it fired. Every answer is compared with what the same request got before the first fault. The
 last line is JSON; the exit code is 1 where something fell short.
 """

@@ -14,7 +14,7 @@ BACK_S = 10.0
 """From a kill to the new replica's being reached, at most."""
 ROUTER_KILL_S = 3.0
 """So long after a router's kill what it had under way may break, and what the proxy still sends it."""
-FAULTS_A_MINUTE = 20
+FAULTS_A_MINUTE = 23
 
 
 @dataclass(frozen=True)
