@@ -1,22 +1,34 @@
 """A router replica as a process of a simulation: the real pipeline and token channels."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from protocol.block_hashes import ShortName
 from protocol.tickets import Peer
+from router.admission import Admission
 from router.config import PipelineConfig
 from router.pipeline import Pipeline
+from router.slo import SLOConfig
 from router.token_channels import TokenChannels
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
+
+PROMISE_NOTHING = SLOConfig(admission=False)
 
 
 class SimRouter:
     """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
 
-    def __init__(self, index: int, fleet: SimFleet, fabric: MemoryFabric, config: PipelineConfig):
+    def __init__(
+        self,
+        index: int,
+        fleet: SimFleet,
+        fabric: MemoryFabric,
+        config: PipelineConfig,
+        slo: SLOConfig = PROMISE_NOTHING,
+    ):
         self.host = f"router-{index}"
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = process_context(self.host)
@@ -24,11 +36,12 @@ class SimRouter:
         self._fleet = fleet
         self._fabric = fabric
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.channels, self.pipeline = self._context.run(self._make, config)
+        self.channels, self.admission, self.pipeline = self._context.run(self._make, config, slo)
 
-    def _make(self, config: PipelineConfig) -> tuple[TokenChannels, Pipeline]:
+    def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
         clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
         channels = TokenChannels(network=self._fabric.at(self.host), peer=peer, clock=clock)
+        admission = Admission(config=slo, stats=channels.stats, clock=clock)
         pipeline = Pipeline(
             fleet=self._fleet,
             channels=channels,
@@ -37,8 +50,10 @@ class SimRouter:
             router=peer,
             config=config,
             draw_id=_numbered(f"r{self._index}"),
+            draw=random.Random(self._index).random,
+            admit=admission.admit,
         )
-        return channels, pipeline
+        return channels, admission, pipeline
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Run a task in this process."""

@@ -12,6 +12,7 @@ from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, Promise, SamplingParams
 from protocol.stats import Role
 from router.config import PipelineConfig, Policy
+from router.slo import SLOConfig
 from router.stages import Stages
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
@@ -20,7 +21,7 @@ from tests.simulation.policies.timed_engine import TimedEngine
 from tests.simulation.policies.traffic import TracedRequest
 from tests.simulation.scenario import Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
-from tests.simulation.sim_router import SimRouter
+from tests.simulation.sim_router import PROMISE_NOTHING, SimRouter
 from tests.simulation.virtual_loop import run_virtually
 
 PREFILL_CACHE_TOKENS = 32_000
@@ -64,14 +65,15 @@ class _Fleet(SimFleet):
         return process
 
 
-def serve(trace: list[TracedRequest], policy: Policy, *, seed: int = 0) -> Run:
-    """Run the trace to its end."""
-    return run_virtually(_Deployment(trace, policy, seed).run(), limit_s=100_000.0)
+def serve(trace: list[TracedRequest], policy: Policy, *, seed: int = 0, slo: SLOConfig = PROMISE_NOTHING) -> Run:
+    """Run the trace to its end; with classes that promise something, some requests are refused."""
+    return run_virtually(_Deployment(trace, policy, seed, slo).run(), limit_s=100_000.0)
 
 
 class _Deployment:
-    def __init__(self, trace: list[TracedRequest], policy: Policy, seed: int):
+    def __init__(self, trace: list[TracedRequest], policy: Policy, seed: int, slo: SLOConfig):
         self._trace = trace
+        self._slo = slo
         self._scenario = _scenario(policy, seed)
 
     async def run(self) -> Run:
@@ -81,7 +83,7 @@ class _Deployment:
         fleet = _Fleet(scenario, fabric, LinkFabric(bytes_per_s=scenario.link_bytes_per_s), lambda line: None)
         roles: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode")
         processes = [await fleet.start(role) for role in roles]
-        router = SimRouter(0, fleet, fabric, scenario.pipeline)
+        router = SimRouter(0, fleet, fabric, scenario.pipeline, self._slo)
         began_s = self._clock()
         clients = [asyncio.create_task(self._client(number, one, router)) for number, one in enumerate(self._trace)]
         served = await asyncio.gather(*clients)
@@ -112,6 +114,8 @@ class _Deployment:
             if error.status != 429:
                 raise
             return replace(served, refused=True)
+        finally:
+            router.admission.ended(request, stages)
         if stages.first_token is None or stages.finish is None:
             raise RuntimeError(f"{request.request_id} has ended without a token")
         return replace(

@@ -64,14 +64,16 @@ def conversations(seed: int, *, num_requests: int, rate_per_s: float, shape: Con
     return requests[:num_requests]
 
 
-def strangers(seed: int, *, num_requests: int, rate_per_s: float, prompt_tokens: float = 1000.0) -> list[TracedRequest]:
-    """A trace in which no two prompts begin alike."""
+def strangers(
+    seed: int, *, num_requests: int, rate_per_s: float, prompt_tokens: float = 1000.0, sigma: float = 0.8
+) -> list[TracedRequest]:
+    """A trace in which no two prompts begin alike; `prompt_tokens` and `sigma` of a log-normal length."""
     draw = random.Random(f"strangers {seed}")
     at_s = 0.0
     requests: list[TracedRequest] = []
     for _ in range(num_requests):
         at_s += draw.expovariate(rate_per_s)
-        prompt = _tokens(draw, min(MAX_PROMPT, _length(draw, prompt_tokens, 0.8)))
+        prompt = _tokens(draw, min(MAX_PROMPT, _length(draw, prompt_tokens, sigma)))
         requests.append(TracedRequest(at_s, prompt, _length(draw, 60.0, 0.6)))
     return requests
 
