@@ -20,7 +20,7 @@ def test_half_of_each_kind_of_step_is_held_out_and_no_block_has_two_owners() -> 
 
 def test_steps_contain_what_their_names_say() -> None:
     contents = {point.name: StepContent.of(point.batch) for point in make_grid()}
-    assert contents["128 tokens after 256"] == StepContent(128, 128 * (256 + 64), 0, 0)
+    assert contents["128 tokens after 256"] == StepContent(128, 128 * (256 + 64), 0, 256)
     assert contents["8 rows of 512"] == StepContent(0, 0.0, 8, 8 * 513)
     mixed = contents["32 tokens and 8 rows"]
     assert (mixed.prompt_tokens, mixed.rows) == (32, 8)
