@@ -21,6 +21,7 @@ from tests.chaos.stalls import Family
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""
 POLL_S = 0.1
+SILENCES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
 BURST = 16  # requests
 
@@ -48,6 +49,8 @@ class Injector:
         self._server = server
         self._load = load
         self._draw = draw
+        # One silence at a time: what a request waits for two, one after the other, is no measure of either.
+        self._silence = asyncio.Lock()
 
     @property
     def requests_under_way(self) -> int:
@@ -78,33 +81,37 @@ class Injector:
 
         From shorter than anybody notices to longer than every lease.
         """
-        worker = self._victim(role)
-        seconds = self._draw.choice((0.5, 1.0, 2.0, 4.0, 7.0))
-        begin = time.monotonic()
-        os.kill(worker.pid, signal.SIGSTOP)
-        try:
-            stopped = await _comes(lambda: worker.state == "T", within_s=1.0)
-            await asyncio.sleep(seconds)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # something else has ended it
-                os.kill(worker.pid, signal.SIGCONT)
-        woken = await _comes(lambda: worker.state not in ("T", ""), within_s=1.0)
-        await self._whole(role)
+        async with self._silence:
+            worker = self._victim(role)
+            seconds = self._draw.choice(SILENCES_S)
+            begin = time.monotonic()
+            os.kill(worker.pid, signal.SIGSTOP)
+            try:
+                stopped = await _comes(lambda: worker.state == "T", within_s=1.0)
+                await asyncio.sleep(seconds)
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # something else has ended it
+                    os.kill(worker.pid, signal.SIGCONT)
+            woken = await _comes(lambda: worker.state not in ("T", ""), within_s=1.0)
+            await self._whole(role)
+            end = time.monotonic()
         if not (stopped and woken):
             return None
-        return Injected(f"stop {role}", "stop", begin, time.monotonic(), f"pid {worker.pid} stopped for {seconds:g} s")
+        return Injected(f"stop {role}", "stop", begin, end, f"pid {worker.pid} stopped for {seconds:g} s")
 
     async def partition(self, role: str, side: Side) -> Injected | None:
         """Nothing gets through to the routers, or to all other workers. Proof: the worker held messages back."""
-        worker = self._victim(role)
-        seconds = self._draw.choice((0.5, 1.0, 2.0, 4.0, 7.0))
-        begin = time.monotonic()
-        held = await self._server.control.order(worker, Partition(side, seconds))
-        await self._whole(role)
+        async with self._silence:
+            seconds = self._draw.choice(SILENCES_S)
+            begin = time.monotonic()
+            held = await self._server.control.order(self._victim(role), Partition(side, seconds))
+            await self._whole(role)
+            end = time.monotonic()
         if not held:
             return None
-        name = f"partition {role} | {side}"
-        return Injected(name, "partition", begin, time.monotonic(), f"{held} messages held for {seconds:g} s")
+        return Injected(
+            f"partition {role} | {side}", "partition", begin, end, f"{held} messages held for {seconds:g} s"
+        )
 
     async def cut(self, role: str, side: Side) -> Injected | None:
         """Connections close. Proof: there were some."""
