@@ -132,6 +132,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     rig.run()
     rig.add(MIDDLE, 12)
     assert set(rig.run()) == {low, middle}, "with the low one's two blocks it would still lack one"
+    assert rig.scheduler.preemptions == 0
 
 
 def test_nothing_runs_ahead_while_somebody_is_to_give_way() -> None:
