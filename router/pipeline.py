@@ -141,7 +141,9 @@ class Pipeline:
                 decode = path.decode.peer
                 _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
                 has_got_on = attempt is not None and attempt.has_got_on
-                pause_s = retries.pause_s(error, has_got_on=has_got_on, has_refused_before=decode in failed)
+                pause_s = retries.pause_s(
+                    error, has_got_on=has_got_on, has_refused_before=decode in failed, has_begun=bool(sent)
+                )
                 if pause_s is None:
                     raise
                 if has_got_on:

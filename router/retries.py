@@ -2,7 +2,8 @@
 
 A worker that died, is cut off or leaves on purpose gives its requests back, all at once: each is tried again, whatever
 the retry budget says, since no accepted request may be lost to a dead worker, and its load has gone with it. Refusals
-and failures of workers that live are bounded by the budget: there, retries are load on top of load.
+and failures of workers that live are bounded by the budget: there, retries are load on top of load. But whoever has
+tokens already was accepted, and waits for a refusing worker's room as often as for a lost one.
 """
 
 from protocol.errors import RequestError, TwostrokeError, WorkerFailed
@@ -21,18 +22,23 @@ class Retries:
         self._backoff = backoff
         self._in_a_row = 0
 
-    def pause_s(self, error: TwostrokeError, *, has_got_on: bool, has_refused_before: bool) -> float | None:
+    def pause_s(
+        self, error: TwostrokeError, *, has_got_on: bool, has_refused_before: bool, has_begun: bool
+    ) -> float | None:
         """The pause before the next attempt; None: none is made, and the client is told of `error`.
 
-        `has_got_on` tells of the attempt that failed, `has_refused_before` of its decode worker and this request.
+        `has_got_on` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
+        `has_begun` of whether the client has any token.
         """
         is_refusal = isinstance(error, RequestError)
-        if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or has_refused_before):
+        is_believed = has_refused_before and not has_begun
+        if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_believed):
             return None
         self._in_a_row = 1 if has_got_on else self._in_a_row + 1
         if self._in_a_row > self._most:
             return None
-        if (is_refusal or isinstance(error, WorkerFailed)) and not self._budget.take():
+        is_excused = is_refusal and has_begun
+        if (is_refusal or isinstance(error, WorkerFailed)) and not is_excused and not self._budget.take():
             return None
         num_pauses = self._in_a_row - (1 if is_refusal else 2)
         return 0.0 if num_pauses < 0 else self._backoff.pause_s(num_pauses)

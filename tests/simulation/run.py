@@ -134,7 +134,7 @@ class _Simulation:
             self._report.poisonous += 1
             return
         if error is not None:
-            is_refusal = isinstance(error, RequestError) and error.status == 429
+            is_refusal = isinstance(error, RequestError) and error.status == 429 and not tokens
             if not (is_refusal and self._scenario.is_overload):
                 raise InvariantBroken(f"{name}: failed with {error!r} after {len(tokens)} tokens") from error
             self._report.refused += 1
