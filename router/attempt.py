@@ -124,7 +124,6 @@ class Attempt:
                 telling.cancel()
                 tasks.append(telling)
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._records.ended(self._case, calls)
 
     def _note_progress(self, event: TokenEvent) -> None:
         self._hold.prompt_computed()

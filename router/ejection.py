@@ -60,6 +60,11 @@ class Ejection(Generic[K]):
         self._draw = draw
         self._records: dict[K, _Record] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held against anybody."""
+        return not self._records
+
     def keep_where(self, is_there: Callable[[K], bool]) -> None:
         """Forget the others."""
         for gone in [worker for worker in self._records if not is_there(worker)]:

@@ -153,9 +153,9 @@ class Pipeline:
                 hold.release()
                 if stages.attempts > 0:
                     stages.end_attempt(begin, self._clock(), path, failure)
+                    self._records.ended(case, path)
                 if attempt is not None and attempt.has_got_on:
                     self._finder.answered(path, request, sent)
-                self._records.ended(case, tuple(case.stays))
             await self._records.turns.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 

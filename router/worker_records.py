@@ -5,7 +5,7 @@ An attempt tells each step of its way here; the steps' meaning is in `ejection.p
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
@@ -44,7 +44,9 @@ class WorkerRecords:
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:
-        """Workers that requests are kept from: for a while, and half of a role at most."""
+        """Workers that requests are kept from: for a while, and half of a role at most. Quick while none has failed."""
+        if self._ejection.is_empty:
+            return frozenset()
         workers = self._fleet.workers()
         present = {info.peer for info in workers}
         self._ejection.keep_where(present.__contains__)
@@ -54,6 +56,8 @@ class WorkerRecords:
 
     def strangers_to(self, decode: Peer) -> frozenset[Peer]:
         """Prefill workers whose KV does not reach this decode worker."""
+        if self._pairs.is_empty:
+            return frozenset()
         workers = {info.peer for info in self._fleet.workers()}
         self._pairs.keep_where(lambda pair: workers.issuperset(pair))
         return frozenset(one for one in workers if self._pairs.is_out((one, decode)))
@@ -118,11 +122,14 @@ class WorkerRecords:
         """KV did not get from one to the other. Whose fault that is, nobody knows: it is held against neither."""
         self._pairs.failed((prefill, decode))
 
-    def ended(self, case: Case, workers: Iterable[Peer]) -> None:
+    def ended(self, case: Case, path: Path) -> None:
         """The attempt has nothing open any more."""
-        for worker in workers:
-            self.suspects.leave(case, worker)
-            self._ejection.unresolved(worker)
+        for info in (path.prefill, path.decode):
+            if info is not None:
+                self.suspects.leave(case, info.peer)
+                self._ejection.unresolved(info.peer)
+        if path.prefill is not None:
+            self._pairs.unresolved((path.prefill.peer, path.decode.peer))
         self.turns.changed()
 
     def _fate(self, worker: Peer) -> bool | None:

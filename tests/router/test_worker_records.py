@@ -1,0 +1,73 @@
+"""What a router remembers of its workers, and when it lets them try again."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from protocol.errors import WorkerFailed
+from protocol.kv_layout import KVLayout
+from protocol.stats import WorkerInfo
+from protocol.tickets import Address, Peer
+from router.config import PipelineConfig
+from router.policy import Path
+from router.worker_records import WorkerRecords
+
+LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
+
+
+def info(role, name):
+    return WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 1000)
+
+
+P, D, D1 = info("prefill", "p0"), info("decode", "d0"), info("decode", "d1")
+
+
+class Scene:
+    """Records of a fleet of p0, d0 and d1, at a time set by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.num_looks = 0
+        fleet = SimpleNamespace(workers=self._workers)
+        channels = SimpleNamespace(is_connected=lambda worker: True, fell_silent=lambda worker: False)
+        self.records = WorkerRecords(
+            fleet=fleet, channels=channels, clock=lambda: self.now, config=PipelineConfig(), draw=lambda: 0.0
+        )
+
+    def _workers(self):
+        self.num_looks += 1
+        return [P, D, D1]
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+async def test_a_pair_that_was_kept_apart_is_tried_by_the_next_when_the_one_that_tried_it_tells_nothing(
+    scene, a_request
+):
+    records = scene.records
+    for _ in range(2):
+        records.pair_failed(P.peer, D.peer)
+    assert records.strangers_to(D.peer) == {P.peer}
+    scene.now = 3.0
+    case = records.suspects.open(a_request())
+    await records.begin(case, Path(P, D))
+    assert records.strangers_to(D.peer) == {P.peer}, "others wait for what comes of it"
+    records.ended(case, Path(P, D))  # its client has left
+    assert records.strangers_to(D.peer) == set()
+
+
+async def test_while_nobody_fails_a_request_looks_at_no_worker(scene, a_request):
+    records = scene.records
+    assert records.ejected() == records.strangers_to(D.peer) == frozenset()
+    assert scene.num_looks == 0
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    for _ in range(5):
+        records.failed(case, D.peer, WorkerFailed("a bug"))
+    assert records.ejected() == {D.peer}
