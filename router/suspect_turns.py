@@ -25,17 +25,11 @@ class SuspectTurns:
 
     async def take(self, case: Case, workers: Collection[Peer]) -> None:
         """Wait until the case may be tried on `workers`, and hold them for it. Raises PoisonRequest."""
-        while self._suspects.is_suspect(case):
-            await self.judge(case)
-            left_s = self._suspects.paused_until(case) - self._clock()
-            if left_s > 0:
-                await asyncio.sleep(left_s)
-            elif self._suspects.may_try(case, workers):
-                break
-            else:
-                changed = asyncio.get_running_loop().create_future()
-                self._waiting.append(changed)
-                await changed
+        case.waits = True
+        try:
+            await self._wait(case, workers)
+        finally:
+            case.waits = False
         self._suspects.check(case)
         is_suspect = self._suspects.is_suspect(case)
         for worker in workers:
@@ -58,6 +52,19 @@ class SuspectTurns:
                     self._suspects.forgive(case, worker)
             await asyncio.sleep(_POLL_S)
             self._suspects.check(case)
+
+    async def _wait(self, case: Case, workers: Collection[Peer]) -> None:
+        while self._suspects.is_suspect(case):
+            await self.judge(case)
+            left_s = self._suspects.paused_until(case) - self._clock()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            elif self._suspects.may_try(case, workers):
+                return
+            else:
+                changed = asyncio.get_running_loop().create_future()
+                self._waiting.append(changed)
+                await changed
 
     def changed(self) -> None:
         """Somebody has got on, or has left a worker: look who is next."""

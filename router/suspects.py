@@ -79,6 +79,7 @@ class Case:
     position: int = 0  # output tokens that the client has
     stays: dict[Peer, Stay] = field(default_factory=dict)
     is_prompt_done: bool = False  # of the attempt at hand: its prefill worker has drawn a token
+    waits: bool = False  # for its turn: whatever it was to do at its workers, it has not been told to do it
 
 
 class Suspects:
@@ -176,6 +177,8 @@ class Suspects:
             for other in there:
                 if other is case or other.stays[worker] not in (Stay.HELD, Stay.FRESH):
                     continue
+                if other.waits:
+                    continue  # else two whose KV did not come would wait for each other
                 if other.fingerprint == case.fingerprint or (worker in workers and self.is_suspect(other)):
                     return False
         return True
