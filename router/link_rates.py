@@ -14,6 +14,7 @@ FIRST_GUESS = 1e9
 
 _WEIGHT = 0.3  # of a new measurement
 _FORGOTTEN = 0.001  # with each report: a worker that was judged slow would else never be tried again
+_LEAST, _MOST = 1e6, 1e13  # what pulls may make of a rate: an estimate that is always wrong must not grow for ever
 _LEAST_BYTES = 1 << 16  # transfers of less measure round trips
 
 
@@ -42,7 +43,8 @@ class LinkRates:
     def pulled(self, worker: Peer, *, expected_s: float, took_s: float) -> None:
         """A prefix came to `worker`. Steps are shared, so one measurement alone says no more than twice or half."""
         factor = min(2.0, max(0.5, expected_s / took_s if took_s > 0 else 2.0))
-        self._rates[worker] = self.of(worker) * (1 + _WEIGHT * (factor - 1))
+        rate = self.of(worker) * (1 + _WEIGHT * (factor - 1))
+        self._rates[worker] = min(max(rate, _LEAST), _MOST)
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget all others."""

@@ -162,7 +162,8 @@ class WorkerTable:
         num_queued = num_tokens = 0
         for work in stats.queued:
             self.classes.number(work.class_name, work.priority, work.share)
-            told[work.class_name] = work.tokens
+            # A class is there once for each priority that its requests have.
+            told[work.class_name] = told.get(work.class_name, 0) + work.tokens
             num_queued += work.requests
             num_tokens += work.tokens
         self.add_classes()

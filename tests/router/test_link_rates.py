@@ -56,3 +56,13 @@ def test_workers_that_are_gone_are_forgotten():
         rates.told(worker, told(8_000_000_000, 2.0))
     rates.keep({B})
     assert (rates.of(A), rates.of(B)) == (FIRST_GUESS, pytest.approx(4e9))
+
+
+def test_pulls_that_always_seem_quicker_or_slower_leave_a_rate_that_can_be_reckoned_with():
+    rates = LinkRates()
+    for _ in range(5000):
+        rates.pulled(A, expected_s=0.1, took_s=0.0)  # its prompts are quicker than their estimate, which proves nothing
+        rates.pulled(B, expected_s=0.1, took_s=100.0)
+    for worker in (A, B):
+        rates.told(worker, told(0, 0.0))
+        assert 1e5 < rates.of(worker) < 1e14

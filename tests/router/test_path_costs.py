@@ -80,6 +80,11 @@ def test_equal_and_higher_classes_go_first_and_lower_ones_do_not():
         assert queue_s(made, promise) == pytest.approx([ahead * per_token_s])
 
 
+def test_a_class_whose_requests_have_several_priorities_waits_with_all_of_its_tokens():
+    made = table(queued(("standard", 5, 0.0, 100), ("standard", 0, 0.0, 200)))
+    assert queue_s(made, STANDARD) == pytest.approx(300 * made.queue_token_s)
+
+
 def test_lower_classes_that_wait_keep_their_share():
     made = table(queued(("high", 1, 0.0, 800), ("low", 0, 0.2, 50)), queued(("high", 1, 0.0, 800)))
     waits = queue_s(made, Promise("high", 1)) / made.queue_token_s
