@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
 from tests.chaos.control import Gone, Worker, process_state
@@ -21,6 +21,8 @@ from tests.chaos.stalls import Family
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""
 POLL_S = 0.1
+GONE_S = 20.0  # from a kill to the process's end
+DEATHS_APART_S = 3.0
 SILENCES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
 BURST = 16  # requests
@@ -51,6 +53,8 @@ class Injector:
         self._draw = draw
         # One silence at a time: what a request waits for two, one after the other, is no measure of either.
         self._silence = asyncio.Lock()
+        self._deaths = asyncio.Lock()
+        self._last_death = 0.0
 
     @property
     def requests_under_way(self) -> int:
@@ -61,20 +65,24 @@ class Injector:
 
     async def kill(self, role: str) -> Injected | None:
         """kill -9. Proof: its socket closed, no such process is left, and another worker is there in its place."""
-        worker = self._victim(role)
-        worker.is_doomed = True
-        begin = time.monotonic()
-        os.kill(worker.pid, signal.SIGKILL)
-        return await self._lost(f"kill {role}", worker, begin)
+        async with self._death():
+            worker = self._victim(role)
+            worker.is_doomed = True
+            begin = time.monotonic()
+            os.kill(worker.pid, signal.SIGKILL)
+            gone = await self._has_gone(worker)
+        return await self._replaced(f"kill {role}", worker, begin) if gone else None
 
     async def lose_engine(self, role: str) -> Injected | None:
         """The worker finds its engine dead. Proof: as for `kill`; Serve replaces what says that it is not sound."""
-        worker = self._victim(role)
-        worker.is_doomed = True
-        begin = time.monotonic()
-        with contextlib.suppress(Gone):  # it may be quicker than its own report
-            await self._server.control.order(worker, LoseEngine())
-        return await self._lost(f"engine {role}", worker, begin)
+        async with self._death():
+            worker = self._victim(role)
+            worker.is_doomed = True
+            begin = time.monotonic()
+            with contextlib.suppress(Gone):  # it may be quicker than its own report
+                await self._server.control.order(worker, LoseEngine())
+            gone = await self._has_gone(worker)
+        return await self._replaced(f"engine {role}", worker, begin) if gone else None
 
     async def stop(self, role: str) -> Injected | None:
         """SIGSTOP and, after some seconds, SIGCONT. Proof: the kernel says that it is stopped, and then that it isn't.
@@ -193,13 +201,28 @@ class Injector:
     def _victim(self, role: str) -> Worker:
         return self._draw.choice(self._server.control.of_role(role))
 
-    async def _lost(self, name: str, worker: Worker, begin: float) -> Injected | None:
+    @contextlib.asynccontextmanager
+    async def _death(self) -> AsyncGenerator[None, None]:
+        """One worker dies within, a while after the last one.
+
+        A request that two workers die of before either has given it a token is poison to a router, which may let no
+        third one die: where both deaths are ours, and in the same moment, it can't know better.
+        """
+        async with self._deaths:
+            await asyncio.sleep(self._last_death + DEATHS_APART_S - time.monotonic())
+            try:
+                yield
+            finally:
+                self._last_death = time.monotonic()
+
+    async def _has_gone(self, worker: Worker) -> bool:
+        return await _comes(lambda: worker.gone.is_set() and worker.state == "", within_s=GONE_S)
+
+    async def _replaced(self, name: str, worker: Worker, begin: float) -> Injected | None:
         role = worker.role
-        gone = await _comes(lambda: worker.gone.is_set() and worker.state == "", within_s=20.0)
         await self._whole(role)
         end = time.monotonic()
-        ids = {one.worker_id for one in self._server.control.of_role(role)}
-        if not gone or worker.worker_id in ids:
+        if worker.worker_id in {one.worker_id for one in self._server.control.of_role(role)}:
             return None
         proof = f"pid {worker.pid} gone, another worker is there"
         return Injected(name, "kill", begin, end, proof, back_s=end - begin)
