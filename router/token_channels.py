@@ -107,6 +107,11 @@ class _Channel:
             self._is_leaving = True
             self.send(Drain())
 
+    def stay(self) -> bool:
+        """The worker is not taken down after all. False where the channel has ended meanwhile."""
+        self._is_leaving = False
+        return not self._task.done()
+
     async def ensure(self) -> None:
         """Wait for the connection, or for one attempt at it to fail: that raises WorkerLost."""
         if self._connection is not None:
@@ -304,6 +309,7 @@ class TokenChannels:
         self._config = config
         self._channels: dict[Peer, _Channel] = {}
         self._followed: list[WorkerInfo] = []
+        self._left: set[Peer] = set()  # those with a channel that are not followed
         self._listener: ChannelListener | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -319,17 +325,19 @@ class TokenChannels:
         Quick where they are the same as before.
         """
         workers = list(workers)
-        if workers == self._followed and len(self._channels) == len(workers):
-            return
-        self._followed = workers
-        present = {info.peer: info for info in workers}
-        for gone in self._channels.keys() - present.keys():
+        if workers != self._followed:
+            self._followed = workers
+            present = {info.peer: info for info in workers}
+            for peer, info in present.items():
+                if peer in self._left and not self._channels[peer].stay():
+                    self._let_go(peer)
+                if peer not in self._channels:
+                    self._channels[peer] = self._open(info)
+            self._left = self._channels.keys() - present.keys()
+        for gone in list(self._left):
             self._channels[gone].leave()
             if not self._channels[gone].is_in_use:
                 self._let_go(gone)
-        for peer, info in present.items():
-            if peer not in self._channels:
-                self._channels[peer] = self._open(info)
 
     async def ensure(self, info: WorkerInfo) -> None:
         """Return once there is a channel to this worker. Raises WorkerLost where an attempt at it fails."""
@@ -337,6 +345,7 @@ class TokenChannels:
         if channel is None:
             channel = self._open(info)
             self._channels[info.peer] = channel
+            self._left.add(info.peer)
         await channel.ensure()
 
     async def outlive(self, worker: Peer) -> None:
@@ -410,6 +419,7 @@ class TokenChannels:
         await asyncio.gather(*self._leaving)
 
     def _let_go(self, worker: Peer) -> None:
+        self._left.discard(worker)
         task = asyncio.create_task(self._channels.pop(worker).close())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
