@@ -40,14 +40,14 @@ def make_arrivals(
     stems = [_tokens(draw, draw.randint(1, 120)) for _ in range(2)]
     spread_s = 0.0 if is_overload else draw.choice((0.0, 0.02, 0.2))
     arrivals: list[Arrival] = []
-    for _ in range(draw.randint(2, 4) * (3 if is_overload else 1)):
+    for _ in range(draw.randint(2, 4) * (2 if is_overload else 1)):
         prompt = (draw.choice(stems) if draw.random() < 0.6 else ()) + _tokens(draw, draw.choice((1, 5, 20, 80)))
         prompt = prompt[: draw.choice((8, 16) if is_crowded else (MAX_PROMPT, MAX_PROMPT, 48, 16))]
         at_s = draw.random() * spread_s
         max_tokens = 40 if is_crowded else draw.choice((1, 2, 5, 12, 40))
         stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1) if is_crowded else (0, 1, 4))))
         promise = draw.choice(PROMISES)
-        for _ in range(draw.choice((1, 1, 1, 2, 3))):  # choices of one prompt
+        for _ in range(draw.choice((1, 1, 1, 2))):  # choices of one prompt
             arrivals.append(
                 Arrival(
                     at_s=at_s,
@@ -88,7 +88,7 @@ def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arriva
         ),
         cancel_after_s=None,
     )
-    again = replace(poison, at_s=60.0, request=structs.replace(poison.request, request_id="poison-1"))
+    again = replace(poison, at_s=5.0, request=structs.replace(poison.request, request_id="poison-1"))
     return (*arrivals, poison, again)
 
 

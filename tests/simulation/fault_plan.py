@@ -32,6 +32,9 @@ FAULTS = (
 DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode", "fail_engine", "cut_channel")
 """There is one decode worker more than these in a run: with none left, requests fail, and rightly so."""
 
+DEADLY_FAULTS = ("kill_prefill", "kill_decode", "drain_prefill", "drain_decode", "fail_engine")
+"""Two of these may take down both workers that a request was on, which then can't be told from one that does so."""
+
 _WITHOUT_PREFILL = (*DECODE_FAULTS, "late_calls", "repeat_calls", "lose_block_news", "slow_worker")
 
 _AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}

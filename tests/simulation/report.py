@@ -14,6 +14,7 @@ class Report:
     cancelled: int = 0
     refused: int = 0  # with 429, in an overload
     poisonous: int = 0  # that killed engines, and failed
+    mistaken: int = 0  # for poisonous, having met two faults in a row
     orphaned: int = 0  # whose router was lost
     tokens: int = 0
     retries: int = 0

@@ -364,8 +364,8 @@ async def _in(context: Context, work: Coroutine[Any, Any, T]) -> T:
 
 def _forget(process: SimProcess, call: "asyncio.Task[Any]", *, may_take: bool) -> None:
     process.calls.pop(call, None)
-    error = None if call.cancelled() else call.exception()  # its caller may be gone, and then nobody else asks
-    if not may_take and not isinstance(error, WorkerLost):
+    is_answered = not call.cancelled() and call.exception() is None  # its caller may be gone, and nobody else asks
+    if is_answered and not may_take:
         process.violations.append("took a request while it drained")
 
 

@@ -35,7 +35,7 @@ def run_seeds(first: int, count: int, *, with_faults: bool = False) -> Report:
 def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     report = run_seeds(first, 100)
     # Not every seed can show everything; a hundred of them do.
-    assert report.finished > 300
+    assert report.finished > 250
     assert report.cancelled > 50
     assert report.preemptions > report.swaps > 0
     assert report.prefix_hits > 0
@@ -49,10 +49,11 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
 @pytest.mark.parametrize("first", range(0, 10_000, 400))
 def test_requests_end_right_although_workers_routers_networks_and_calls_fail(first: int):
     report = run_seeds(first, 400, with_faults=True)
-    assert report.finished > 1000
+    assert report.finished > 800
     assert {kind for kind, times in report.fired.items() if times} == set(FAULTS), "a fault never struck"
     assert report.refused > 0
     assert report.orphaned > 0
+    assert report.mistaken <= 3
     assert report.retries > 0
     assert report.prefill_failures > 0
     assert report.transfers_failed > 0
