@@ -105,8 +105,12 @@ class ServeFleet:
             if how is Departure.DIED:
                 self._fail_calls(worker, WorkerLost(f"worker {worker.worker_id} has died"))
             else:
-                leaving = WorkerLeaving(f"worker {worker.worker_id} is taken down, and its grace is over")
-                self._loop.call_later(self._grace_s, self._fail_calls, worker, leaving)
+                self._loop.call_later(self._grace_s, self._end_grace, worker)
+
+    def _end_grace(self, worker: Peer) -> None:
+        if any(worker in directory for _, directory in self._handles):
+            return  # Serve has named it again
+        self._fail_calls(worker, WorkerLeaving(f"worker {worker.worker_id} is taken down, and its grace is over"))
 
     def _fail_calls(self, worker: Peer, error: WorkerLost) -> None:
         for departed in self._calls.get(worker, ()):

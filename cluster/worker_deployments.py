@@ -93,8 +93,10 @@ class _WorkerReplica:
         return worker_metadata(self._info)
 
     async def check_health(self) -> None:
+        """Serve asks this of replicas that it keeps, never of those that it takes down."""
         if self._worker is not None:
             self._worker.check_health()
+            self._worker.stay()  # a router may have heard otherwise, and said so
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica's calls have returned; the KV of some may still be under way."""

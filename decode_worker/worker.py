@@ -199,6 +199,10 @@ class DecodeWorker:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._life.check_health()
 
+    def stay(self) -> None:
+        """As WorkerLife.stay."""
+        self._life.stay()
+
     def engine_lost(self, reason: str) -> None:
         """As WorkerLife.engine_lost."""
         self._life.engine_lost(reason)

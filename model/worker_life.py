@@ -58,6 +58,7 @@ class WorkerLife:
         self._quiet = asyncio.Event()  # set where the step loop finds that nothing is under way, and at its end
         self._is_stepping = False
         self._is_draining = False
+        self._is_ending = False  # draining, and for good
         self._checked_at = float("-inf")
         self._hanging_up: asyncio.Task[None] | None = None
 
@@ -86,16 +87,20 @@ class WorkerLife:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker takes no new requests, since it is to end."""
+        """Whether the worker takes no new requests, since it is to end, or a router has said so."""
         return self._is_draining
 
     def take_no_more(self) -> None:
-        """Let no new request in."""
+        """Let no new request in, unless the worker is to `stay`."""
         self._is_draining = True
+
+    def stay(self) -> None:
+        """Let requests in again: whoever has said that the worker is taken down was wrong. Not once it is to end."""
+        self._is_draining = self._is_ending
 
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
-        self.take_no_more()
+        self._is_ending = self._is_draining = True
         if self._is_stepping and self._callbacks.is_busy():
             self._quiet.clear()
             self._loop.wake()
@@ -103,7 +108,7 @@ class WorkerLife:
 
     async def stop(self) -> None:
         """Step no more; steps under way finish first, unless one is stuck. May be called more than once."""
-        self._is_draining = True
+        self._is_ending = self._is_draining = True
         await self._loop.stop()
         if self._hanging_up is not None:
             await self._hanging_up

@@ -132,7 +132,10 @@ class Cancel(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun."""
+    """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun.
+
+    Where that was a mistake, whoever keeps the worker lets it go on (`WorkerLife.stay`).
+    """
 
 
 class PrefillFailed(_Message, frozen=True):

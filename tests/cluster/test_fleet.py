@@ -112,6 +112,18 @@ async def test_calls_of_a_worker_that_is_taken_down_end_with_its_grace(handle: F
     assert response.is_cancelled
 
 
+async def test_calls_of_a_worker_that_is_there_again_outlast_the_grace(handle: FakeHandle) -> None:
+    task, response = await called(handle)
+    directory = directory_of(handle.deployment_name)
+    directory.replace([])
+    directory.replace([INFO])
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, over.set)  # twice the grace
+    await over.wait()
+    response.result.set_result(REPLY)
+    assert await task == REPLY
+
+
 async def test_a_worker_that_dies_while_it_is_taken_down_is_lost_at_once(handle: FakeHandle) -> None:
     task, response = await called(handle)
     directory_of(handle.deployment_name).replace([])

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from cluster.worker_deployments import DRAIN_S, ENDING_S, drain_and_stop
+from cluster.worker_deployments import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
 from protocol.errors import WorkerLost
+from protocol.messages import Drain
 from tests.simulation.worker_rig import Rig, a_request, begin, play
 
 
@@ -44,6 +45,20 @@ def test_an_idle_worker_end_at_once():
         assert time() < 1.0
 
     play(script, role="prefill")
+
+
+def test_a_worker_that_was_told_to_leave_and_whose_health_serve_asks_for_is_kept():
+    async def script(rig: Rig) -> None:
+        replica = DecodeReplica.__new__(DecodeReplica)  # without an engine of its own
+        replica._worker = rig.worker
+        rig.router.send(Drain())
+        await asyncio.sleep(0.001)
+        assert rig.worker.stats().is_draining
+        await replica.check_health()
+        assert not rig.worker.stats().is_draining
+        replica._worker = None
+
+    play(script, role="decode")
 
 
 def test_the_time_to_drain_is_less_than_serve_waits():

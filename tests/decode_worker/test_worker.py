@@ -584,6 +584,21 @@ def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the
     play(script, role="decode")
 
 
+def test_a_worker_that_is_told_to_leave_and_is_kept_takes_requests_again_unless_it_is_to_end():
+    async def script(rig: Rig) -> None:
+        rig.router.send(Drain())
+        await asyncio.sleep(0.001)
+        rig.worker.stay()
+        assert not rig.worker.stats().is_draining
+        assert (await rig.worker.decode(a_request(), None)).finish_reason == "length"
+        await rig.worker.drain()
+        rig.worker.stay()
+        with pytest.raises(WorkerLeaving):
+            await rig.worker.decode(a_request(name="late"), None)
+
+    play(script, role="decode")
+
+
 def test_a_draining_worker_waits_for_transfers_too():
     async def script(rig: Rig) -> None:
         call = begin(rig.worker.decode(a_request(), await rig.offer()))
