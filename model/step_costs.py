@@ -30,6 +30,7 @@ EDGE = 4.0  # times the usual error
 MOST_EDGE = 20.0  # beyond that nothing is cut off
 LEAST_ERROR = 0.02  # the usual error is taken to be at least this
 LEAST_S = 1e-9  # no step takes less
+LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
 PULL = 0.01  # towards the last solution, of the greatest weight that a feature has had
 
 # Guesses for what was never seen. Reading all weights, which is most of the constant, takes a CPU as long as computing
@@ -119,9 +120,7 @@ class StepCostFit:
         for _ in range(FIRST_ROUNDS):
             expected = self._expected(features)
             self._usual_error = max(LEAST_ERROR, float(np.median(np.abs(np.log(seconds / expected)))))
-            self._left, self._right = _equations(
-                features, _edged(seconds, expected, EDGE * self._usual_error), expected
-            )
+            self._left, self._right = _equations(features, seconds, expected, EDGE * self._usual_error)
             self._greatest = np.diag(self._left).copy()
             self._solve(is_seen)
 
@@ -134,7 +133,7 @@ class StepCostFit:
         doubt = self._doubt(features / np.maximum(seconds, expected)[:, None], was_seen)
         edge = np.minimum(EDGE * self._usual_error * doubt, MOST_EDGE)
         forgotten = np.exp(-len(seconds) / MEMORY)
-        left, right = _equations(features, _edged(seconds, expected, edge), expected)
+        left, right = _equations(features, seconds, expected, edge)
         self._left = forgotten * self._left + left
         self._right = forgotten * self._right + right
         self._greatest = np.maximum(self._greatest, np.diag(self._left))
@@ -178,7 +177,8 @@ def _shared_out(features: Array, seconds: Array) -> Array:
     costs = np.zeros(5)
     kinds = [kind for kind in (_TOKENS, _ROWS) if (features[:, kind] > 0).any()]
     for kind in kinds:
-        costs[kind] = 0.5 / len(kinds) / np.mean(features[:, kind] / seconds)
+        has_some = features[:, kind] > 0
+        costs[kind] = 0.5 / len(kinds) * np.median(seconds[has_some] / features[has_some, kind])
     costs[_BASE] = 0.5 * np.median(seconds)
     costs[_PAIRS] = PAIR_SHARE * costs[_TOKENS]
     costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
@@ -197,16 +197,18 @@ def _guess_unseen(costs: Array, is_seen: Mask) -> None:
         costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
 
 
-def _edged(seconds: Array, expected: Array, edge: Array | float) -> Array:
-    return np.clip(seconds, expected * np.exp(-edge), expected * np.exp(edge))
+def _equations(features: Array, seconds: Array, expected: Array, edge: Array | float) -> tuple[Array, Array]:
+    """Normal equations of the relative error, with what is beyond the edge at the edge.
 
-
-def _equations(features: Array, seconds: Array, expected: Array) -> tuple[Array, Array]:
-    """Normal equations of the relative error. The larger of the two times: else one that is far off would outweigh the
-    rest, on whichever side it is."""
-    scale = np.maximum(seconds, expected)
+    Relative to the larger of the two times as they are: else one that is far off would outweigh the rest, on whichever
+    side it is, and where far too little was expected, the fit would never get away from that. For the same reason not
+    relative to a small part of what steps mostly take: of two that ended while the event loop was busy, the second
+    seems to have taken no time.
+    """
+    scale = np.maximum(np.maximum(seconds, expected), LEAST_PART * np.median(seconds))
     shares = features / scale[:, None]
-    return shares.T @ shares, shares.T @ (seconds / scale)
+    edged = np.clip(seconds, expected * np.exp(-edge), expected * np.exp(edge))
+    return shares.T @ shares, shares.T @ (edged / scale)
 
 
 def _scale(left: Array) -> Array:
