@@ -1,6 +1,7 @@
 """How a worker's replica ends: transfers under way get their time, and no more."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,14 +50,11 @@ def test_an_idle_worker_end_at_once():
 
 def test_a_worker_that_was_told_to_leave_and_whose_health_serve_asks_for_is_kept():
     async def script(rig: Rig) -> None:
-        replica = DecodeReplica.__new__(DecodeReplica)  # without an engine of its own
-        replica._worker = rig.worker
         rig.router.send(Drain())
         await asyncio.sleep(0.001)
         assert rig.worker.stats().is_draining
-        await replica.check_health()
+        await DecodeReplica.check_health(SimpleNamespace(_worker=rig.worker))
         assert not rig.worker.stats().is_draining
-        replica._worker = None
 
     play(script, role="decode")
 
