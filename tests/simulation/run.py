@@ -172,7 +172,7 @@ class _Simulation:
     async def _settle(self) -> None:
         """Everything has been answered: soon nobody must hold anything any more."""
         await self._settle_routers()
-        for process in self._fleet.processes.values():
+        for process in list(self._fleet.processes.values()):
             try:
                 async with asyncio.timeout(30.0):
                     await process.worker.drain()
