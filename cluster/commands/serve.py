@@ -6,6 +6,7 @@ end makes sure that no process is left, whatever state Ray is in.
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = merged_settings(arguments)
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"port {arguments.port} is none: choose one from 1 to 65535")
+    if not 0 <= arguments.grace < math.inf:
+        raise ConfigError(f"--grace {arguments.grace:g}: seconds for streams to end, 0 for none")
     check_port(arguments.host, arguments.port)
     config = with_keys_of_file(read_config(settings))
     check_model_path(config.model.path)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from http.client import HTTPException
 from typing import Any
@@ -10,6 +11,8 @@ from cluster.commands.asking import ask, endpoint, no_answer, table_console
 from cluster.commands.status_tables import show_status
 from cluster.commands.status_watch import watch
 from protocol.errors import ConfigError
+
+LEAST_INTERVAL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     With --watch, until Ctrl-C; returns 0 then, whatever became of the server.
     """
+    if not LEAST_INTERVAL_S <= arguments.interval < math.inf:
+        raise ConfigError(f"--interval {arguments.interval:g}: seconds between two looks, at least {LEAST_INTERVAL_S}")
     if arguments.watch:
         endpoint(arguments.url, "status")  # raises for what is no address
-        if arguments.interval < 0.1:
-            raise ConfigError(f"--interval {arguments.interval:g}: at least 0.1 s where the server is asked again")
         return watch(arguments.url, lambda: fetch_status(arguments.url), arguments.interval, table_console())
     before = fetch_status(arguments.url)
     if arguments.json:

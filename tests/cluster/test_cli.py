@@ -32,6 +32,8 @@ def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "./nowhere"], "twostroke: model.path: folder ./nowhere does not exist"),
         (["--config", "/nowhere.yaml"], "twostroke: /nowhere.yaml: can't be read: No such file or directory"),
         (["--port", "70000"], "twostroke: port 70000 is none: choose one from 1 to 65535"),
+        (["--grace", "-5"], "twostroke: --grace -5: seconds for streams to end, 0 for none"),
+        (["--grace", "nan"], "twostroke: --grace nan: seconds for streams to end, 0 for none"),
         (["--decode", "0"], "twostroke: decode.replicas: 0 must be from 1 to 1024"),
         (["--host", "192.0.2.77"], "twostroke: can't listen on 192.0.2.77:18123: Cannot assign requested address"),
     ],
@@ -101,7 +103,7 @@ def worker(generated: int) -> dict[str, Any]:
 def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
     body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
     with answering({"/status": body}) as url:
-        assert main(["status", "--url", url, "--interval", "0"]) == 0
+        assert main(["status", "--url", url, "--interval", "0.1"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "w1" in line)
     assert row.split()[:5] == ["w1", "decode", "0", "0", "3/64"]
     assert row.split()[-6:] == ["12", "13", "14", "15", "16", "9"]

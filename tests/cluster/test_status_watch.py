@@ -98,7 +98,8 @@ def test_queues_are_summed_up_by_class_beside_what_the_class_was_kept_of_its_pro
     assert class_rows(look) == [["fast", "4", "200", "87.5%"], ["slow", "1", "30", "-"]]
 
 
-@pytest.mark.parametrize("arguments", [["--url", "nowhere"], ["--interval", "0"]])
-def test_what_can_never_work_is_refused_at_once(arguments, capsys):
-    assert main(["status", "--watch", *arguments]) == 2
+@pytest.mark.parametrize("how", [[], ["--watch"]])
+@pytest.mark.parametrize("arguments", [["--url", "nowhere"], ["--interval", "0"], ["--interval", "nan"]])
+def test_what_can_never_work_is_refused_at_once(arguments, how, capsys):
+    assert main(["status", *how, *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
