@@ -67,18 +67,51 @@ async def test_the_first_token_is_sent_before_the_decode_worker_says_anything(fl
         assert not rig.fleet.owned
 
 
-async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected, until):
+def reply_late(rig):
+    """Have the prefill worker's KV arrive at once, and its reply when the decode worker is through with the request."""
+    prefill = rig.fleet.prefill
+
+    async def late(worker, request, ticket, pull):
+        reply = await prefill(worker, request, ticket, pull)
+        while rig["d0"].owned:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return reply
+
+    rig.fleet.prefill = late
+
+
+async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
-        await rig.channels.ensure(rig["d0"].info)
-        original = rig.fleet.prefill
-
-        async def late(worker, request, ticket):
-            reply = await original(worker, request, ticket)
-            await until(lambda: not rig["d0"].owned)
-            return reply
-
-        rig.fleet.prefill = late
+        reply_late(rig)
         assert await collect(rig, a_request()) == expected(a_request())
+        assert not rig["d0"].told_prefill_failed
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_tokens", "is_suspect"),
+    [
+        pytest.param(
+            1, 1, True, id="it has only repeated the prefill worker's token, and may have died of drawing one"
+        ),
+        pytest.param(1, 2, False, id="it has drawn one"),
+        pytest.param(0, 1, False, id="it has drawn the first itself"),
+    ],
+)
+async def test_a_decode_worker_that_is_heard_before_the_prefill_workers_reply_and_dies_accuses_by_what_it_drew(
+    fleet_of, a_request, until, num_prefill, num_tokens, is_suspect
+):
+    async with fleet_of(num_prefill, 1) as rig:
+        reply_late(rig)
+        allow(rig["d0"], num_tokens)
+        events, _ = await nth_token(rig, a_request(), num_tokens)
+        going_on = asyncio.create_task(anext(events))
+        await rig["d0"].die()
+        suspects = rig.pipeline._records.suspects
+        await until(lambda: suspects.num_suspects == 1)
+        assert suspects.is_suspect(suspects.open(a_request())) == is_suspect
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+        await events.aclose()
 
 
 async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request, until):
