@@ -19,6 +19,7 @@ from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
 from prefill_worker.config import PrefillConfig
 from protocol.errors import ConfigError
+from protocol.token_server import TokenServerConfig
 from router.pipeline import PipelineConfig
 from router.slo import MOST_PRIORITY, SLOConfig
 from router.tenants import AuthConfig, KeyConfig
@@ -222,6 +223,8 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError for sections that contradict each other."""
         check_keys(self.auth.keys, self.slo)
+        for role, workers in (("prefill", self.prefill.worker), ("decode", self.decode.worker)):
+            _check_signs_of_life(role, workers.token_channel, self.router.token_channel)
 
     @property
     def num_workers(self) -> int:
@@ -318,6 +321,20 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:
+    """Raises ConfigError where one side of a token channel takes the other for lost between two signs of life."""
+    if router.silence_s < 2 * worker.stats_interval_s:
+        raise ConfigError(
+            f"router.token_channel.silence_s: {router.silence_s:g} must be at least twice "
+            f"{role}.token_channel.stats_interval_s ({worker.stats_interval_s:g}): lower that, or raise this"
+        )
+    if router.ping_s > worker.lease_s / 3:
+        raise ConfigError(
+            f"router.token_channel.ping_s: {router.ping_s:g} must be at most a third of "
+            f"{role}.token_channel.lease_s ({worker.lease_s:g}): raise that, or lower this"
+        )
+
+
 def check_keys(keys: Sequence[KeyConfig], slo: SLOConfig) -> None:
     """Raises ConfigError for a key of a class that there is not."""
     known = [one.name for one in slo.classes]
@@ -339,9 +356,12 @@ def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
         check_keys(auth.keys, config.slo)
     except ConfigError as error:
         message = str(error)
-        raise ConfigError(message if message.startswith(str(path)) else f"{path}: {message}") from error
+        where = "" if message.startswith(str(path)) else f"{path}: "
+        raise ConfigError(f"auth.keys_file: {where}{message}") from error
     if not auth.keys:
-        raise ConfigError(f"{path}: has no keys, and so would let everybody in: delete auth.keys_file, or add `keys`")
+        raise ConfigError(
+            f"auth.keys_file: {path}: has no keys, and so would let everybody in: delete auth.keys_file, or add `keys`"
+        )
     return replace(config, auth=auth)
 
 

@@ -118,6 +118,14 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
         ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),
         ({"router": {"token_channel": {"ping_s": 0}}}, "router.token_channel.ping_s: 0.0 must be at least 0.001"),
+        (
+            {"router": {"token_channel": {"silence_s": 0.9}}},
+            "router.token_channel.silence_s: 0.9 must be at least twice",
+        ),
+        (
+            {"decode": {"token_channel": {"lease_s": 2.5}}},
+            "router.token_channel.ping_s: 1 must be at most a third of de",
+        ),
         ({"decode": {"token_channel": {"stats_interval_s": 0}}}, "decode.token_channel.stats_interval_s: 0.0 must be"),
         ({"prefill": {"pull_wait_s": -1}}, "prefill.pull_wait_s: -1.0 must be at least 0.001"),
         ({"decode": {"max_batch": -1}}, "decode.max_batch: -1 must be at least 1"),
@@ -338,5 +346,5 @@ def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) 
     path.write_text(text)
     own = [] if "no keys" in message else [{"name": "a", "sha256": HASH}]
     config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
-    with pytest.raises(ConfigError, match=re.escape(f"{path}: {message}")):
+    with pytest.raises(ConfigError, match=re.escape(f"auth.keys_file: {path}: {message}")):
         with_keys_of_file(config)
