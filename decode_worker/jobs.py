@@ -103,7 +103,7 @@ class DecodeJob:
 
     @property
     def _num_drawing(self) -> int:
-        return sum(step.draw is not None for step in self.under_way)
+        return sum(step.draw is not None for step in self.under_way) if self.under_way else 0
 
 
 @dataclass(frozen=True, slots=True)

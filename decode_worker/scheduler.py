@@ -127,9 +127,10 @@ class DecodeScheduler:
         staying = self._staying()
         chosen = self._batch.choose(staying)
         decodes = [job for job in chosen if job.num_unscheduled == 1]
-        if in_flight is not None and not self._can_run_ahead(in_flight, decodes):
-            return DecodeStep((), ())
-        if swaps := self._make_room(decodes):
+        if in_flight is not None:
+            if not self._can_run_ahead(in_flight, decodes):
+                return DecodeStep((), ())
+        elif swaps := self._make_room(decodes):
             return DecodeStep((), (), swaps)
         staying = [job for job in staying if job.phase is Phase.RUNNING]
         chosen = [job for job in chosen if job.phase is Phase.RUNNING]
@@ -140,7 +141,7 @@ class DecodeScheduler:
             if job.num_unscheduled == 1:
                 job.sequence.reserve(self._pool, job.num_under_way + 1)
                 entries.append(_entry(job, 1, follows.get(job)))
-        prompts = [job for job in chosen if job.num_unscheduled > 1]
+        prompts = [job for job in chosen if job.num_unscheduled > 1] if len(entries) < len(chosen) else []
         if not prompts and not self._waiting:
             return DecodeStep(tuple(entries), ())
         budget = self._budget.for_prompts([entry.job for entry in entries])
@@ -306,23 +307,32 @@ class DecodeScheduler:
         reserved: list[DecodeJob] = []
         swapped_in: list[Swap] = []
         is_open = True  # nobody overtakes one that is ready: a large request would starve behind small ones
-        for job, most in turns((self._ready(), sorted(prompts, key=lambda job: job.turn)), self._shares):
-            if job.phase is Phase.WAITING:
-                is_open = is_open and self._may_join(job, budget) and self._admit(job, most)
-                if not is_open:
-                    continue
-                if job.is_receiving:
-                    reserved.append(job)
-                elif (swap := self._swapped.swap_in(job)) is not None:
-                    swapped_in.append(swap)
+        prompts = sorted(prompts, key=lambda job: job.turn)
+
+        def give_chunk(job: DecodeJob, most: int) -> None:
             if job.phase is Phase.RUNNING and (job in given or len(given) < num_places):
                 wanted = min(job.num_unscheduled - given[job], most)
                 num_tokens = budget.take(wanted, job.num_scheduled + given[job])
                 if num_tokens:
                     given[job] += num_tokens
                     self._given[job.request.promise] += num_tokens
+
+        for job, most in turns((self._ready(), prompts), self._shares):
+            if job.phase is Phase.WAITING:
+                is_open = is_open and self._may_join(job, budget) and self._admit(job, most)
+                if not is_open:
+                    if most == NO_LIMIT:
+                        break  # hundreds may wait behind it
+                    continue
+                if job.is_receiving:
+                    reserved.append(job)
+                elif (swap := self._swapped.swap_in(job)) is not None:
+                    swapped_in.append(swap)
+            give_chunk(job, most)
+        for job in prompts:  # those that come after one that waits
+            give_chunk(job, NO_LIMIT)
         wanting = (*self._ready(), *prompts)
-        left = [job.request.promise for job in wanting if given[job] < job.num_unscheduled]
+        left = [job.request.promise for job in wanting if job not in given or given[job] < job.num_unscheduled]
         self._shares.settle(self._given if left else {}, left)
         self._given.clear()
         return given, reserved, swapped_in

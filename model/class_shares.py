@@ -33,10 +33,7 @@ class ClassShares:
         if highest is None and not self._saved:
             return
         saved: dict[str, float] = {}
-        for promise in waiting:
-            name = promise.class_name
-            if name in saved:
-                continue
+        for name, promise in {promise.class_name: promise for promise in waiting}.items():
             to_higher = sum(tokens for other, tokens in given.items() if other.priority > promise.priority)
             to_it = sum(tokens for other, tokens in given.items() if other.class_name == name)
             share = min(max(promise.share, LEAST_SHARE), MOST_SHARE)

@@ -12,7 +12,7 @@ order, and each policy lets only so much come before it; across priorities it is
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from model.class_shares import ClassShares
@@ -70,20 +70,20 @@ def turn_of(job: Queued, policy: QueuePolicy) -> Turn:
     return (-promise.priority, not job.has_begun, urgency, job.arrival)
 
 
-def turns(ready: Sequence[Iterable[Job]], shares: ClassShares) -> Iterator[tuple[Job, int]]:
+def turns(ready: Sequence[Sequence[Job]], shares: ClassShares) -> Iterator[tuple[Job, int]]:
     """Everybody in order, each with the tokens that it may be given in this turn; `ready` are lists in that order.
 
     First come those whose class has saved enough, each with what is saved: a job may come twice.
     """
     if shares:
-        begun: set[str] = set()
-        for job in heapq.merge(*ready, key=_turn):
-            name = job.request.promise.class_name
-            if name not in begun:
-                begun.add(name)
-                saved = shares.saved(name)
-                if saved >= (job.num_indivisible or min(LEAST_AHEAD, job.num_to_compute)):
-                    yield job, saved
+        firsts: dict[str, Job] = {}
+        for jobs in ready:
+            for name, job in {job.request.promise.class_name: job for job in reversed(jobs)}.items():
+                firsts[name] = min(firsts.get(name, job), job, key=_turn)
+        for job in sorted(firsts.values(), key=_turn):
+            saved = shares.saved(job.request.promise.class_name)
+            if saved >= (job.num_indivisible or min(LEAST_AHEAD, job.num_to_compute)):
+                yield job, saved
     for job in heapq.merge(*ready, key=_turn):
         yield job, NO_LIMIT
 

@@ -126,17 +126,27 @@ class PrefillScheduler:
         given: Counter[PrefillJob] = Counter()
         is_open = True  # nobody overtakes one that waits: a large prompt would starve behind small ones
         ready = [job for job in self._waiting if not job.awaits_offer]
-        for job, most in turns((ready, tuple(self._running)), self._shares):
-            has_place = budget > 0 and (job in given or len(given) < self._max_batch)
-            if not job.is_admitted:
-                is_open = is_open and (has_place or job.offered_tokens > 0) and self._admit(job, most)
-            if not (has_place or is_open):
-                break
-            if has_place and job.is_admitted and not job.is_pulling:
-                num_tokens = min(job.sequence.num_uncomputed - given[job], most, budget)
+        running = tuple(self._running)
+
+        def has_place(job: PrefillJob) -> bool:
+            return budget > 0 and (job in given or len(given) < self._max_batch)
+
+        def give_chunk(job: PrefillJob, most: int) -> None:
+            nonlocal budget
+            num_tokens = min(job.sequence.num_uncomputed - given[job], most, budget)
+            if num_tokens and has_place(job) and job.is_admitted and not job.is_pulling:
                 given[job] += num_tokens
                 job.in_step = True
                 budget -= num_tokens
+
+        for job, most in turns((ready, running), self._shares):
+            if not job.is_admitted:
+                is_open = is_open and (has_place(job) or job.offered_tokens > 0) and self._admit(job, most)
+                if not is_open and most == NO_LIMIT:
+                    break  # hundreds may wait behind it
+            give_chunk(job, most)
+        for job in running:  # those that come after one that waits
+            give_chunk(job, NO_LIMIT)
         self._settle_shares(given)
         return PrefillStep(tuple(_chunk(job, num_tokens) for job, num_tokens in given.items()), self._take_admission())
 
@@ -256,7 +266,7 @@ class PrefillScheduler:
 
     def _settle_shares(self, given: Counter[PrefillJob]) -> None:
         wanting = (job for job in (*self._waiting, *self._running) if not job.awaits_offer)
-        left = [job for job in wanting if given[job] < job.sequence.num_uncomputed]
+        left = [job for job in wanting if job not in given or given[job] < job.sequence.num_uncomputed]
         by_promise: Counter[Promise] = Counter()
         if left:
             for job, num_tokens in given.items():
