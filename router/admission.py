@@ -14,6 +14,7 @@ each request, when its path is held and nothing has been sent yet.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.clock import Clock
 from protocol.errors import RequestError
@@ -39,17 +40,23 @@ MOST_RETRY_AFTER_S = 60
 Stats = Callable[[Peer], WorkerStats | None]
 
 
+Limit = Literal["ttft", "tpot", "queue"]
+"""What would be broken: a promised time to the first token or between tokens, or what of a queue is endless."""
+
+
 class Overloaded(RequestError):
     """The request would be late, or would make others late (429)."""
 
-    def __init__(self, message: str, *, retry_after_s: int):
+    def __init__(self, message: str, *, limit: Limit, retry_after_s: int):
         super().__init__(message, code="overloaded", status=429, retry_after_s=retry_after_s)
+        self.limit: Limit = limit
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
     """Why a request is not let in, and how long the path needs to be able to, if nobody else comes."""
 
+    limit: Limit
     reason: str
     clears_in_s: float
 
@@ -78,7 +85,8 @@ class Admission:
                 history.is_refusing = True
                 history.refused_at = now
                 retry_after_s = self._retry_after_s(fault, history, now)
-                raise Overloaded(f"{fault.reason}; try again in {retry_after_s} s", retry_after_s=retry_after_s)
+                message = f"{fault.reason}; try again in {retry_after_s} s"
+                raise Overloaded(message, limit=fault.limit, retry_after_s=retry_after_s)
             history.is_refusing = False
             history.admitted.add(1.0, now)
         self._count(request, path, history, now)
@@ -121,9 +129,9 @@ class Admission:
             limit_s = part * promise.ttft_left_s - (now - stages.arrive)
             if predicted_s > limit_s:
                 if estimate.prefill_s > promise.ttft_left_s:
-                    return _Fault(_hopeless(estimate, promise.ttft_left_s), math.inf)
+                    return _Fault("ttft", _hopeless(estimate, promise.ttft_left_s), math.inf)
                 reason = f"the first token would come after {predicted_s:.2g} s, beyond what its class promises"
-                return _Fault(reason, predicted_s - limit_s)
+                return _Fault("ttft", reason, predicted_s - limit_s)
         return None if is_idle else self._slow_steps(request, path, estimate, history, part)
 
     def _is_idle(self, path: Path, estimate: Estimate) -> bool:
@@ -134,7 +142,7 @@ class Admission:
     def _endless_queue(self, estimate: Estimate) -> _Fault | None:
         """Nothing is promised, so nothing can be late; but who would wait so long has left by then."""
         too_long_s = estimate.queue_s - self._config.max_queue_s
-        return _Fault("the queue is too long", too_long_s) if too_long_s > 0 else None
+        return _Fault("queue", "the queue is too long", too_long_s) if too_long_s > 0 else None
 
     def _slow_steps(
         self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, part: float
@@ -157,7 +165,7 @@ class Admission:
                 running = max(1, stats.num_running) if stats is not None else 1
                 too_many = max(1.0, running * (1 - limit_s / predicted_s))
                 clears_in_s = too_many * num_outputs * estimate.step_s / running
-                return _Fault("tokens would come more slowly than is promised to requests", clears_in_s)
+                return _Fault("tpot", "tokens would come more slowly than is promised to requests", clears_in_s)
         return None
 
     def _kept_free(self, promise: Promise, history: ClassHistory, now: float) -> float:

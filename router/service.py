@@ -232,7 +232,10 @@ class RouterService:
             self._admission.ended(job.request, stages)
         except TwostrokeError as error:
             outcome = "error"
-            verdict = "refused" if isinstance(error, Overloaded) else "missed"
+            verdict = "missed"
+            if isinstance(error, Overloaded):
+                verdict = "refused"
+                self.promises.refused(job.request, error.limit)
             raise
         finally:
             self.metrics.ended(stages, outcome)

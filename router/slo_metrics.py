@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol.clock import Clock
 from protocol.requests import GenerateRequest
-from router.admission import Admission
+from router.admission import Admission, Limit
 from router.attainment import SLOAttainment, Verdict
 from router.slo import SLOClass
 from router.stages import Stages
@@ -38,6 +38,12 @@ class SLOMetrics:
             [*labels, "verdict"],
             registry=registry,
         )
+        self._refusals = Counter(
+            _PREFIX + "slo_refusals",
+            "Choices that admission refused, by what they would have broken.",
+            [*labels, "limit"],
+            registry=registry,
+        )
         attainment = Gauge(
             _PREFIX + "slo_attainment",
             "Of the last minutes' choices, refused ones included, those that got both promised times: 0 to 1.",
@@ -60,6 +66,10 @@ class SLOMetrics:
         for one in classes:
             attainment.labels(model, one.name).set_function(partial(self.attainment, one.name))
             correction.labels(model, one.name).set_function(partial(admission.ttft_correction, one.name))
+
+    def refused(self, request: GenerateRequest, limit: Limit) -> None:
+        """Admission has refused a choice; it is `over`, too."""
+        self._refusals.labels(self._model, request.promise.class_name, limit).inc()
 
     def over(self, request: GenerateRequest, stages: Stages, verdict: Verdict) -> None:
         """A choice is over; one whose client left is not counted."""

@@ -163,6 +163,24 @@ def test_after_long_refusal_one_is_let_in_to_see_whether_predictions_hold() -> N
     assert door.retry_after_s(one, queue_s=1.0) is not None
 
 
+@pytest.mark.parametrize(
+    ("one", "times", "limit"),
+    [
+        (INTERACTIVE, {"queue_s": 0.6}, "ttft"),
+        (INTERACTIVE, {"prefill_s": 2.0}, "ttft"),
+        (INTERACTIVE, {"step_s": 1.0}, "tpot"),
+        (FREE, {"queue_s": 1000.0}, "queue"),
+    ],
+)
+def test_a_refusal_tells_which_limit_it_is_about(one: SLOClass, times: dict[str, float], limit: str) -> None:
+    door = Door()
+    for known in (INTERACTIVE, BATCH, FREE):
+        door.ask(known, prefill_s=0.001)  # so that the next is no probe
+    with pytest.raises(Overloaded) as caught:
+        door.ask(one, **times)
+    assert caught.value.limit == limit
+
+
 def test_a_prompt_too_long_for_its_class_is_told_what_to_do() -> None:
     door = Door()
     door.ask(INTERACTIVE)

@@ -111,7 +111,7 @@ async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_o
 
     def refuse(*about: object) -> None:
         asked.append(about)
-        raise Overloaded("too late; try again in 7 s", retry_after_s=7)
+        raise Overloaded("too late; try again in 7 s", limit="ttft", retry_after_s=7)
 
     async with site_of(1, 1, slo=SLO) as site:
         monkeypatch.setattr(site.rig.pipeline, "_admit", refuse)
@@ -122,6 +122,7 @@ async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_o
         assert len(asked) == 1  # nowhere else, and not again
         metrics = (await site.http.get("/metrics")).text
         assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="refused"} 1.0' in metrics
+        assert 'slo_refusals_total{limit="ttft",model_name="fake",slo_class="bulk"} 1.0' in metrics
         assert 'slo_attainment{model_name="fake",slo_class="bulk"} 0.0' in metrics
 
 
