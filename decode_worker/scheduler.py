@@ -143,6 +143,7 @@ class DecodeScheduler:
                 entries.append(_entry(job, 1, follows.get(job)))
         prompts = [job for job in chosen if job.num_unscheduled > 1] if len(entries) < len(chosen) else []
         if not prompts and not self._waiting:
+            self._settle_shares(())
             return DecodeStep(tuple(entries), ())
         budget = self._budget.for_prompts([entry.job for entry in entries])
         given, reserved, swapped_in = self._give_turns(prompts, self._max_batch - len(entries), budget)
@@ -332,10 +333,13 @@ class DecodeScheduler:
         for job in prompts:  # those that come after one that waits
             give_chunk(job, NO_LIMIT)
         wanting = (*self._ready(), *prompts)
-        left = [job.request.promise for job in wanting if job not in given or given[job] < job.num_unscheduled]
-        self._shares.settle(self._given if left else {}, left)
-        self._given.clear()
+        self._settle_shares(job for job in wanting if job not in given or given[job] < job.num_unscheduled)
         return given, reserved, swapped_in
+
+    def _settle_shares(self, left: Iterable[DecodeJob]) -> None:
+        promises = [job.request.promise for job in left]
+        self._shares.settle(self._given if promises else {}, promises)
+        self._given.clear()
 
     def _may_join(self, job: DecodeJob, budget: PromptBudget) -> bool:
         return job.wants_transfer or (not budget.is_spent and self._batch.has_room(job, self._staying()))

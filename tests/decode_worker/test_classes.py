@@ -216,6 +216,19 @@ def test_a_low_class_gets_on_though_higher_ones_keep_coming(transfer: bool) -> N
     assert low.num_preemptions <= 3
 
 
+def test_what_a_class_saved_is_gone_once_nobody_of_it_waits() -> None:
+    rig = Rig()
+    waiting = rig.add(LOW, 40)
+    for _ in range(10):
+        high = rig.add(HIGH, 16, max_tokens=1)
+        assert rig.run() == [high]
+    rig.scheduler.end(waiting)
+    assert rig.run() == []
+    rig.add(LOW, 12)
+    high = rig.add(HIGH, 16)
+    assert rig.run() == [high]
+
+
 def test_what_was_admitted_by_its_share_is_not_thrown_out_by_those_it_overtook() -> None:
     rig = Rig(num_blocks=8, max_batch=8)
     low = rig.add(LOW, 12, max_tokens=12)
