@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.authentication import tenant_of
 from router.exchange import Exchange
 from router.log_format import FIELDS, REQUEST_ID
 from router.service import RouterService
@@ -45,6 +46,8 @@ class Exchanges:
         finally:
             exchange.ended = service.clock()
             exchange.route = _route(scope)
+            tenant = tenant_of(Request(scope))
+            exchange.tenant = None if tenant is None else tenant.name
             _tell(exchange)
             if service.traces is not None:
                 service.traces.record(exchange)
@@ -64,6 +67,8 @@ def _tell(exchange: Exchange) -> None:
 
 def _fields(exchange: Exchange) -> dict[str, Any]:
     fields: dict[str, Any] = {"status": exchange.status, "e2e_s": round(exchange.ended - exchange.began, 4)}
+    if exchange.tenant is not None:
+        fields["tenant"] = exchange.tenant
     if exchange.jobs:
         first_tokens = [stages.ttft_s for stages in exchange.stages if stages.ttft_s is not None]
         fields |= {

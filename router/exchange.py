@@ -25,6 +25,7 @@ class Exchange:
     route: str | None = None  # as in OPERATIONS; None for an unknown path
     status: int = CLIENT_GONE
     ended: float = 0.0
+    tenant: str | None = None  # the name of the API key that asks, where keys are configured
     is_stream: bool = False
     jobs: Sequence[Job] = field(default=())
     stages: Sequence[Stages] = field(default=())  # of each job

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import time
 
 import pytest
 
 from protocol.errors import RequestError
 from router.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
+from router.tenants import KeyConfig, Tenants, new_key
 
 SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -67,6 +69,17 @@ async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not
     lines = access(logged)
     assert [(line["status"], line["level"]) for line in lines] == [(400, "info"), (404, "info"), (200, "debug")]
     assert SECRET not in "\n".join(logged)
+
+
+async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
+    key, sha256 = new_key()
+    alice = KeyConfig("alice", sha256, requests_per_minute=1)
+    async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
+        for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
+            await site.http.post("/v1/completions", json=ASKED, headers={"authorization": authorization})
+    told = [(line["status"], line.get("tenant")) for line in access(logged)]
+    assert told == [(200, "alice"), (429, "alice"), (401, None)]
+    assert key not in "\n".join(logged)
 
 
 async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
