@@ -86,7 +86,10 @@ class KeyLimits:
 
     @contextmanager
     def in_flight(self, num_choices: int) -> Iterator[None]:
-        """Places for so many choices. Raises RateLimited where there are not so many."""
+        """Places for so many choices. Raises RateLimited where there are not so many now, RequestError where never."""
+        if self._max_in_flight is not None and num_choices > self._max_in_flight:
+            message = f"{num_choices} choices, and the API key may have {self._max_in_flight} under way at a time"
+            raise RequestError(message, param="n")
         if self._max_in_flight is not None and self._in_flight + num_choices > self._max_in_flight:
             message = f"the API key may have {self._max_in_flight} choices under way at a time"
             raise RateLimited(message, retry_after_s=1)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.errors import RequestError
 from router.limits import KeyLimits, NotYet, RateLimited, TokenBucket
 
 
@@ -74,6 +75,13 @@ def test_places_come_back_however_a_request_ends() -> None:
         raise ZeroDivisionError
     with own.in_flight(2):
         pass
+
+
+def test_more_choices_than_a_key_may_ever_have_are_not_told_to_try_again() -> None:
+    own = limits(Clock(), max_in_flight=2)
+    with pytest.raises(RequestError, match="3 choices, and the API key may have 2") as caught, own.in_flight(3):
+        raise AssertionError("has no place")
+    assert (caught.value.status, caught.value.param, caught.value.retry_after_s) == (400, "n", None)
 
 
 def test_without_limits_everything_goes() -> None:
