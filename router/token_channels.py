@@ -109,7 +109,9 @@ class _Channel:
 
     def stay(self) -> bool:
         """The worker is not taken down after all. False where the channel has ended meanwhile."""
-        self._is_leaving = False
+        if self._is_leaving:
+            self._is_leaving = False
+            self._ask_for_blocks()
         return not self._task.done()
 
     async def ensure(self) -> None:
@@ -211,8 +213,7 @@ class _Channel:
         self._settle(None)
         if self._listener is not None:
             self._listener.changed(self.info.peer)
-            if self._listener.blocks is not None:
-                connection.send(ReportBlocks())
+            self._ask_for_blocks()
         silence = Silence(self._clock, self._config.silence_s)
         watch = asyncio.create_task(self._watch(connection, silence))
         try:
@@ -230,7 +231,7 @@ class _Channel:
                         if self._listener is not None:
                             self._listener.told(self.info.peer, message.stats)
                     case BlocksHeld() | BlocksChanged():
-                        self._hear_of_blocks(connection, message)
+                        self._hear_of_blocks(message)
                     case KVNotSent():
                         not_sent = self._sendings.pop(message.request_id, None)
                         if not_sent is not None:
@@ -243,11 +244,17 @@ class _Channel:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    def _hear_of_blocks(self, connection: Connection, message: BlocksHeld | BlocksChanged) -> None:
+    def _ask_for_blocks(self) -> None:
+        if self._listener is not None and self._listener.blocks is not None:
+            self.send(ReportBlocks())
+
+    def _hear_of_blocks(self, message: BlocksHeld | BlocksChanged) -> None:
         if self._listener is None or self._listener.blocks is None:
             raise ProtocolError("a worker told of its blocks without being asked")
+        if self._is_leaving:
+            return  # nobody is sent there, and who has forgotten it would learn all of it anew
         if not self._listener.blocks(self.info.peer, message):
-            connection.send(ReportBlocks())
+            self._ask_for_blocks()
 
     async def _watch(self, connection: Connection, silence: Silence) -> None:
         """Give signs of life, and close a connection whose other side gives none."""

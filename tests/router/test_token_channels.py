@@ -3,8 +3,20 @@ import asyncio
 import pytest
 
 from protocol.errors import WorkerLost
-from protocol.messages import BlocksHeld, Hello, Ping, Refuse, ReportBlocks, TokenFrame, Welcome
+from protocol.messages import (
+    BlocksChanged,
+    BlocksHeld,
+    Drain,
+    Hello,
+    Ping,
+    Refuse,
+    ReportBlocks,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
 from protocol.requests import SampledToken, TokenEvent
+from protocol.stats import WorkerStats
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
 from router.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
@@ -324,4 +336,43 @@ async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(info_at
         assert changed == [info.peer, info.peer], "up and down"
     assert asked == ["keen", "keen"], "again, since the first answer was not understood"
     assert [message.sequence for message in heard] == [1, 2]
+    await listener.close()
+
+
+async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_back(info_at, until):
+    asked, heard, told = [], [], []
+
+    async def worker(connection):
+        hello = await connection.receive()
+        connection.send(Welcome(hello.receiver))
+        while True:
+            match await connection.receive():
+                case ReportBlocks():
+                    asked.append(hello.sender.worker_id)
+                    connection.send(BlocksHeld(b"", True, True, len(asked)))
+                case Drain():
+                    connection.send(BlocksChanged(2, b"", b""))
+                    connection.send(StatsFrame(WorkerStats(is_draining=True)))
+
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", worker)
+    info = info_at(listener)
+    channels = TokenChannels(network=network, peer=Peer("router", 1), clock=asyncio.get_running_loop().time)
+    channels.listen(
+        ChannelListener(
+            told=lambda peer, stats: told.append(stats),
+            changed=lambda peer: None,
+            blocks=lambda peer, message: heard.append(message) or True,
+        )
+    )
+    await channels.ensure(info)
+    await until(lambda: len(heard) == 1)
+    channels.subscribe(info.peer, "one", max_tokens=5)  # so that its channel stays
+    channels.follow([])
+    await until(lambda: told)
+    assert len(heard) == 1, "it would be indexed again, and nobody would forget it"
+    channels.follow([info])
+    await until(lambda: len(heard) == 2)
+    assert len(asked) == 2
+    await channels.close()
     await listener.close()
