@@ -29,14 +29,17 @@ class Batch:
         places = self._budget.places()
         chosen: set[DecodeJob] = set()
         has_newcomers = False
+        is_open = True  # to newcomers: none overtakes one for whom there is no room, though its own promise be looser
         for job in self._ranked(jobs):
             if len(chosen) == self._max_batch:
                 break
             # Costs may have changed, or contexts grown: that stops nobody. A newcomer of a higher class does.
-            if (job.has_place and not has_newcomers) or places.allow(job):
+            if (job.has_place and not has_newcomers) or ((job.has_place or is_open) and places.allow(job)):
                 has_newcomers = has_newcomers or not job.has_place
                 chosen.add(job)
                 places.take(job)
+            elif not job.has_place:
+                is_open = False
         return [job for job in jobs if job in chosen]
 
     def has_room(self, newcomer: DecodeJob, jobs: Iterable[DecodeJob]) -> bool:

@@ -180,6 +180,27 @@ def test_newcomers_wait_where_the_tightest_promise_leaves_no_room_and_come_when_
     assert rig.run() == [second, third]
 
 
+def test_newcomers_whose_promises_are_looser_do_not_overtake_one_that_waits_for_room() -> None:
+    """Their KV comes from elsewhere, so that all are here already."""
+    rig = Rig(num_blocks=512, costs=StepCosts(1.0, 0.01, 0.0, 0.5, 0.0))
+
+    def come(promise: Promise) -> DecodeJob:
+        job = rig.add(promise, 4, max_tokens=6, transfer=True)
+        rig.scheduler.reserve_offered()
+        rig.scheduler.verified(job, TOKEN)
+        return job
+
+    loose, tight = Promise("one", tpot_s=100.0), Promise("one", tpot_s=2.3)
+    for _ in range(4):
+        come(loose)
+        rig.run()
+    waiting = come(tight)
+    for _ in range(100):
+        come(loose)
+        rig.run()
+    assert waiting.has_ended
+
+
 def test_a_newcomer_with_a_tight_promise_waits_for_its_own_class_and_stops_lower_ones() -> None:
     rig = Rig(max_step_tokens=64, costs=COSTS)
     lows = [rig.add(LOW, max_tokens=30) for _ in range(4)]
