@@ -101,7 +101,6 @@ class Pipeline:
         than `retries` allows).
         """
         case = self._records.suspects.open(request)
-        self._budget.count_first_attempt()
         retries = Retries(most=self._config.retries, budget=self._budget, backoff=self._backoff)
         deadline = self._clock() + self._config.request_timeout_s
         sent: list[int] = []
@@ -115,6 +114,7 @@ class Pipeline:
                 if stages.attempts == 0:
                     self._admit(request, path, stages)
                     stages.admit = begin = self._clock()
+                    self._budget.count_first_attempt()
                 stages.begin_attempt()
                 tried = self._next_try(request, sent, stages)
                 async with self._until(deadline):

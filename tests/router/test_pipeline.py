@@ -380,6 +380,21 @@ async def test_a_full_worker_sends_the_request_elsewhere(fleet_of, a_request, ex
             await collect(rig, a_request())
 
 
+async def test_requests_that_are_not_admitted_earn_no_retries(fleet_of, a_request, monkeypatch):
+    def refuse(request, path, stages):
+        raise RequestError("too late", code="overloaded", status=429)
+
+    async with fleet_of(1, 1) as rig:
+        budget = rig.pipeline._budget
+        while budget.take():
+            pass
+        monkeypatch.setattr(rig.pipeline, "_admit", refuse)
+        for _ in range(20):
+            with pytest.raises(RequestError, match="too late"):
+                await collect(rig, a_request())
+        assert not budget.take(), "under overload most are refused, and there each retry is load on top of load"
+
+
 async def test_nobody_there_is_told_at_once(fleet_of, a_request):
     async with fleet_of(1, 0) as rig:
         with pytest.raises(NoPath) as caught:
