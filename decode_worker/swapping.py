@@ -16,10 +16,10 @@ class Swapping:
         self.pools = () if pool is None else (pool,)
         self.blocks = SwappedBlocks(pool, self._policy)
 
-    def step_ended(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn what computing and copying cost, from a step that has run."""
+    def step_ended(self, num_prompt_tokens: int, prompts_s: float) -> None:
+        """Learn what computing and copying cost, from a step that has run; `prompts_s` is its prompts' part."""
         if num_prompt_tokens:
-            self._policy.computing.count(num_prompt_tokens, seconds)
+            self._policy.computing.count(num_prompt_tokens, prompts_s)
         if self._space is not None:
             self._policy.copying = Rate(self._space.num_bytes, self._space.seconds)
 

@@ -261,7 +261,8 @@ class DecodeWorker:
         self._counters.count_step(ended.seconds, content.prompt_tokens)
         if not ended.step.swaps:  # what copies take says nothing about other steps
             self._counters.costs.add(content, ended.seconds)
-        self._swapping.step_ended(content.prompt_tokens, ended.seconds)
+        prompts_s = ended.seconds * content.prompts_part(self._counters.costs.costs())
+        self._swapping.step_ended(content.prompt_tokens, prompts_s)
         return ended
 
     def _report(self, progress: Iterable[Progress]) -> None:

@@ -74,6 +74,13 @@ class StepContent(NamedTuple):
         prompts_s = self.prompt_tokens * costs.token_s + self.pairs * costs.pair_s
         return costs.base_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
 
+    def prompts_part(self, costs: StepCosts | None) -> float:
+        """What part of such a step's time is its prompts': all, where nothing else is in it, or costs are not known."""
+        if not self.rows or costs is None:
+            return 1.0
+        without = StepContent(0, 0.0, self.rows, self.context_tokens)
+        return 1.0 - without.expected_s(costs) / max(self.expected_s(costs), LEAST_S)
+
 
 class StepCostFit:
     """Learns from each step of one worker. Cheap enough to be told of all of them."""

@@ -190,6 +190,13 @@ def test_equal_steps_are_predicted_from_the_first_fit_on() -> None:
     assert seconds(costs, content) == pytest.approx(0.2, rel=0.01)
 
 
+def test_of_a_step_with_decodes_only_what_its_prompts_add_is_theirs() -> None:
+    costs = StepCosts(0.010, 0.001, 0.0, 0.002, 0.0)
+    assert StepContent(20, 200.0, 5, 100).prompts_part(costs) == pytest.approx(0.5)
+    assert StepContent(20, 200.0, 0, 0).prompts_part(costs) == 1.0
+    assert StepContent(20, 200.0, 5, 100).prompts_part(None) == 1.0
+
+
 @pytest.mark.parametrize("kind", [prompts, rows, both])
 def test_steps_that_seem_to_have_taken_no_time_leave_nothing_that_lasts(kind: Draw) -> None:
     """Of two that ended while the event loop was busy, the second is seen to end at once."""
