@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from decode_worker.jobs import DecodeJob
-from protocol.step_costs import StepCosts
+from protocol.step_costs import LEAST_STRETCH, StepCosts
 
 CAUTIOUS_CHUNK = 64  # prompt tokens beside decodes while costs are not known
 CHUNK_MULTIPLE = 16  # kernels compute so many rows together
-# A promise that not even a request alone could keep does not keep others waiting until steps take this much longer.
-LEAST_STRETCH = 1.5
 
 
 class Places:

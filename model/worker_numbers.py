@@ -10,6 +10,7 @@ from model.step import Engine
 from model.step_costs import StepCostFit
 from protocol.requests import Promise
 from protocol.stats import QueuedWork, WorkerStats
+from protocol.step_costs import LEAST_STRETCH, StepCosts
 
 
 class SchedulerNumbers(Protocol):
@@ -104,7 +105,7 @@ def worker_stats(
     """
     queued = queued_work(scheduler.waiting_work())
     contexts = list(decoding)
-    tpots_s = [promise.tpot_s for promise, _ in contexts if promise.tpot_s is not None]
+    costs = counters.costs.costs()
     return WorkerStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -138,10 +139,19 @@ def worker_stats(
         broken_logit_rows=engine.num_broken_rows,
         queued=queued,
         context_tokens=sum(num_tokens for _, num_tokens in contexts),
-        tightest_tpot_s=min(tpots_s, default=None),
-        costs=counters.costs.costs(),
+        tightest_tpot_s=_tightest_tpot_s(contexts, costs),
+        costs=costs,
         is_draining=is_draining,
     )
+
+
+def _tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts | None) -> float | None:
+    """What the worker keeps: else one request with a promise that nobody could keep would have all others refused."""
+    promised_s = [promise.tpot_s for promise, _ in decoding if promise.tpot_s is not None]
+    if not promised_s or costs is None:
+        return min(promised_s, default=None)
+    context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
+    return max(min(promised_s), LEAST_STRETCH * (costs.base_s + costs.decode_s(1, context_tokens)))
 
 
 def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:

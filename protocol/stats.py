@@ -70,6 +70,6 @@ class WorkerStats(msgspec.Struct, frozen=True):
     broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound
     queued: tuple[QueuedWork, ...] = ()  # by class; their tokens sum up to num_waiting_tokens
     context_tokens: int = 0  # of the requests that decode
-    tightest_tpot_s: float | None = None  # among them; None: nothing is promised
+    tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests

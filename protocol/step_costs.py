@@ -7,6 +7,9 @@ its context add.
 
 import msgspec
 
+LEAST_STRETCH = 1.5
+"""A promise that not even a request alone could keep limits a step to so many times what it takes alone."""
+
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """Seconds a unit; none is negative."""

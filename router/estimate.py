@@ -18,8 +18,3 @@ class Estimate:
     def ttft_s(self) -> float:
         """Until the first token."""
         return self.queue_s + self.pull_s + self.prefill_s
-
-    @property
-    def second_token_s(self) -> float:
-        """Until the decode worker's own first token: what paths are compared by."""
-        return self.ttft_s + self.transfer_s + self.decode_slot_s + self.step_s

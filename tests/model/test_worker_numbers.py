@@ -9,6 +9,7 @@ from model.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
 from model.worker_numbers import queued_work
 from protocol.requests import GenerateRequest, Promise
 from protocol.stats import QueuedWork
+from protocol.step_costs import LEAST_STRETCH
 from tests.simulation.worker_rig import Rig, a_request, begin, play
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
@@ -72,6 +73,22 @@ def test_a_decode_worker_tells_its_contexts_and_the_tightest_promise_among_those
         await asyncio.gather(*calls)
         stats = rig.worker.stats()
         assert (stats.tightest_tpot_s, stats.context_tokens) == (None, 0)
+
+    play(script, role="decode", num_blocks=64)
+
+
+def test_a_promise_that_nobody_could_keep_is_told_as_what_the_worker_makes_of_it() -> None:
+    async def script(rig: Rig) -> None:
+        for number in range(COLD_STEPS + FIRST_SAMPLES):
+            await call(rig, a_request(5 + number, f"r{number}", max_tokens=3))
+        hopeless = call(rig, a_request(10, "a", promise=Promise("chat", tpot_s=1e-6), max_tokens=30))
+        await asyncio.sleep(0.02)
+        assert len(rig.events()["a"]) > 0
+        stats = rig.worker.stats()
+        assert stats.costs is not None
+        alone_s = stats.costs.base_s + stats.costs.decode_s(1, stats.context_tokens)
+        assert stats.tightest_tpot_s == pytest.approx(LEAST_STRETCH * alone_s)
+        await hopeless
 
     play(script, role="decode", num_blocks=64)
 
