@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from protocol.clock import Clock
-from protocol.errors import RequestError, TwostrokeError
+from protocol.errors import RequestError
 from protocol.stats import WorkerInfo, WorkerStats
 from router.admission import Admission, Overloaded
 from router.attainment import Verdict, verdict_of
@@ -230,7 +230,7 @@ class RouterService:
                         break  # a stop string: the workers don't know of it, and are told by closing
             verdict = verdict_of(job.request.promise, stages)
             self._admission.ended(job.request, stages)
-        except TwostrokeError as error:
+        except Exception as error:  # bugs, too; a client that leaves is none
             outcome = "error"
             verdict = "missed"
             if isinstance(error, Overloaded):

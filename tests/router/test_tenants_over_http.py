@@ -136,3 +136,15 @@ async def test_kept_and_broken_promises_are_counted(site_of) -> None:
         for verdict in ("met", "missed"):
             assert f'slo_requests_total{{model_name="fake",slo_class="gold",verdict="{verdict}"}} 1.0' in metrics
         assert 'ttft_prediction_correction{model_name="fake",slo_class="gold"} 1.0' in metrics
+
+
+async def test_a_bug_is_counted_as_an_error_and_a_broken_promise(site_of, monkeypatch) -> None:
+    def bug(*about: object) -> None:
+        raise ZeroDivisionError
+
+    async with site_of(1, 1, slo=SLO) as site:
+        monkeypatch.setattr(site.rig.pipeline, "_admit", bug)
+        assert (await site.http.post("/v1/completions", json=ASK)).status_code == 500
+        metrics = (await site.http.get("/metrics")).text
+        assert 'request_success_total{finished_reason="error",model_name="fake"} 1.0' in metrics
+        assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="missed"} 1.0' in metrics
