@@ -106,6 +106,29 @@ def test_prefill_after_a_cached_prefix_equals_the_reference(
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 5), (41, 17), (300, 33), (7, 70)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 80), (32, 2, 96), (15, 3, 128), (33, 1, 64)])
+@pytest.mark.parametrize("block_size", [16, 33])
+def test_short_chunks_whose_heads_share_tiles_equal_the_reference_with_poison_around(
+    heads: int, kv_heads: int, dim: int, start: int, count: int, block_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    num_blocks = -(-(start + count) // block_size)
+    steps = [SequenceStep([0] * count, start, range(num_blocks, 0, -1), None)]
+    layout = make_layout(steps, block_size, CPU)
+    q = torch.randn(count, heads, dim, generator=generator).to(torch.bfloat16)
+    clean = torch.randn(num_blocks + 2, 2, kv_heads, block_size, dim, generator=generator).to(torch.bfloat16)
+    poisoned = clean.clone()
+    poisoned[[0, num_blocks + 1]] = float("nan")
+    poisoned[1, :, :, (start + count - 1) % block_size + 1 :] = float("nan")
+    around = torch.full((count + 2, heads, dim), 7.0, dtype=torch.bfloat16)
+    out = around[1:-1]
+    cpu_attention.prefill_attention(q, poisoned, layout, out)
+    expected = cpu_reference.attention(q, clean, layout).view_as(q)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert (around[[0, -1]] == 7.0).all()
+
+
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_lies_beyond_the_context_is_not_read(dtype: torch.dtype, block_size: int) -> None:
