@@ -43,8 +43,9 @@ class Generation:
         self._include_usage = include_usage
         self._return_stages = return_stages
         self._return_token_ids = return_token_ids
-        # A response is judged once, by its first choice: half of one helps nobody.
-        self._stages = [Stages(arrive, follows=job.index > 0) for job in jobs]
+        # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
+        judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
+        self._stages = [Stages(arrive, follows=job is not judged) for job in jobs]
 
     @property
     def stages(self) -> Sequence[Stages]:

@@ -148,3 +148,17 @@ async def test_a_bug_is_counted_as_an_error_and_a_broken_promise(site_of, monkey
         metrics = (await site.http.get("/metrics")).text
         assert 'request_success_total{finished_reason="error",model_name="fake"} 1.0' in metrics
         assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="missed"} 1.0' in metrics
+
+
+async def test_a_response_is_judged_by_its_longest_prompt(site_of, monkeypatch) -> None:
+    judged: list[int] = []
+
+    def admit(request, path, stages) -> None:
+        if not stages.follows:
+            judged.append(request.num_prompt_tokens)
+
+    async with site_of(1, 1, slo=SLO) as site:
+        monkeypatch.setattr(site.rig.pipeline, "_admit", admit)
+        asked = {**ASK, "prompt": [[7], [7] * 20, [7] * 5], "n": 2}
+        assert (await site.http.post("/v1/completions", json=asked)).status_code == 200
+        assert judged == [20], "a short one first would let in whatever comes behind it"
