@@ -126,14 +126,13 @@ class DecodeScheduler:
         """
         staying = self._staying()
         chosen = self._batch.choose(staying)
-        decodes = [job for job in chosen if job.num_unscheduled == 1]
         if in_flight is not None:
-            if not self._can_run_ahead(in_flight, decodes):
+            if not self._can_run_ahead(in_flight, _decodes(chosen)):
                 return DecodeStep((), ())
-        elif swaps := self._make_room(decodes):
+        elif swaps := self._make_room(_decodes(chosen)):
             return DecodeStep((), (), swaps)
-        staying = [job for job in staying if job.phase is Phase.RUNNING]
-        chosen = [job for job in chosen if job.phase is Phase.RUNNING]
+        elif any(job.phase is not Phase.RUNNING for job in staying):
+            return self.schedule()  # their places are for others, who need blocks to grow into as well
         self._batch.settle(staying, chosen)
         follows = drawn_for(in_flight)
         entries: list[Entry] = []
@@ -414,6 +413,10 @@ class DecodeScheduler:
         if job.has_ended and not job.is_in_use:
             job.sequence.reset(self._pool)
             self._swapped.release(job)
+
+
+def _decodes(jobs: Iterable[DecodeJob]) -> list[DecodeJob]:
+    return [job for job in jobs if job.num_unscheduled == 1]
 
 
 def _entry(job: DecodeJob, num_tokens: int, follows: int | None = None) -> Entry:

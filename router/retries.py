@@ -3,7 +3,7 @@
 A worker that died, is cut off or leaves on purpose gives its requests back, all at once: each is tried again, whatever
 the retry budget says, since no accepted request may be lost to a dead worker, and its load has gone with it. Refusals
 and failures of workers that live are bounded by the budget: there, retries are load on top of load. But whoever has
-tokens already was accepted, and waits for a refusing worker's room as often as for a lost one.
+tokens already was accepted, and waits for a refusing worker's room until the request's own deadline.
 """
 
 from protocol.errors import RequestError, TwostrokeError, WorkerFailed
@@ -34,10 +34,12 @@ class Retries:
         is_believed = has_refused_before and not has_begun
         if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_believed):
             return None
+        is_excused = is_refusal and has_begun
         self._in_a_row = 1 if has_got_on else self._in_a_row + 1
         if self._in_a_row > self._most:
-            return None
-        is_excused = is_refusal and has_begun
+            if not is_excused:
+                return None
+            self._in_a_row = self._most
         if (is_refusal or isinstance(error, WorkerFailed)) and not is_excused and not self._budget.take():
             return None
         num_pauses = self._in_a_row - (1 if is_refusal else 2)

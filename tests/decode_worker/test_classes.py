@@ -98,6 +98,24 @@ def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lo
     assert rig.scheduler.preemptions == 0
 
 
+def test_the_place_of_one_who_gives_way_goes_to_who_stands_still() -> None:
+    """Or nobody would ever step again: no step ends that could wake the worker."""
+    rig = Rig(6, max_batch=1)
+    older = rig.add(LOW, 8, max_tokens=4, transfer=True)
+    younger = rig.add(LOW, 8, max_tokens=8, transfer=True)
+    rig.scheduler.schedule()
+    rig.scheduler.verified(younger, TOKEN)
+    while younger.phase is Phase.RUNNING and younger.sequence.num_output_tokens < 5:
+        assert rig.run() == [younger]
+    rig.scheduler.verified(older, TOKEN)
+    while rig.pool.free_blocks:
+        rig.pool.allocate(1)  # who knows who holds them
+    while younger.phase is Phase.RUNNING:
+        stepping = rig.run()
+    assert younger.phase is Phase.WAITING
+    assert stepping == [older]
+
+
 def test_nobody_of_the_same_or_a_higher_class_loses_a_place() -> None:
     rig = Rig(max_batch=2)
     first, second = rig.add(MIDDLE), rig.add(HIGH)

@@ -44,7 +44,7 @@ def test_a_worker_that_refuses_twice_is_believed():
     assert retries(floor=9).pause_s(error, has_got_on=False, has_refused_before=True, has_begun=False) is None
 
 
-def test_who_has_tokens_already_waits_for_room_as_long_as_for_a_lost_worker():
+def test_who_has_tokens_already_waits_for_room_until_its_own_deadline():
     full, of = RequestError("full", status=429), retries()
     paused = [of.pause_s(full, has_got_on=False, has_refused_before=True, has_begun=True) for _ in range(4)]
-    assert paused == [0.1, 0.2, 0.4, None]
+    assert paused == [0.1, 0.2, 0.4, 0.4]
