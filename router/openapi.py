@@ -227,7 +227,11 @@ def _slo_headers(slo_classes: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     return [
         {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
         for name, description, schema in (
-            (CLASS_HEADER, "The SLO class, before what `service_tier` names", {"enum": list(slo_classes)}),
+            (
+                CLASS_HEADER,
+                "The SLO class, before what `service_tier` names",
+                {"enum": [*dict.fromkeys((*slo_classes, *OPENAI_TIERS))]},
+            ),
             (TTFT_HEADER, "Milliseconds to the first token, instead of the class's", _MILLISECONDS),
             (TPOT_HEADER, "Milliseconds between tokens, instead of the class's", _MILLISECONDS),
             (PRIORITY_HEADER, "As the field `priority`: the lower goes first", _PRIORITIES),

@@ -70,13 +70,12 @@ def _chosen(
     for one in config.classes:
         if one.name == name:
             return one, param
-    if param == "service_tier":
-        if name in _DEFAULT_TIERS:
-            return default, param
-        if name == "flex":
-            return min(config.classes, key=lambda one: one.priority), param
-        if name == "priority":
-            return max(config.classes, key=lambda one: one.priority), param
+    if name in _DEFAULT_TIERS:
+        return default, param
+    if name == "flex":
+        return min(config.classes, key=lambda one: one.priority), param
+    if name == "priority":
+        return max(config.classes, key=lambda one: one.priority), param
     known = ", ".join(one.name for one in config.classes)
     shown = "".join(char if char.isprintable() else "?" for char in name[:80])
     raise RequestError(f"{param}: {shown!r} is none of the classes {known}", param=param)

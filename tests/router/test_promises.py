@@ -42,6 +42,9 @@ def test_openais_own_tiers_mean_a_class() -> None:
     assert class_of("default", key_class="bulk") == "bulk"
     assert class_of("flex") == "bulk"
     assert class_of("priority") == "gold"
+    assert class_of(x_slo_class="auto") == class_of("bulk", x_slo_class="default") == "plain"
+    assert class_of(key_class="bulk", x_slo_class="auto") == "bulk"
+    assert (class_of(x_slo_class="flex"), class_of(x_slo_class="priority")) == ("bulk", "gold")
     own = SLOConfig((SLOClass("flex", priority=3), GOLD))
     assert promise_of(own, None, {}, "flex").priority == 3
 
@@ -51,7 +54,7 @@ def test_openais_own_tiers_mean_a_class() -> None:
     [
         ("silver", {}, "service_tier"),
         (None, {"x-slo-class": "silver\n"}, "x-slo-class"),
-        (None, {"x-slo-class": "auto"}, "x-slo-class"),
+        (None, {"x-slo-class": "automatic"}, "x-slo-class"),
         (None, {"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
         (None, {"x-slo-ttft-ms": "nan"}, "x-slo-ttft-ms"),
         (None, {"x-slo-tpot-ms": "inf"}, "x-slo-tpot-ms"),
