@@ -73,6 +73,8 @@ def error_response(error: TwostrokeError) -> Response:
         headers["retry-after"] = "1"
     if error_status(error) == 413:
         headers["connection"] = "close"
+    if error_status(error) == 401:
+        headers["www-authenticate"] = "Bearer"
     return json_response(error_object(error), error_status(error), headers)
 
 

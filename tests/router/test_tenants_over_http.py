@@ -33,6 +33,7 @@ async def test_without_a_key_nothing_answers_but_health_and_ready(site_of, until
                 answer = await site.http.request(one.method, one.path.replace("{name:path}", "fake"), headers=headers)
                 assert answer.status_code == (200 if one.is_open else 401), one.path
                 assert "x-request-id" in answer.headers
+                assert answer.headers.get("www-authenticate") == (None if one.is_open else "Bearer"), one.path
         for path in ("/", "/none", "/health/", "//health", "/v1", "/docs"):
             assert (await site.http.get(path)).status_code == 401, path
         assert (await site.http.get("/none", headers=bearer(KEY))).status_code == 404
