@@ -40,6 +40,8 @@ TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 # What a time must at least be that is waited for again and again.
 _NOT_AT_ONCE_S = 0.001
 _WORKER_CHANNEL = {"stats_interval_s": 0.01, "lease_s": 0.1, "max_unsent_bytes": 1}
+OWN_KEY = "twostroke serve"
+"""The name of the key that `twostroke serve` asks its own router with."""
 _KEYS_LEAST: Least = {"keys": {"requests_per_minute": 1, "tokens_per_minute": 1, "max_in_flight": 1}}
 
 
@@ -286,7 +288,12 @@ class ClusterConfig:
 
 def read_config(raw: object) -> ClusterConfig:
     """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault."""
-    return read_settings(ClusterConfig, raw)
+    config = read_settings(ClusterConfig, raw)
+    try:
+        _check_names(config.auth.keys)
+    except ConfigError as error:
+        raise ConfigError(f"auth.{error}") from error
+    return config
 
 
 class _KeysOnce(yaml.SafeLoader):
@@ -335,6 +342,12 @@ def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChan
         )
 
 
+def _check_names(keys: Sequence[KeyConfig]) -> None:
+    """Raises ConfigError for the name that is the server's: its own requests could not be told apart in the log."""
+    if any(key.name == OWN_KEY for key in keys):
+        raise ConfigError(f"keys: the name {OWN_KEY} is that of the server's own key: choose another")
+
+
 def check_keys(keys: Sequence[KeyConfig], slo: SLOConfig) -> None:
     """Raises ConfigError for a key of a class that there is not."""
     known = [one.name for one in slo.classes]
@@ -352,6 +365,7 @@ def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
         listed = read_settings(AuthConfig, load_yaml(path), least=_KEYS_LEAST)
         if listed.keys_file is not None:
             raise ConfigError("keys_file: there is no such setting in a file of keys")
+        _check_names(listed.keys)
         auth = replace(config.auth, keys=(*config.auth.keys, *listed.keys), keys_file=None)
         check_keys(auth.keys, config.slo)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from cluster.commands.status import fetch_status
-from cluster.config import ClusterConfig, read_config, with_keys_of_file
+from cluster.config import OWN_KEY, ClusterConfig, read_config, with_keys_of_file
 from cluster.fleet_watch import FleetWatch
 from cluster.local_ray import LocalRayOptions, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
@@ -196,7 +196,7 @@ def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
     if not config.auth.keys:
         return config, None
     key, sha256 = new_key()
-    own = KeyConfig("twostroke serve", sha256, admin=True)
+    own = KeyConfig(OWN_KEY, sha256, admin=True)
     return replace(config, auth=replace(config.auth, keys=(*config.auth.keys, own))), key
 
 

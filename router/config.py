@@ -38,5 +38,10 @@ class PipelineConfig:
         for name in ("pull_min_tokens", "index_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be at least 1")
+        if self.retry_first_s > self.retry_most_s:
+            raise ConfigError(
+                f"router.retry_first_s is {self.retry_first_s:g}: it must not be over router.retry_most_s, "
+                f"{self.retry_most_s:g}"
+            )
         if self.request_timeout_s <= 0:
             raise ConfigError(f"router.request_timeout_s is {self.request_timeout_s:g}: it must be above 0")

@@ -46,7 +46,10 @@ def no_answer(url: str, error: Exception) -> str:
     text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
     if isinstance(error, urllib.error.HTTPError):
         if error.code in (401, 403):
-            return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLE}"
+            if not os.environ.get(API_KEY_VARIABLE):
+                return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLE}"
+            wrong = "is not known there" if error.code == 401 else "may not: it needs `admin: true` on the server"
+            return f"{url}: the API key in {API_KEY_VARIABLE} {wrong}"
         text = f"status {error.code}"
     return f"no Twostroke server answers at {url}: {text}"
 

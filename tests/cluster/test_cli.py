@@ -84,6 +84,25 @@ def test_an_address_that_is_none_is_told_in_one_line(
     assert one_line(capsys) == f"twostroke: --url {url} {told}"
 
 
+@pytest.mark.parametrize(
+    ("key", "status", "told"),
+    [
+        (None, 401, " wants an API key with `admin: true`: set TWOSTROKE_API_KEY"),
+        ("ts-wrong", 401, ": the API key in TWOSTROKE_API_KEY is not known there"),
+        ("ts-plain", 403, ": the API key in TWOSTROKE_API_KEY may not: it needs `admin: true` on the server"),
+    ],
+)
+def test_status_says_what_is_wrong_with_the_api_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str | None, status: int, told: str
+) -> None:
+    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("TWOSTROKE_API_KEY", key)
+    with answering({"/status": b"{}"}, status=status) as url:
+        assert main(["status", "--url", url]) == 2
+    assert one_line(capsys) == f"twostroke: {url}{told}"
+
+
 def worker(generated: int) -> dict[str, Any]:
     stats = WorkerStats(
         owned_blocks=3,

@@ -117,6 +117,7 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
         ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
         ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),
+        ({"router": {"retry_first_s": 2}}, "router.retry_first_s is 2: it must not be over router.retry_most_s, 1"),
         ({"router": {"token_channel": {"ping_s": 0}}}, "router.token_channel.ping_s: 0.0 must be at least 0.001"),
         (
             {"router": {"token_channel": {"silence_s": 0.9}}},
@@ -310,6 +311,7 @@ def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
         ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
         ({"auth": {"keys": [{"name": "a", "sha256": "secret"}]}}, "auth.keys[0].sha256: must be the 64 hexadecimal"),
         ({"auth": {"keys": [{"name": "a", "sha256": HASH}] * 2}}, "auth.keys: name a is there twice"),
+        ({"auth": {"keys": [{"name": "twostroke serve", "sha256": HASH}]}}, "auth.keys: the name twostroke serve is"),
         (
             {"auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "gold"}]}},
             "auth.keys: a's slo_class gold is none of standard",
@@ -339,6 +341,7 @@ def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> No
         ("keys: []", "has no keys, and so would let everybody in"),
         ("keys: [{name: b}]", "keys[0].sha256: is required"),
         (f"keys: [{{name: a, sha256: {'cd' * 32}}}]", "keys: name a is there twice"),
+        (f"keys: [{{name: twostroke serve, sha256: {'cd' * 32}}}]", "keys: the name twostroke serve is"),
     ],
 )
 def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) -> None:
