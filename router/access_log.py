@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.authentication import tenant_of
-from router.exchange import Exchange
+from router.exchange import EXCHANGE, Exchange
 from router.log_format import FIELDS, REQUEST_ID
 from router.service import RouterService
 
@@ -16,8 +16,6 @@ _log = logging.getLogger(__name__)
 
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/status"})
 """Asked for every few seconds by those who watch: these lines are for debugging alone."""
-
-_EXCHANGE = "twostroke.exchange"
 
 
 class Exchanges:
@@ -34,7 +32,7 @@ class Exchanges:
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         exchange = Exchange(REQUEST_ID.get(), scope["method"], scope["path"], service.clock(), trace)
-        scope[_EXCHANGE] = exchange
+        scope[EXCHANGE] = exchange
 
         async def send_and_see(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,12 +51,6 @@ class Exchanges:
                 service.traces.record(exchange)
 
 
-def exchange_of(request: Request) -> Exchange:
-    """The exchange that the request is a part of. For an app with `Exchanges`, whose service is there."""
-    exchange: Exchange = request.scope[_EXCHANGE]
-    return exchange
-
-
 def _tell(exchange: Exchange) -> None:
     level = logging.DEBUG if exchange.path in _QUIET_PATHS else logging.INFO
     if _log.isEnabledFor(level):
@@ -67,6 +59,8 @@ def _tell(exchange: Exchange) -> None:
 
 def _fields(exchange: Exchange) -> dict[str, Any]:
     fields: dict[str, Any] = {"status": exchange.status, "e2e_s": round(exchange.ended - exchange.began, 4)}
+    if exchange.code is not None:
+        fields["code"] = exchange.code
     if exchange.tenant is not None:
         fields["tenant"] = exchange.tenant
     if exchange.jobs:

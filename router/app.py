@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError, TwostrokeError
-from router.access_log import Exchanges, exchange_of
+from router.access_log import Exchanges
 from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
 from router.authentication import Authentication, check_admin, tenant_of
 from router.doctor import doctor
+from router.exchange import exchange_of
 from router.generation import Generation
 from router.http_io import (
     Belongings,
@@ -258,6 +259,7 @@ async def _answer(
         return_stages=bool(asked.return_stages),
         return_token_ids=bool(asked.return_token_ids),
         arrive=arrive,
+        on_failure=exchange_of(request).fails,
     )
     exchange_of(request).generates(jobs, generation.stages, is_stream=bool(asked.stream))
     tenant = tenant_of(request)
@@ -265,7 +267,7 @@ async def _answer(
         tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
         until_responded(request).enter_context(tokens)
     if asked.stream:
-        return EventStream(generation.events(), on_error=_service(request).metrics.refused)
+        return EventStream(generation.events(), on_error=lambda error: _count(request, error))
 
     async def whole() -> Response:
         return Response(await generation.whole(), media_type="application/json")
@@ -292,7 +294,7 @@ def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:
             _log.exception("a request to %s met a bug", request.url.path)
             failure = INTERNAL_ERROR
         if isinstance(request.app.state.service, RouterService):
-            request.app.state.service.metrics.refused(failure)
+            _count(request, failure)
         return error_response(failure)
 
     guarded.__name__ = endpoint.__name__
@@ -300,12 +302,21 @@ def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:
     return guarded
 
 
+def _count(request: Request, error: TwostrokeError) -> None:
+    """The request is answered with an error."""
+    _service(request).metrics.refused(error)
+    exchange_of(request).fails(error)
+
+
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     status_code = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status_code, "http_error")
     message = {404: "there is no such path", 405: "the path does not take this method"}.get(status_code, "refused")
-    response = error_response(RequestError(message, param="path", code=code, status=status_code))
+    failure = RequestError(message, param="path", code=code, status=status_code)
+    if isinstance(request.app.state.service, RouterService):
+        exchange_of(request).fails(failure)
+    response = error_response(failure)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})  # which methods the path takes
     return response

@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import RequestError
+from router.exchange import exchange_of
 from router.http_io import error_response
 from router.openapi import OPERATIONS
 from router.service import RouterService
@@ -35,6 +36,7 @@ class Authentication:
                 scope[_TENANT] = service.tenants.of(Headers(scope=scope).get("authorization"))
             except RequestError as error:
                 service.metrics.refused(error)
+                exchange_of(Request(scope)).fails(error)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,7 +1,7 @@
 """One response under way: its choices, as server-sent events or as one body."""
 
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from protocol.errors import TwostrokeError
@@ -36,13 +36,16 @@ class Generation:
         return_stages: bool,
         return_token_ids: bool,
         arrive: float,
+        on_failure: Callable[[TwostrokeError], None],
     ):
+        """`on_failure` is told of the error that ends a stream after it has begun."""
         self._service = service
         self._jobs = jobs
         self._form = form
         self._include_usage = include_usage
         self._return_stages = return_stages
         self._return_token_ids = return_token_ids
+        self._on_failure = on_failure
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
         self._stages = [Stages(arrive, follows=job is not judged) for job in jobs]
@@ -92,18 +95,22 @@ class Generation:
             if not began:
                 raise
             _log.warning("a stream failed after it had begun: %s", error)
-            yield event(error_object(error))
+            yield self._failed(error)
             return
         except Exception:
             if not began:
                 raise
             _log.exception("a stream met a bug after it had begun")
-            yield event(error_object(INTERNAL_ERROR))
+            yield self._failed(INTERNAL_ERROR)
             return
         yield (self._form.usage_chunk(self._usage()) if self._include_usage else b"") + DONE
 
     def _generate(self, job: Job) -> AsyncGenerator[Delta, None]:
         return self._service.generate(job, self._stages[job.index])
+
+    def _failed(self, error: TwostrokeError) -> bytes:
+        self._on_failure(error)
+        return event(error_object(error))
 
     def _says_something(self, delta: Delta) -> bool:
         """Half a character, or what may begin a stop string, is no news."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from contextlib import aclosing
 
 import pytest
 
@@ -67,8 +68,39 @@ async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not
         await site.http.get("/nowhere%0a%1b[31m")
         await site.http.get("/health")
     lines = access(logged)
-    assert [(line["status"], line["level"]) for line in lines] == [(400, "info"), (404, "info"), (200, "debug")]
+    told = [(line["status"], line.get("code"), line["level"]) for line in lines]
+    assert told == [(400, "invalid_value", "info"), (404, "not_found", "info"), (200, None, "debug")]
     assert SECRET not in "\n".join(logged)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_for_overload_is_told_by_its_code(site_of, logged, stream):
+    async with site_of(0, 1, max_choices_in_flight=1) as site:
+        answer = await site.http.post("/v1/completions", json={**ASKED, "stream": stream, "n": 2})
+        assert answer.status_code == 429
+    (line,) = access(logged)
+    assert (line["status"], line["code"]) == (429, "overloaded")
+
+
+async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(site_of, logged, monkeypatch):
+    failure = RequestError("the request took too long", code="timeout", status=504)
+
+    async def failing(num_deltas):
+        async with site_of(0, 1) as site:
+            whole = site.service.generate
+
+            async def generate(job, stages):
+                async with aclosing(whole(job, stages)) as deltas:
+                    for _ in range(num_deltas):
+                        yield await anext(deltas)
+                raise failure
+
+            monkeypatch.setattr(site.service, "generate", generate)
+            await site.http.post("/v1/completions", json={**ASKED, "stream": True, "return_token_ids": True})
+
+    await failing(num_deltas=0)
+    await failing(num_deltas=1)
+    assert [(line["status"], line["code"]) for line in access(logged)] == [(504, "timeout"), (200, "timeout")]
 
 
 async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
@@ -77,8 +109,8 @@ async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
     async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
         for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
             await site.http.post("/v1/completions", json=ASKED, headers={"authorization": authorization})
-    told = [(line["status"], line.get("tenant")) for line in access(logged)]
-    assert told == [(200, "alice"), (429, "alice"), (401, None)]
+    told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged)]
+    assert told == [(200, "alice", None), (429, "alice", "rate_limit_exceeded"), (401, None, "invalid_api_key")]
     assert key not in "\n".join(logged)
 
 
