@@ -56,7 +56,8 @@ class Shape:
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    # Each prompt goes by the prefill worker, whatever the router expects it to cost there: that way is tested here.
+    pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, decodes_alone=False))
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
 

@@ -27,7 +27,7 @@ FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
 HELD = (FIRST + ANSWER - 1) // 16 * 16  # by the decode worker, of the second turn's prompt
 TRANSPORTS = ("tcp", "shm", "torch_distributed")
 VOCAB = 96  # of the checkpoints that tests write
-SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64))
+SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64, decodes_alone=False))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ async def test_the_second_turn_computes_only_what_is_new(
 async def test_without_pulls_the_second_turn_computes_the_answer_again(
     folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    shape = replace(SHAPE, num_prefill=1, pipeline=PipelineConfig(pulls=False))
+    shape = replace(SHAPE, num_prefill=1, pipeline=PipelineConfig(pulls=False, decodes_alone=False))
     async with serve(folder, shape) as served:
         assert await two_turns(served) == answers
         stats = served.fleet.stats("prefill")
