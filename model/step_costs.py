@@ -1,18 +1,19 @@
 """How long this worker's steps take, learnt from those that have run. No torch.
 
 The form is protocol.step_costs.StepCosts: seconds = sum of costs x features, the first feature being 1. It is fitted by
-least squares of the relative error, no cost below 0, over normal equations in which older steps count ever less. What
-makes that safe on live steps:
+least squares of the relative error, no cost below 0. What makes that safe on live steps:
 
 - A worker's first steps are left out: they load kernels and touch memory for the first time.
+- The last few steps of every kind are kept, a kind being steps of about the same size, and fitted anew each time. The
+  older count less, but never nothing: so what steps of late don't tell apart stays as it was told by others before.
 - A step that takes far longer, or less, than its like counts as one at the edge of what is usual: steps that record a
-  CUDA graph, or are held up by a neighbour, say nothing about the next. Where all steps are off, the machine has
-  changed; then the edge moves out, and the fit follows within some hundred steps.
-- What the steps of late don't tell apart, such as the constant and the rows of batches that are all of one size, stays
-  in the proportions that it had: a pull towards the last solution, weak beside any step that does tell.
-- What was never seen is guessed from what was: a prefill worker sees no rows, a decode worker hardly a prompt.
+  CUDA graph, or are held up by a neighbour, say nothing about the next.
+- The costs are tied to each other as they are on most machines, with less force than a single step that can tell them
+  apart. Short prompts say nothing of pairs, nor two of one length of the constant: there the ties decide, or the fit of
+  noise would be a hundred times off for prompts a hundred times as long, which then never come here to teach better.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,26 +24,32 @@ from protocol.step_costs import StepCosts
 
 COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit
-FIRST_ROUNDS = 6  # of fitting them, and finding out who is far off
-BATCH = 32  # steps that are taken in at once: one at a time would cost the event loop more
+BATCH = 32  # steps that are taken in at once, where nobody asks earlier: one at a time would cost the event loop more
+KEPT = 12  # steps of a kind
+MOST_KINDS = 64
 MEMORY = 100.0  # steps after which one counts 1/e
-EDGE = 4.0  # times the usual error
-MOST_EDGE = 20.0  # beyond that nothing is cut off
+LEAST_WEIGHT = 0.01  # of a step, however old
+ROUNDS = 24  # of fitting, and finding out who is far off, at most
+SETTLED = 0.03  # a round that changes no step's expected time by more than this part has found what it could
+MOST_EDGE = 20.0  # of the first round: how far off a step may be, as a logarithm
+NARROWER = 4.0  # times, once that has settled
+EDGE = 4.0  # times the usual error: the least
 LEAST_ERROR = 0.02  # the usual error is taken to be at least this
 LEAST_S = 1e-9  # no step takes less
 LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
-PULL = 0.01  # towards the last solution, of the greatest weight that a feature has had
 
-# Guesses for what was never seen. Reading all weights, which is most of the constant, takes a CPU as long as computing
-# dozens of tokens, and a GPU some hundred. What attention adds for each token looked at is 1/10,000 (160M parameters)
-# to 1/30,000 (8B) of what a token's products take, and about the same part of reading weights where it is read.
-TOKENS_A_BASE = 128.0
+# The ties. Reading all weights, which is most of the constant, takes a CPU as long as computing dozens of tokens, and a
+# GPU some hundred. What attention adds for each token looked at is 1/10,000 (160M parameters) to 1/30,000 (8B) of what
+# a token's products take, and about the same part of reading weights where it is read.
+TOKENS_A_BASE = 64.0
 PAIR_SHARE = 5e-5
+TIE = 0.3  # how much a tie counts, in steps as far off as it is, for each part of a step that is the usual error
 
 _BASE, _TOKENS, _PAIRS, _ROWS, _CONTEXT = range(5)
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Kind = tuple[int, ...]
+Sample = tuple[float, ...]  # its number, features, seconds
 
 
 class StepContent(NamedTuple):
@@ -88,12 +95,9 @@ class StepCostFit:
     def __init__(self) -> None:
         self._num_told = 0
         self._num_samples = 0
-        self._pending: list[tuple[float, ...]] = []  # features and seconds
-        self._left = np.zeros((5, 5))  # of the normal equations: sums of products of features over expected seconds
-        self._right = np.zeros(5)  # the same of features and seconds
-        self._greatest = np.zeros(5)  # the diagonal of `_left` at its greatest; 0 where nothing was seen
-        self._solution = np.zeros(5)
-        self._usual_error = 0.0  # mean absolute logarithm of measured over expected seconds
+        self._num_pending = 0
+        self._kinds: dict[Kind, deque[Sample]] = {}  # the one with the newest sample last
+        self._solution: Array | None = None
         self._costs: StepCosts | None = None
 
     def add(self, content: StepContent, seconds: float) -> None:
@@ -101,82 +105,74 @@ class StepCostFit:
         self._num_told += 1
         if self._num_told <= COLD_STEPS or seconds < LEAST_S:
             return
-        self._pending.append((1.0, *content, seconds))
-        if len(self._pending) >= (BATCH if self._num_samples else FIRST_SAMPLES):
-            samples = np.array(self._pending)
-            self._pending.clear()
-            self._take_in(samples[:, :5], samples[:, 5])
+        self._num_samples += 1
+        self._num_pending += 1
+        kind = _kind(content)
+        kept = self._kinds.pop(kind, None) or deque(maxlen=KEPT)
+        kept.append((self._num_samples, 1.0, *content, seconds))
+        self._kinds[kind] = kept
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if self._num_pending >= BATCH or self._num_samples == FIRST_SAMPLES:
+            self.take_in()
 
-    def costs(self) -> StepCosts | None:
-        """What steps cost, as far as is known now; None before the first fit."""
-        return self._costs
-
-    def _take_in(self, features: Array, seconds: Array) -> None:
-        if self._num_samples == 0:
-            self._begin(features, seconds)
-        else:
-            self._go_on(features, seconds)
-        self._num_samples += len(seconds)
+    def take_in(self) -> None:
+        """Fit now, if anything has come since: to be called before the costs are told to others."""
+        if not self._num_pending or self._num_samples < FIRST_SAMPLES:
+            return
+        self._num_pending = 0
+        samples = np.array([sample for kept in self._kinds.values() for sample in kept])
+        weights = np.maximum(np.exp((samples[:, 0] - self._num_samples) / MEMORY), LEAST_WEIGHT)
+        self._solution = _fit(samples[:, 1:6], samples[:, 6], weights, self._solution)
         base, token, pair, row, context = self._solution.tolist()
         self._costs = StepCosts(base, token, pair, row, context, self._num_samples)
 
-    def _begin(self, features: Array, seconds: Array) -> None:
-        """Fit the first steps again and again, each time with less regard for those that are far off."""
-        is_seen = _with_any(features)
-        self._solution = _shared_out(features, seconds)
-        for _ in range(FIRST_ROUNDS):
-            expected = self._expected(features)
-            self._usual_error = max(LEAST_ERROR, float(np.median(np.abs(np.log(seconds / expected)))))
-            self._left, self._right = _equations(features, seconds, expected, EDGE * self._usual_error)
-            self._greatest = np.diag(self._left).copy()
-            self._solve(is_seen)
-
-    def _go_on(self, features: Array, seconds: Array) -> None:
-        was_seen = self._greatest > 0
-        is_seen = was_seen | _with_any(features)
-        expected = self._expected(features)
-        error = np.abs(np.log(seconds / expected))
-        # A step with much of what is little known may be far off, and is to be learnt from.
-        doubt = self._doubt(features / np.maximum(seconds, expected)[:, None], was_seen)
-        edge = np.minimum(EDGE * self._usual_error * doubt, MOST_EDGE)
-        forgotten = np.exp(-len(seconds) / MEMORY)
-        left, right = _equations(features, seconds, expected, edge)
-        self._left = forgotten * self._left + left
-        self._right = forgotten * self._right + right
-        self._greatest = np.maximum(self._greatest, np.diag(self._left))
-        usual = float(np.mean(np.minimum(error, edge) / doubt))
-        self._usual_error = max(LEAST_ERROR, forgotten * self._usual_error + (1 - forgotten) * usual)
-        self._solve(is_seen)
-
-    def _expected(self, features: Array) -> Array:
-        return np.maximum(features @ self._solution, LEAST_S)
-
-    def _doubt(self, shares: Array, was_seen: Mask) -> Array:
-        """By how much more than usual each step may differ from what is expected, from its features over seconds."""
-        left = self._pulled(was_seen)[0]
-        scale = _scale(left)
-        known = shares[:, was_seen] * scale
-        leverage = (known @ np.linalg.inv(left * scale * scale[:, None]) * known).sum(axis=1)
-        doubt: Array = np.sqrt(1.0 + leverage)
-        doubt[(shares[:, ~was_seen] > 0).any(axis=1)] = np.inf
-        return doubt
-
-    def _pulled(self, is_seen: Mask) -> tuple[Array, Array]:
-        """The equations of the features that were seen, with the pull towards the last solution."""
-        pull = PULL * self._greatest[is_seen]
-        return self._left[np.ix_(is_seen, is_seen)] + np.diag(pull), self._right[is_seen] + pull * self._solution[
-            is_seen
-        ]
-
-    def _solve(self, is_seen: Mask) -> None:
-        left, right = self._pulled(is_seen)
-        self._solution[is_seen] = _least(left, right)
-        _guess_unseen(self._solution, is_seen)
+    def costs(self) -> StepCosts | None:
+        """What steps cost, by the last fit; None before the first."""
+        return self._costs
 
 
-def _with_any(features: Array) -> Mask:
-    """Which features some step had."""
-    return np.asarray((features > 0).any(axis=0))
+def _kind(content: StepContent) -> Kind:
+    """Steps are of one kind where nothing in them differs by more than a factor of two, or four for context."""
+    return (
+        content.prompt_tokens.bit_length(),
+        int(content.pairs).bit_length() // 2,
+        content.rows.bit_length(),
+        content.context_tokens.bit_length() // 2,
+    )
+
+
+def _fit(features: Array, seconds: Array, weights: Array, start: Array | None) -> Array:
+    """Fit again and again, at last with little regard for those that are far off; begins with the solution `start`.
+
+    First all are believed, however far off: a machine that has changed, or prompts of a length that never was.
+    """
+    solution = _shared_out(features, seconds) if start is None else start
+    expected = _expected(features, solution)
+    usual_s = _median(seconds, weights)
+    edge = MOST_EDGE
+    for _ in range(ROUNDS):
+        usual_error = max(LEAST_ERROR, _median(np.abs(np.log(seconds / expected)), weights))
+        least_edge = min(MOST_EDGE, EDGE * usual_error)
+        edge = max(edge, least_edge)
+        left, right = _equations(features, seconds, expected, edge, weights)
+        solution = _least(left + TIE * usual_error * _ties(solution, usual_s), right)
+        before, expected = expected, _expected(features, solution)
+        if np.abs(np.log(expected / before)).max() < SETTLED:
+            if edge == least_edge:
+                break
+            edge /= NARROWER
+    return solution
+
+
+def _expected(features: Array, solution: Array) -> Array:
+    return np.maximum(features @ solution, LEAST_S)
+
+
+def _median(values: Array, weights: Array) -> float:
+    order = np.argsort(values)
+    summed = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(summed, summed[-1] / 2)]])
 
 
 def _shared_out(features: Array, seconds: Array) -> Array:
@@ -192,19 +188,32 @@ def _shared_out(features: Array, seconds: Array) -> Array:
     return costs
 
 
-def _guess_unseen(costs: Array, is_seen: Mask) -> None:
-    """Fill in what steps so far had nothing of: a lower bound rather than nothing."""
-    if not is_seen[_TOKENS]:
-        costs[_TOKENS] = max(costs[_ROWS], costs[_BASE] / TOKENS_A_BASE)
-    if not is_seen[_PAIRS]:
-        costs[_PAIRS] = PAIR_SHARE * costs[_TOKENS]
-    if not is_seen[_ROWS]:
-        costs[_ROWS] = costs[_TOKENS]
-    if not is_seen[_CONTEXT]:
-        costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
+def _ties(costs: Array, usual_s: float) -> Array:
+    """What ties add to the left of the normal equations, given about what the costs are.
+
+    Each is the square of how far two costs are from their proportion, in units that grow with the cost, so that data
+    can get there though it is a hundred times as much. Where the cost is all of the unit, no distance costs more than
+    a short one: that is for pairs and context, of which one odd step can't be full. A tiny prompt that was held up is
+    full of what seems to be tokens; to take tokens and rows for ten times as dear therefore costs ten times as much.
+    """
+    base = max(costs[_BASE], 1e-3 * usual_s)
+    token = max(costs[_TOKENS], base / TOKENS_A_BASE)
+    left = np.zeros((5, 5))
+    for tied, to, share, cost in (
+        (_TOKENS, _BASE, 1 / TOKENS_A_BASE, base),
+        (_ROWS, _TOKENS, 1.0, token),
+        (_PAIRS, _TOKENS, PAIR_SHARE, token),
+        (_CONTEXT, _BASE, PAIR_SHARE, base),
+    ):
+        off = np.zeros(5)
+        off[tied], off[to] = 1.0, -share
+        should = share * cost
+        unit = max(should, costs[tied])
+        left += np.outer(off, off) / (unit * (unit if tied in (_PAIRS, _CONTEXT) else should))
+    return left
 
 
-def _equations(features: Array, seconds: Array, expected: Array, edge: Array | float) -> tuple[Array, Array]:
+def _equations(features: Array, seconds: Array, expected: Array, edge: float, weights: Array) -> tuple[Array, Array]:
     """Normal equations of the relative error, with what is beyond the edge at the edge.
 
     Relative to the larger of the two times as they are: else one that is far off would outweigh the rest, on whichever
@@ -215,7 +224,8 @@ def _equations(features: Array, seconds: Array, expected: Array, edge: Array | f
     scale = np.maximum(np.maximum(seconds, expected), LEAST_PART * np.median(seconds))
     shares = features / scale[:, None]
     edged = np.clip(seconds, expected * np.exp(-edge), expected * np.exp(edge))
-    return shares.T @ shares, shares.T @ (edged / scale)
+    weighted = shares.T * weights
+    return weighted @ shares, weighted @ (edged / scale)
 
 
 def _scale(left: Array) -> Array:

@@ -105,6 +105,7 @@ def worker_stats(
     """
     queued = queued_work(scheduler.waiting_work())
     contexts = list(decoding)
+    counters.costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
     costs = counters.costs.costs()
     return WorkerStats(
         num_waiting=scheduler.num_waiting,

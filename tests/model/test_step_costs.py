@@ -169,6 +169,81 @@ def test_much_longer_prompts_than_ever_before_are_learnt_from() -> None:
     assert found[len(found) // 2] < 0.1
 
 
+def prompt(num_tokens: int, num_before: int = 0) -> StepContent:
+    return StepContent(num_tokens, num_tokens * (num_before + num_tokens / 2), 0, 0)
+
+
+LIVE = StepCosts(2e-3, 6e-5, 1.6e-8, 6e-5, 1e-7)  # a small model on one core
+LONG = (prompt(2048), prompt(952, 2048))  # 3,000 tokens as a prefill worker computes them
+
+
+def long_prompt_ratio(fit: StepCostFit, truth: StepCosts) -> float:
+    """What 3,000 tokens are predicted to take, over what they do take."""
+    costs = fit.costs()
+    assert costs is not None
+    return sum(seconds(costs, one) for one in LONG) / sum(seconds(truth, one) for one in LONG)
+
+
+@pytest.mark.parametrize("truth", [LIVE, CPU])
+@pytest.mark.parametrize("seed", range(20))
+def test_short_prompts_foretell_long_ones_and_a_few_of_those_put_it_right(truth: StepCosts, seed: int) -> None:
+    fit, draw = warm(), random.Random(seed)
+
+    def take(one: StepContent) -> None:
+        fit.add(one, seconds(truth, one) * math.exp(draw.gauss(0, 0.15)))
+
+    for _ in range(40):
+        take(prompt(draw.randint(5, 60)))
+    fit.take_in()
+    assert 1 / 2 < long_prompt_ratio(fit, truth) < 2
+    for _ in range(5):
+        for one in LONG:
+            take(one)
+    fit.take_in()
+    assert 1 / 1.25 < long_prompt_ratio(fit, truth) < 1.25
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_start_is_forgotten_with_the_first_long_prompts(seed: int) -> None:
+    fit, draw = warm(), random.Random(seed)
+    for _ in range(40):
+        one = prompt(draw.randint(3, 106))
+        fit.add(one, 10 * seconds(LIVE, one) * math.exp(draw.gauss(0, 0.15)))
+    for _ in range(5):
+        for one in LONG:
+            fit.add(one, seconds(LIVE, one))
+    fit.take_in()
+    assert 1 / 1.25 < long_prompt_ratio(fit, LIVE) < 1.25
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3e-3, 8e-3, 0.1])
+@pytest.mark.parametrize("then", [0, 1000])
+def test_a_tiny_prompt_that_was_held_up_says_nothing_of_long_ones(late_s: float, then: int) -> None:
+    fit, draw = warm(), random.Random(1)
+
+    def decode(steps: int) -> None:
+        for number in range(steps):
+            one = StepContent(0, 0.0, 1, 300 + number)
+            fit.add(one, seconds(LIVE, one) * draw.uniform(0.9, 1.1))
+
+    decode(200)
+    fit.add(prompt(6), seconds(LIVE, prompt(6)) + late_s)
+    fit.take_in()
+    decode(then)
+    assert long_prompt_ratio(fit, LIVE) < 3
+
+
+def test_nothing_is_fitted_anew_where_nothing_has_come_since() -> None:
+    fit = warm()
+    run(fit, CPU, ALL, FIRST_SAMPLES + 1)
+    before = fit.costs()
+    fit.take_in()
+    costs = fit.costs()
+    assert costs is not before
+    fit.take_in()
+    assert fit.costs() is costs
+
+
 def test_what_steps_of_late_hardly_tell_apart_stays_as_it_was() -> None:
     def nearly_the_same(draw: random.Random) -> StepContent:
         return StepContent(0, 0.0, draw.choice((15, 16, 17)), 16_000 + draw.randrange(100))

@@ -111,6 +111,18 @@ def test_workers_learn_what_their_own_steps_cost(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_is_told_has_learnt_from_all_steps(role: str) -> None:
+    async def script(rig: Rig) -> None:
+        for number in range(COLD_STEPS + FIRST_SAMPLES + 3):
+            await call(rig, a_request(5 + number, f"r{number}", max_tokens=1))
+            stats = rig.worker.stats()
+            assert stats.costs is None or stats.costs.num_samples == stats.steps - COLD_STEPS
+        assert stats.costs is not None
+
+    play(script, role=role)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_draining_worker_tells_its_routers_at_once(role: str) -> None:
     async def script(rig: Rig) -> None:
         running = call(rig, a_request(60, max_tokens=20))
