@@ -18,6 +18,7 @@ from router.backoff import Backoff
 from router.config import PipelineConfig
 from router.fleet import Fleet
 from router.in_flight import Hold
+from router.log_format import FIELDS
 from router.path_finder import PathFinder
 from router.policy import Path
 from router.prefix_pulls import PrefixPulls
@@ -105,6 +106,7 @@ class Pipeline:
         deadline = self._clock() + self._config.request_timeout_s
         sent: list[int] = []
         failed: set[Peer] = set()
+        last = self._clock()
         while True:
             path, hold = await self._find(request, sent, failed, deadline)
             attempt: Attempt | None = None
@@ -130,7 +132,12 @@ class Pipeline:
                     failed=failed,
                 )
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
+                    is_first = True
                     async for event in events:
+                        now = self._clock()
+                        if is_first and stages.attempts > 1:
+                            _tell_of_resumption(stages.attempts, path, len(sent), now - last)
+                        is_first, last = False, now
                         sent.extend(token.token_id for token in event.tokens)
                         yield event
                 return
@@ -202,3 +209,14 @@ class Pipeline:
                 yield
         except TimeoutError as error:
             raise out_of_time() from error
+
+
+def _tell_of_resumption(attempt: int, path: Path, num_tokens: int, pause_s: float) -> None:
+    """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
+    fields = {
+        "attempt": attempt,
+        "decode_worker": path.decode.peer.worker_id,
+        "tokens": num_tokens,
+        "pause_s": round(pause_s, 3),
+    }
+    _log.info("a stream goes on at another attempt", extra={FIELDS: fields})

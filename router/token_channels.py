@@ -165,12 +165,14 @@ class _Channel:
 
     async def _keep_up(self) -> None:
         backoff_s = self._config.backoff_first_s
+        level = logging.INFO
         while True:
             reason = "the channel is closed"
             connection: Connection | None = None
             try:
                 connection = await self._open()
                 backoff_s = self._config.backoff_first_s
+                level = logging.INFO
                 await self._serve(connection)
             except (ConnectionLost, EpochMismatch, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
@@ -181,7 +183,8 @@ class _Channel:
                 self._drop(WorkerLost(f"the token channel to worker {self.info.peer.worker_id} dropped: {reason}"))
                 if connection is not None:
                     await connection.close()
-            _log.info("token channel to %s dropped: %s", self.info.peer.worker_id, reason)
+            _log.log(level, "token channel to %s dropped: %s", self.info.peer.worker_id, reason)
+            level = logging.DEBUG  # a dead worker refuses every attempt until the fleet names it no more
             if self._is_leaving:
                 return
             await self._wait(backoff_s)

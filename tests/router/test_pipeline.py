@@ -278,6 +278,25 @@ async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, 
         assert not rig.fleet.owned
 
 
+async def test_a_stream_that_goes_on_elsewhere_is_told(fleet_of, a_request, expected, caplog):
+    caplog.set_level("INFO", logger="router.pipeline")
+    async with fleet_of(0, 2) as rig:
+        for name in ("d0", "d1"):
+            allow(rig[name], 3)
+        events, tokens = await nth_token(rig, a_request(), 3)
+        (victim,) = [worker for worker in rig.fleet.all.values() if worker.seen]
+        (other,) = [worker for worker in rig.fleet.all.values() if worker is not victim]
+        await victim.die()
+        allow(other, 100)
+        async with aclosing(events):
+            tokens += [token.token_id async for event in events for token in event.tokens]
+        assert tokens == expected(a_request())
+    (told,) = [record for record in caplog.records if "goes on" in record.message]
+    assert told.levelname == "INFO"
+    assert (told.fields["attempt"], told.fields["decode_worker"], told.fields["tokens"]) == (2, other.name, 3)
+    assert 0 < told.fields["pause_s"] < 5
+
+
 async def test_a_dropped_channel_alone_moves_the_request_to_another_worker(fleet_of, a_request, expected):
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], 4)

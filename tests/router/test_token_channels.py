@@ -73,6 +73,24 @@ async def test_a_dropped_channel_fails_its_streams_after_what_had_come(fleet_of,
             rig.channels.subscribe(peer, "two", max_tokens=5)
 
 
+async def test_a_dropped_channel_is_told_once_and_each_further_attempt_for_debugging_alone(fleet_of, until, caplog):
+    caplog.set_level("DEBUG", logger="router.token_channels")
+
+    def told():
+        return [record.levelname for record in caplog.records if "dropped" in record.message]
+
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig)
+        await until(lambda: "router-0" in rig["d0"].connections)
+        first = rig["d0"].connections["router-0"]
+        await first.close()
+        await until(lambda: rig["d0"].connections.get("router-0", first) is not first)
+        await until(lambda: rig.channels.is_connected(peer))
+        await rig["d0"].die()
+        await until(lambda: len(told()) >= 4)
+        assert told()[:4] == ["INFO", "INFO", "DEBUG", "DEBUG"]
+
+
 async def test_a_channel_comes_back_by_itself_while_its_worker_is_followed(fleet_of, until):
     async with fleet_of(0, 1) as rig:
         peer = await connected(rig)
