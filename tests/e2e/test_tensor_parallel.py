@@ -15,7 +15,9 @@ PROMPT = [300 + (7 * position) % 3000 for position in range(100)]
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    config.write_text("decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\n")
+    config.write_text(
+        "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nrouter: {decodes_alone: false}\n"  # KV is to travel
+    )
     yield from serving("--config", str(config))
 
 
