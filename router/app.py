@@ -266,13 +266,14 @@ async def _answer(
     if tenant is not None:
         tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
         until_responded(request).enter_context(tokens)
+    cut = until_responded(request).enter_context(_service(request).cuttable())
     if asked.stream:
-        return EventStream(generation.events(), on_error=lambda error: _count(request, error))
+        return EventStream(generation.events(), lambda error: _count(request, error), cut)
 
     async def whole() -> Response:
         return Response(await generation.whole(), media_type="application/json")
 
-    return await until_disconnect(request.receive, whole())
+    return await until_disconnect(request.receive, whole(), cut)
 
 
 def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:

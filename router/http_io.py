@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import RequestError, TwostrokeError
 from router.log_format import REQUEST_ID
-from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status
+from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status, event
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 class ClientGone(Exception):
     """The client closed the connection: nobody is left to answer."""
+
+
+class ServerEnds(RequestError):
+    """The response has not ended in the time that the server has left."""
+
+    def __init__(self) -> None:
+        super().__init__("the server ends; try again shortly", code="shutting_down", status=503)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -78,14 +85,21 @@ def error_response(error: TwostrokeError) -> Response:
     return json_response(error_object(error), error_status(error), headers)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled, and ended, when the client goes: that raises ClientGone."""
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Result], cut: "asyncio.Future[None] | None" = None
+) -> Result:
+    """The result of `work`, which is cancelled, and ended, when the client goes: that raises ClientGone.
+
+    Or when `cut` is done: that raises ServerEnds.
+    """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, watch) if cut is None else (task, watch, cut), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        if cut is not None and cut.done():
+            raise ServerEnds
         raise ClientGone
     finally:
         task.cancel()
@@ -104,8 +118,16 @@ class EventStream(Response):
     Its first event is awaited before the response starts: a failure until then becomes a response of its own.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_error: Callable[[TwostrokeError], None]):
-        """`on_error` is told of a failure before the first event."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_error: Callable[[TwostrokeError], None],
+        cut: "asyncio.Future[None] | None" = None,
+    ):
+        """`on_error` is told of a failure before the first event. When `cut` is done, an error event ends the stream.
+
+        Of that it is told, too.
+        """
         # Not Response's own constructor: it would set the length of a body.
         self.status_code = 200
         self.background = None
@@ -113,12 +135,19 @@ class EventStream(Response):
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._events = events
         self._on_error = on_error
+        self._cut = cut
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            refusal = await until_disconnect(receive, self._send_events(send))
+            refusal = await until_disconnect(receive, self._send_events(send), self._cut)
         except ClientGone:
             return
+        except ServerEnds as error:
+            refusal = self._refused(error)
+            if self._has_begun:
+                await send({"type": "http.response.body", "body": event(error_object(error)), "more_body": False})
+                return
         if refusal is not None:
             await refusal(scope, receive, send)
 
@@ -131,6 +160,7 @@ class EventStream(Response):
             except Exception:
                 _log.exception("a stream met a bug before it began")
                 return self._refused(INTERNAL_ERROR)
+            self._has_begun = True
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for event in events:

@@ -97,6 +97,7 @@ class RouterService:
         self._pipeline = pipeline
         self._wall_clock = wall_clock
         self._num_choices = 0
+        self._cuts: set[asyncio.Future[None]] = set()  # of the responses under way
         self._following: asyncio.Task[None] | None = None
         self._takes_until: float | None = None  # None: for as long as it lives
         self.started_at = int(wall_clock())
@@ -159,6 +160,16 @@ class RouterService:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
 
+    @contextmanager
+    def cuttable(self) -> Iterator["asyncio.Future[None]"]:
+        """For a response: done when it is to end at once, for the server does."""
+        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cuts.add(cut)
+        try:
+            yield cut
+        finally:
+            self._cuts.discard(cut)
+
     @property
     def num_choices(self) -> int:
         """Choices under way."""
@@ -167,6 +178,14 @@ class RouterService:
     def drain(self, notice_s: float) -> None:
         """Be not ready from now on, and take new requests for `notice_s` more: load balancers notice meanwhile."""
         self._takes_until = self.clock() + notice_s
+
+    def cut(self) -> int:
+        """Take nothing new, and end every response under way with an error; returns how many choices those have."""
+        self.drain(notice_s=0.0)
+        for cut in self._cuts:
+            if not cut.done():
+                cut.set_result(None)
+        return self._num_choices
 
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""

@@ -1,6 +1,9 @@
 """A router that is about to end says so first, and lets its streams end."""
 
 import asyncio
+import json
+
+import pytest
 
 ASKED = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 8}
 
@@ -29,3 +32,39 @@ async def test_after_that_it_takes_nothing_new_and_finishes_what_it_has(site_of,
             worker.gate.release()
         assert (await begun).status_code == 200
         assert site.service.num_choices == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_has_not_ended_in_time_ends_with_an_error_that_says_so(site_of, until, stream):
+    async with site_of(0, 1) as site:
+        worker = site.rig["d0"]
+        worker.gate = asyncio.Semaphore(2)
+        asked = {**ASKED, "stream": stream, "return_token_ids": True}
+        begun = asyncio.create_task(site.http.post("/v1/completions", json=asked))
+        await until(worker.gate.locked)
+        site.service.drain(notice_s=0.0)
+        assert site.service.cut() == 1
+        answer = await begun
+        assert site.service.num_choices == 0
+        if stream:
+            *_, last = answer.text.strip().split("\n\n")
+            assert answer.status_code == 200
+            error = json.loads(last.removeprefix("data: "))["error"]
+        else:
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("shutting_down", "server_error")
+        assert site.service.cut() == 0
+
+
+async def test_a_request_that_has_no_token_yet_is_refused_when_the_server_is_cut(site_of, until):
+    async with site_of(0, 1) as site:
+        worker = site.rig["d0"]
+        worker.gate = asyncio.Semaphore(0)
+        begun = asyncio.create_task(site.http.post("/v1/completions", json={**ASKED, "stream": True}))
+        await until(lambda: worker.owned)
+        site.service.cut()
+        answer = await begun
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in answer.headers
+        assert (await site.http.post("/v1/completions", json=ASKED)).status_code == 503
