@@ -15,8 +15,8 @@ PROMPT = [300 + (7 * position) % 3000 for position in range(100)]
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    config.write_text(
-        "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nrouter: {decodes_alone: false}\n"  # KV is to travel
+    config.write_text(  # KV is to travel
+        "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nrouter: {decodes_alone: false}\n"
     )
     yield from serving("--config", str(config))
 
