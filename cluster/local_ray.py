@@ -70,6 +70,7 @@ def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
         # Serve's request path on the replica's own event loop, and calls over gRPC.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http_middlewares:http_middlewares",
         # A dead proxy is replaced within seconds instead of half a minute; a busy machine's slow answer is no death.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",

@@ -188,6 +188,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        MutableHeaders(scope=scope)["x-request-id"] = request_id  # whoever is further inside takes the same
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -114,6 +114,13 @@ def test_an_idle_fleets_metrics_show_no_owned_block_in_either_role(server: Serve
         assert owned.split()[-1] == "0.0"
 
 
+def test_an_answer_has_one_request_id_whatever_the_client_sends(server: Server) -> None:
+    for given, is_sound in ((b"label-1", True), (b"my id \xe9", False)):
+        answer = httpx.get(f"{server.url}/health", headers={b"X-Request-Id": given}, timeout=30)
+        (told,) = answer.headers.get_list("x-request-id")
+        assert (told.encode("latin-1") == given) == is_sound
+
+
 def test_the_router_process_has_no_torch(server: Server) -> None:
     processes = server.processes()
     (router,) = processes_named("ServeReplica:twostroke:Router", processes)
