@@ -25,6 +25,7 @@ from cluster.fleet_watch import FleetWatch
 from cluster.local_ray import LocalRayOptions, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
 from cluster.preflight import check_model
+from cluster.router_drain import drain_routers
 from protocol.errors import ConfigError
 from router.tenants import KeyConfig, new_key
 
@@ -113,7 +114,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
             for line in _news(watch, own_url(order.host, order.port), api_key):
                 _report(reports, Report("news", line))
         if order.grace_s > 0:
-            asyncio.run(_drain(order.grace_s, config.router.drain_notice_s))
+            asyncio.run(_drain(order.grace_s, config.router.drain_notice_s, reports))
 
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
@@ -162,17 +163,15 @@ def _deploy(config: ClusterConfig) -> None:
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
 
-async def _drain(grace_s: float, notice_s: float) -> None:
-    """Have every router say that it is not ready, and let the streams end for as long as `grace_s`."""
+async def _drain(grace_s: float, notice_s: float, reports: TextIO) -> None:
     from ray import serve
 
-    began = time.monotonic()
     routers = serve.get_deployment_handle("Router", "twostroke")
-    while (gone_s := time.monotonic() - began) < grace_s:
-        under_way = sum(await routers.broadcast("drain").results_async(timeout_s=5.0))
-        if under_way == 0 and gone_s >= notice_s:
-            return
-        await asyncio.sleep(0.2)
+
+    async def ask(method: str) -> int:
+        return sum(await routers.broadcast(method).results_async(timeout_s=5.0))
+
+    await drain_routers(ask, grace_s, notice_s, lambda line: _report(reports, Report("news", line)))
 
 
 def _await_ready(url: str) -> None:

@@ -120,6 +120,10 @@ class RouterReplica:
             self._service.drain(self._notice_s)
         return self._service.num_choices
 
+    async def cut(self) -> int:
+        """End what is under way, with an error; returns how many choices that is."""
+        return 0 if self._service is None else self._service.cut()
+
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""
         if self._service is not None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,29 +112,35 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
     _interrupt_once()
     reading, writing = os.pipe()
     server = None
-    try:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "cluster.local_server", str(writing)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=(writing,),
-            # A terminal's Ctrl-C, or a signal to our group, must not end Ray's processes in any odd order.
-            start_new_session=True,
-            env=_environment(),
-        )
-        os.close(writing)
-        assert server.stdin is not None  # asked for above
-        server.stdin.write(msgspec.json.encode(order) + b"\n")
-        server.stdin.flush()
-        with os.fdopen(reading, encoding="utf-8") as reports:
-            return _show(_reports(reports), order, console)
-    except KeyboardInterrupt:
-        console.print("Ending ...")
-        return None
-    finally:
-        if server is not None:
-            _end(server, order.grace_s)
+    with os.fdopen(reading, encoding="utf-8") as lines:
+        farewell = threading.Thread(target=_show_news, args=(_reports(lines), console), name="farewell", daemon=True)
+        try:
+            try:
+                server = subprocess.Popen(
+                    [sys.executable, "-m", "cluster.local_server", str(writing)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(writing,),
+                    # A terminal's Ctrl-C, or a signal to our group, must not end Ray's processes in any odd order.
+                    start_new_session=True,
+                    env=_environment(),
+                )
+            finally:
+                os.close(writing)
+            assert server.stdin is not None  # asked for above
+            server.stdin.write(msgspec.json.encode(order) + b"\n")
+            server.stdin.flush()
+            return _show(_reports(lines), order, console)
+        except KeyboardInterrupt:
+            console.print("Ending ...")
+            farewell.start()
+            return None
+        finally:
+            if server is not None:
+                _end(server, order.grace_s)
+            if farewell.ident is not None:
+                farewell.join()  # nobody is left who could write
 
 
 def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
@@ -148,12 +155,23 @@ def _show(reports: Iterator[Report], order: Order, console: Console) -> str:
             case "ready":
                 _show_ready(order, report.text, console)
             case "news":
-                console.print(f"[yellow]{time.strftime('%H:%M:%S')}[/] {escape(report.text)}", soft_wrap=True)
+                _show_line(report.text, console)
             case "wrong":
                 raise ConfigError(report.text)
             case "failed":
                 return report.text
     return "its process ended by itself"
+
+
+def _show_news(reports: Iterator[Report], console: Console) -> None:
+    """Tell people what the server says while it ends."""
+    for report in reports:
+        if report.event == "news":
+            _show_line(report.text, console)
+
+
+def _show_line(text: str, console: Console) -> None:
+    console.print(f"[yellow]{time.strftime('%H:%M:%S')}[/] {escape(text)}", soft_wrap=True)
 
 
 def _show_ready(order: Order, name: str, console: Console) -> None:
