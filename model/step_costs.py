@@ -13,8 +13,10 @@ least squares of the relative error, no cost below 0. What makes that safe on li
   noise would be a hundred times off for prompts a hundred times as long, which then never come here to teach better.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from protocol.step_costs import StepCosts
 COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit
 BATCH = 32  # steps that are taken in at once, where nobody asks earlier: one at a time would cost the event loop more
-KEPT = 12  # steps of a kind
+KEPT = 16  # steps of a kind
 MOST_KINDS = 64
 MEMORY = 100.0  # steps after which one counts 1/e
 LEAST_WEIGHT = 0.01  # of a step, however old
@@ -48,7 +50,6 @@ TIE = 0.3  # how much a tie counts, in steps as far off as it is, for each part 
 _BASE, _TOKENS, _PAIRS, _ROWS, _CONTEXT = range(5)
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Kind = tuple[int, ...]
 Sample = tuple[float, ...]  # its number, features, seconds
 
 
@@ -89,6 +90,24 @@ class StepContent(NamedTuple):
         return 1.0 - without.expected_s(costs) / max(self.expected_s(costs), LEAST_S)
 
 
+@dataclass(slots=True)
+class _Kind:
+    """The last steps of a kind. They stand for those before them, too."""
+
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
+    weight: float = 0.0  # of all its steps, when the newest came
+
+    def add(self, sample: Sample) -> None:
+        if self.samples:
+            self.weight *= math.exp((self.samples[-1][0] - sample[0]) / MEMORY)
+        self.weight += 1.0
+        self.samples.append(sample)
+
+    def each(self, now: float) -> float:
+        """What every one of them weighs, when sample `now` is the newest of all."""
+        return self.weight / len(self.samples) * math.exp((self.samples[-1][0] - now) / MEMORY)
+
+
 class StepCostFit:
     """Learns from each step of one worker. Cheap enough to be told of all of them."""
 
@@ -96,7 +115,7 @@ class StepCostFit:
         self._num_told = 0
         self._num_samples = 0
         self._num_pending = 0
-        self._kinds: dict[Kind, deque[Sample]] = {}  # the one with the newest sample last
+        self._kinds: dict[tuple[int, ...], _Kind] = {}  # the one with the newest sample last
         self._solution: Array | None = None
         self._costs: StepCosts | None = None
 
@@ -107,10 +126,9 @@ class StepCostFit:
             return
         self._num_samples += 1
         self._num_pending += 1
-        kind = _kind(content)
-        kept = self._kinds.pop(kind, None) or deque(maxlen=KEPT)
-        kept.append((self._num_samples, 1.0, *content, seconds))
-        self._kinds[kind] = kept
+        name = _kind_of(content)
+        kind = self._kinds[name] = self._kinds.pop(name) if name in self._kinds else _Kind()
+        kind.add((self._num_samples, 1.0, *content, seconds))
         if len(self._kinds) > MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if self._num_pending >= BATCH or self._num_samples == FIRST_SAMPLES:
@@ -121,8 +139,12 @@ class StepCostFit:
         if not self._num_pending or self._num_samples < FIRST_SAMPLES:
             return
         self._num_pending = 0
-        samples = np.array([sample for kept in self._kinds.values() for sample in kept])
-        weights = np.maximum(np.exp((samples[:, 0] - self._num_samples) / MEMORY), LEAST_WEIGHT)
+        samples = np.array([sample for kind in self._kinds.values() for sample in kind.samples])
+        each = np.repeat(
+            [kind.each(self._num_samples) for kind in self._kinds.values()],
+            [len(kind.samples) for kind in self._kinds.values()],
+        )
+        weights = np.maximum(each, LEAST_WEIGHT)
         self._solution = _fit(samples[:, 1:6], samples[:, 6], weights, self._solution)
         base, token, pair, row, context = self._solution.tolist()
         self._costs = StepCosts(base, token, pair, row, context, self._num_samples)
@@ -132,7 +154,7 @@ class StepCostFit:
         return self._costs
 
 
-def _kind(content: StepContent) -> Kind:
+def _kind_of(content: StepContent) -> tuple[int, ...]:
     """Steps are of one kind where nothing in them differs by more than a factor of two, or four for context."""
     return (
         content.prompt_tokens.bit_length(),

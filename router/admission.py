@@ -58,7 +58,7 @@ class _Fault:
 
     limit: Limit
     reason: str
-    clears_in_s: float
+    clears_in_s: float  # infinite: it takes too long even alone
 
 
 class Admission:
@@ -81,10 +81,10 @@ class Admission:
             history.offered.add(1.0, now)
             self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
             fault = self._fault(request, path, path.estimate, history, stages)
-            if fault is not None and not self._is_probe(path.estimate, history, now):
+            if fault is not None and not self._is_probe(fault, path, path.estimate, history, now):
                 history.is_refusing = True
                 history.refused_at = now
-                retry_after_s = self._retry_after_s(fault, history, now)
+                retry_after_s = self._retry_after_s(fault, path, path.estimate, history, now)
                 message = f"{fault.reason}; try again in {retry_after_s} s"
                 raise Overloaded(message, limit=fault.limit, retry_after_s=retry_after_s)
             history.is_refusing = False
@@ -184,10 +184,23 @@ class Admission:
         tokens = sum(one.tokens.value(now) for one in self._classes.values())
         return history.tokens.value(now) < history.share * tokens
 
-    def _is_probe(self, estimate: Estimate, history: ClassHistory, now: float) -> bool:
-        """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out."""
+    def _is_probe(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> bool:
+        """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out.
+
+        A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with
+        nothing to do it would never learn better.
+        """
+        if path.is_trial and fault.limit == "ttft":
+            return True
+        if fault.clears_in_s == math.inf and self._untried_s(path, estimate, now) <= 0:
+            return True
         since = history.admitted_at if self._is_below_share(history, now) else self._admitted_at
         return now - since > max(PROBE_S, 2 * estimate.ttft_s)
+
+    def _untried_s(self, path: Path, estimate: Estimate, now: float) -> float:
+        """Until the path is tried with a prompt that is thought to take too long even alone."""
+        tried_s = now - self._load(path, now).sent_at
+        return max(estimate.queue_s, max(PROBE_S, 2 * estimate.prefill_s) - tried_s)
 
     def _prompt_s(self, request: GenerateRequest, path: Path, estimate: Estimate, now: float) -> float:
         """Until the prompt is computed, with all that will come before it."""
@@ -234,9 +247,15 @@ class Admission:
     def _history(self, promise: Promise) -> ClassHistory:
         return self._classes.setdefault(promise.class_name, ClassHistory(promise.priority, promise.share))
 
-    def _retry_after_s(self, fault: _Fault, history: ClassHistory, now: float) -> int:
-        """When the path can take it, after those who were refused lately and will come back, too."""
-        expected_s = fault.clears_in_s + history.backlog_s(now)
+    def _retry_after_s(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> int:
+        """When the path can take it, after those who were refused lately and will come back, too.
+
+        Where it never can, when it is next tried all the same.
+        """
+        if fault.clears_in_s == math.inf:
+            expected_s = self._untried_s(path, estimate, now)
+        else:
+            expected_s = fault.clears_in_s + history.backlog_s(now)
         return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
 
 

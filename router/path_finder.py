@@ -10,16 +10,19 @@ from protocol.requests import GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.cached_prefixes import CachedPrefixes
-from router.cheapest_path import cheapest_path
+from router.cheapest_path import Held, Workers, cheapest_path
 from router.config import PipelineConfig
+from router.estimate import Estimate
 from router.fleet_view import FleetView
 from router.in_flight import Hold, Place
 from router.path_costs import Need
 from router.policy import NoPath, Path, choose_source, least_loaded, round_robin
 from router.token_channels import ChannelListener, TokenChannels
+from router.trials import Trials
 
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
 _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
+_LEAST_S = 1e-3  # until a first token, when paths are compared
 
 
 class PathFinder:
@@ -45,6 +48,7 @@ class PathFinder:
         self._cached: CachedPrefixes | None = None
         if config.policy == "kv_aware":
             self._cached = CachedPrefixes(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+        self._trials = Trials()
         self._turn = 0
         self._answer_tokens = _FIRST_ANSWER_TOKENS
         self.on_decision: Callable[[float], None] = lambda seconds: None
@@ -115,8 +119,10 @@ class PathFinder:
         """The path that is best now; holds nothing. Raises NoPath."""
         infos = self._workers()
         self._channels.follow(infos)
-        if self._view.follow(infos) and self._cached is not None:
-            self._cached.keep({info.peer for info in infos})
+        if self._view.follow(infos):
+            self._trials.keep(infos, self._clock())
+            if self._cached is not None:
+                self._cached.keep({info.peer for info in infos})
         self._turn += 1
         workers = self._view.workers()
         if self._cached is None or workers is None:
@@ -127,15 +133,17 @@ class PathFinder:
             promise=request.promise,
             min_pull_tokens=self._config.pull_min_tokens if self._config.pulls else None,
         )
-        return cheapest_path(
+        held = self._cached.held(workers, request, sent)
+        best = cheapest_path(
             workers,
             need,
-            self._cached.held(workers, request, sent),
+            held,
             failed=failed,
             ejected=ejected,
             decodes_alone=self._config.decodes_alone,
             turn=self._turn,
         )
+        return self._trial(workers, need, held, {*failed, *ejected}, best) or best
 
     def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
         """The path's prefill worker has read its `num_tokens` tokens. Of a pull that came, learn how long it took."""
@@ -149,6 +157,21 @@ class PathFinder:
         """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
         self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
         self._expect(path.decode, request, sent[:-1])
+
+    def _trial(self, workers: Workers, need: Need, held: Held, avoid: Collection[Peer], best: Path) -> Path | None:
+        """The path by a prefill worker that is due to be tried, if there is one. Not with requests in trouble."""
+        now = self._clock()
+        worker = None if avoid else self._trials.candidate(workers.prefill, need.num_tokens, now)
+        if worker is None or best.estimate is None or (best.prefill is not None and best.prefill.peer == worker):
+            return None
+        others = workers.prefill.rows.keys() - {worker}
+        path = cheapest_path(workers, need, held, failed=others, decodes_alone=False, turn=self._turn)
+        if path.prefill is None or path.estimate is None:
+            return None
+        slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
+        if not self._trials.is_due(worker, need.num_tokens, slower, now):
+            return None
+        return dataclasses.replace(path, is_trial=True)
 
     def _by_load(
         self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
@@ -179,6 +202,7 @@ class PathFinder:
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
+            self._trials.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
         self._expect(path.prefill or path.decode, request, sent)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
@@ -186,3 +210,8 @@ class PathFinder:
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
         if self._cached is not None:
             self._cached.expect(worker, request, sent)
+
+
+def _first_token_s(estimate: Estimate) -> float:
+    """Until the first token is computed and the second can be."""
+    return estimate.ttft_s + estimate.transfer_s

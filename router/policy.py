@@ -30,6 +30,7 @@ class Path:
     source: WorkerInfo | None = None  # the prefill worker pulls the prompt's beginning from it
     estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
+    is_trial: bool = False  # taken not for its costs but to see whether they are true
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What one router asks of one worker, by class, in seconds of prompts. Pure: the time is an argument."""
 
+import math
 from collections import defaultdict
 
 from router.decaying import DecayingSum
@@ -18,6 +19,7 @@ class WorkerLoad:
     def __init__(self) -> None:
         self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(WANTED_S))  # by priority
         self._unseen: dict[str, DecayingSum] = defaultdict(lambda: DecayingSum(BLIND_S))  # by class
+        self.sent_at = -math.inf
 
     def want(self, priority: int, prompt_s: float, now: float) -> None:
         """A prompt would like to be computed there, whether it is let in or not."""
@@ -26,6 +28,7 @@ class WorkerLoad:
     def send(self, class_name: str, prompt_s: float, now: float) -> None:
         """A prompt is let in."""
         self._unseen[class_name].add(prompt_s, now)
+        self.sent_at = now
 
     def wanted_above(self, priority: int, now: float) -> float:
         """The part of the worker's time that classes of a higher priority want; above 1 where they want too much."""

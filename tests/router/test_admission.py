@@ -163,6 +163,38 @@ def test_after_long_refusal_one_is_let_in_to_see_whether_predictions_hold() -> N
     assert door.retry_after_s(one, queue_s=1.0) is not None
 
 
+def test_a_worker_thought_too_slow_even_for_a_prompt_alone_is_tried_though_others_let_in_what_comes() -> None:
+    door = Door()
+    door.ask(INTERACTIVE)
+    verdicts = []
+    for _ in range(20):  # 0.5 s each
+        door.now += 0.5
+        quick = Path(None, DECODE, estimate=Estimate(0.0, 0.0, 0.01, 0.0, 0.0, 0.02))
+        door.admission.admit(request_of(INTERACTIVE), quick, Stages(door.now))
+        verdicts.append(door.retry_after_s(INTERACTIVE, prefill_s=2.0))
+    assert verdicts[:8] == [4, 3, 3, 2, 2, 1, 1, None], "4 s after the last prompt there, and until then told when"
+    assert verdicts[8:] == [4, 3, 3, 2, 2, 1, 1, None, 4, 3, 3, 2]
+    door.now += 60
+    assert door.retry_after_s(INTERACTIVE, queue_s=0.4, prefill_s=2.0) is None, "nothing was admitted for long"
+    assert door.retry_after_s(INTERACTIVE, queue_s=0.4, prefill_s=2.0) == 4
+
+
+def test_a_path_on_trial_is_let_in_whatever_is_thought_of_its_first_token_but_slows_nobody_down() -> None:
+    door = Door()
+    door.ask(INTERACTIVE)
+
+    def trial(prefill_s: float, step_s: float) -> Stages:
+        path = Path(PREFILL, DECODE, estimate=Estimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_trial=True)
+        stages = Stages(door.now)
+        door.admission.admit(request_of(INTERACTIVE), path, stages)
+        return stages
+
+    assert trial(2.0, 0.02).admit == door.now
+    door.stats[DECODE.peer] = WorkerStats(num_running=10, tightest_tpot_s=0.03)
+    with pytest.raises(Overloaded):
+        trial(0.1, 0.04)
+
+
 @pytest.mark.parametrize(
     ("one", "times", "limit"),
     [
