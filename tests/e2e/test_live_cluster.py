@@ -78,7 +78,7 @@ def num_sockets(pid: int) -> int:
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Server) -> None:
-    """The answer's KV comes back from the decode worker; what was reused stands in the usage."""
+    """The decode worker has the answer's KV: it reads the rest itself, or a prefill worker pulls it, whatever is cheaper."""
 
     def ask(prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
         body = {"ignore_eos": True, "return_token_ids": True}
@@ -89,19 +89,11 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Serve
         details = answer.usage.prompt_tokens_details
         return answer.choices[0].model_extra["token_ids"], details.cached_tokens or 0 if details else 0
 
-    pulled = sum(worker["stats"]["pulled_tokens"] for worker in server.workers("prefill"))
     first = list(range(500, 700))
     written, _ = ask(first, 200)
     reply, cached = ask([*first, *written, *range(300, 330)], 8)
     assert len(reply) == 8
     assert cached == (len(first) + len(written) - 1) // 16 * 16
-    eventually(
-        "the prefill worker tells what it pulled",
-        lambda: (
-            sum(worker["stats"]["pulled_tokens"] for worker in server.workers("prefill"))
-            == pulled + cached - len(first) // 16 * 16
-        ),
-    )
     eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
 
 
