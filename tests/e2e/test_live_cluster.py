@@ -78,7 +78,7 @@ def num_sockets(pid: int) -> int:
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Server) -> None:
-    """The decode worker has the answer's KV: it reads the rest itself, or a prefill worker pulls it, whatever is cheaper."""
+    """The decode worker has the answer's KV: it reads the rest itself, or a prefill worker pulls it, as is cheaper."""
 
     def ask(prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
         body = {"ignore_eos": True, "return_token_ids": True}
