@@ -1,0 +1,1 @@
+"""How many workers of each role there should be. Pure, but for what Ray needs (`serve_policy.py`)."""

@@ -1,0 +1,1 @@
+"""The subcommands of `twostroke loadtest`, a module each: `add_arguments(parser)` and `run(arguments) -> int`."""

@@ -1,0 +1,138 @@
+"""What a load test is to do, whole: from a plan and its seed follow all requests, on whichever machine they are sent.
+
+A plan is a JSON file (`plan.json` of a run's folder), so that every Locust worker, and whoever repeats the run, reads
+the same. Times are in seconds, rates in requests (sessions, where they have several turns) a second.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Poisson(msgspec.Struct, frozen=True, tag="poisson", forbid_unknown_fields=True):
+    """Arrivals that know nothing of each other."""
+
+    rate: float
+
+
+class Gamma(msgspec.Struct, frozen=True, tag="gamma", forbid_unknown_fields=True):
+    """Gaps of a gamma distribution: `cv` above 1 is burstier than Poisson, below more regular."""
+
+    rate: float
+    cv: float
+
+
+class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
+    """Equal gaps."""
+
+    rate: float
+
+
+class Ramp(msgspec.Struct, frozen=True, tag="ramp", forbid_unknown_fields=True):
+    """Poisson arrivals whose rate grows, or falls, evenly over the run."""
+
+    rate: float
+    to_rate: float
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", forbid_unknown_fields=True):
+    """Poisson arrivals whose rate jumps: (from when on, rate), the first at 0."""
+
+    steps: tuple[tuple[float, float], ...]
+
+
+class Replay(msgspec.Struct, frozen=True, tag="replay", forbid_unknown_fields=True):
+    """The trace's own times, divided by `speed`: 2 sends its requests twice as fast. Needs a workload with times."""
+
+    speed: float = 1.0
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=True):
+    """So many users; each sends its next request `think_s` after the answer. A slow server is asked less."""
+
+    users: int
+    think_s: float = 0.0
+
+
+Arrivals = Poisson | Gamma | Constant | Ramp | Step | Replay | Closed
+
+
+class Synthetic(msgspec.Struct, frozen=True, tag="synthetic", forbid_unknown_fields=True):
+    """Lengths drawn from distributions fitted to a public trace; prompts that share nothing, but for `shape`'s own."""
+
+    shape: str  # azure-conv, azure-code, mooncake-conversation, ... : loadtests/synthetic.py
+
+
+class Fixed(msgspec.Struct, frozen=True, tag="fixed", forbid_unknown_fields=True):
+    """All requests alike."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class TraceFile(msgspec.Struct, frozen=True, tag="trace", forbid_unknown_fields=True):
+    """Requests of a trace, in its order; again from the beginning where the run is longer."""
+
+    path: str
+    format: Literal["auto", "azure", "mooncake", "burstgpt", "bailian"] = "auto"
+
+
+class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
+    """Sessions of several turns over the chat API, the server's own answers in the next turn's prompt."""
+
+    turns: float = 4.0  # mean of a geometric number
+    think_s: float = 5.0  # mean of an exponential time, from an answer's end to the next turn
+    system_tokens: int = 200  # shared by all sessions with the same system prompt
+    system_prompts: int = 4
+    input_tokens: int = 80  # of a turn; medians of log-normal lengths, here and below
+    output_tokens: int = 120
+
+
+class SharedPrompt(msgspec.Struct, frozen=True, tag="shared-prompt", forbid_unknown_fields=True):
+    """One of a few long system prompts, and something of each request's own."""
+
+    shared_tokens: int
+    prompts: int
+    input_tokens: int  # of the request's own
+    output_tokens: int
+
+
+class LongPrompts(msgspec.Struct, frozen=True, tag="long-prompts", forbid_unknown_fields=True):
+    """Short requests that stream for long, and now and then a long prompt between them: who feels it?"""
+
+    input_tokens: int
+    output_tokens: int
+    long_input_tokens: int
+    long_output_tokens: int
+    long_share: float  # of all requests
+
+
+Workload = Synthetic | Fixed | TraceFile | Chat | SharedPrompt | LongPrompts
+
+
+class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request must get to count as met: both times, in seconds; None: nothing is asked."""
+
+    ttft_s: float | None = None  # from the scheduled arrival to the first text
+    tpot_s: float | None = None  # (last token - first token) / (tokens - 1)
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run against one server at one load."""
+
+    url: str  # of the server, without /v1
+    model: str
+    max_context: int  # tokens; longer requests of a workload are rescaled to it
+    arrivals: Arrivals
+    workload: Workload
+    slo: SLO
+    seconds: float  # arrivals are scheduled so long, the warm-up included
+    name: str = "run"  # in reports
+    seed: int = 0
+    warm_up_s: float = 0.0  # of `seconds`: sent, but not judged
+    service_tier: str | None = None  # sent with each request
+    request_limit_s: float = 300.0  # a slower answer is a failure
+    num_workers: int = 1  # Locust processes that send; each sends every num_workers-th session
+    prompts: Literal["ids", "text"] = "ids"  # completions with token ids, for servers that take them, or with text
+    vocabulary: int = 0  # token ids are drawn below it; 0: the server's vocabulary isn't known, text only
+    ignore_eos: bool = True  # ask for exactly the planned tokens, where the server can

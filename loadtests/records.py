@@ -1,0 +1,81 @@
+"""What became of each request, as one line of JSON, written as soon as it is over (`records-*.jsonl` of a run's folder).
+
+All moments are seconds after the run's beginning, by the sender's monotonic clock.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from loadtests.errors import LoadTestError
+
+Status = Literal["ok", "refused", "failed", "unfinished"]
+"""refused: 429 or 503, the server said that it won't; failed: an error, a broken or wrong stream, or no answer within
+the limit; unfinished: the run was ended before the answer."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One request."""
+
+    session: int
+    turn: int
+    scheduled_s: float  # when it was to be sent: of later turns the end of the one before, and the time to think
+    sent_s: float  # when its first byte was
+    end_s: float  # when all had come, or it was given up
+    status: Status
+    kind: str = ""
+    http_status: int | None = None
+    error: str | None = None  # one line, of refused and failed ones
+    planned_input_tokens: int = 0
+    planned_output_tokens: int = 0
+    input_tokens: int | None = None  # the server's usage
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    token_s: tuple[float, ...] = ()  # when each event that brought text or a token came; the first: one with text
+    stages: dict[str, float] | None = None  # the server's own durations, where it tells them (usage.stages)
+    request_id: str | None = None
+
+    @property
+    def lag_s(self) -> float:
+        """How late it was sent."""
+        return self.sent_s - self.scheduled_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the scheduled arrival to the first text."""
+        return self.token_s[0] - self.scheduled_s if self.token_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None for one token, which has no time between."""
+        if not self.token_s or self.output_tokens is None or self.output_tokens < 2:
+            return None
+        return (self.token_s[-1] - self.token_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between events that brought tokens, as they came."""
+        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def line_of(record: Record) -> bytes:
+    """With its line end."""
+    return _ENCODER.encode(record) + b"\n"
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """All whole lines of a file; a last one that was cut off is left out. Raises LoadTestError for others."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _DECODER.decode(line)
+            except msgspec.DecodeError as error:
+                raise LoadTestError(f"{path}, line {number}: no record of a load test: {error}") from error

@@ -1,0 +1,1 @@
+"""From records to figures, plots and one HTML file."""

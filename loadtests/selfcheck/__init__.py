@@ -1,0 +1,1 @@
+"""The load generator against a server whose every instant is known."""

@@ -1,0 +1,1 @@
+"""Readers of request traces, a module each format."""
