@@ -1,4 +1,4 @@
-"""What became of each request, as one line of JSON, written as soon as it is over (`records-*.jsonl` of a run's folder).
+"""What became of each request: a line of JSON, written as soon as it is over (`records-*.jsonl` of a run's folder).
 
 All moments are seconds after the run's beginning, by the sender's monotonic clock.
 """

@@ -1,4 +1,4 @@
-"""The section `autoscaling` of the configuration. Beside it `prefill.replicas` and `decode.replicas` say where to begin."""
+"""The section `autoscaling` of the configuration; `prefill.replicas` and `decode.replicas` say where to begin."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What the policy sees: of the load as it *arrives*, and of the workers as they are. Plain numbers; no Ray, no clock."""
+"""What the policy sees: the load as it *arrives*, and the workers as they are. Plain numbers; no Ray, no clock."""
 
 from dataclasses import dataclass, field
 
