@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from cluster.core_list import parse_cores
+from cluster.placement import Placement
 from cluster.process_logs import LoggingConfig
 from cluster.settings import SAME_LEVEL, Least, bounds, bounds_within, instead, read_settings
 from decode_worker.config import DecodeConfig
@@ -100,6 +101,7 @@ class PrefillSection:
     replicas: int = field(default=1, metadata=bounds(0, 1024))  # 0: aggregated, decode workers read prompts themselves
     block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
+    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
     worker: PrefillConfig = field(
         default_factory=PrefillConfig,
         metadata=SAME_LEVEL
@@ -120,6 +122,7 @@ class DecodeSection:
     replicas: int = field(default=1, metadata=bounds(1, 1024))
     block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
     resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
+    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
     worker: DecodeConfig = field(
         default_factory=DecodeConfig,
         metadata=SAME_LEVEL
@@ -141,6 +144,7 @@ class DecodeSection:
 @dataclass(frozen=True)
 class RouterSection:
     replicas: int = field(default=1, metadata=bounds(1, 256))
+    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
     max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
     max_choices_in_flight: int = field(default=4096, metadata=bounds(1))  # of one replica; more are refused
     drain_grace_s: float = field(default=20.0, metadata=bounds(0, 3600))  # then others go on with a leaving worker's

@@ -98,6 +98,7 @@ def main() -> int:
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     config, api_key = _with_own_key(with_keys_of_file(read_config(order.settings)))
+    check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
     _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
@@ -188,6 +189,21 @@ def _await_ready(url: str) -> None:
         if time.monotonic() > deadline:
             raise StartFailed(missing)
         time.sleep(0.1)
+
+
+def check_is_anywhere(config: ClusterConfig) -> None:
+    """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
+    for name, placement in (
+        ("prefill", config.prefill.placement),
+        ("decode", config.decode.placement),
+        ("router", config.router.placement),
+    ):
+        if not placement.is_anywhere:
+            setting = "node_labels" if placement.node_labels else "node_resources"
+            raise ConfigError(
+                f"{name}.{setting}: `twostroke serve` has this machine alone, and would wait for such a node for ever: "
+                "delete it, or deploy on a Ray cluster (docs/nodes.md)"
+            )
 
 
 def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:

@@ -144,7 +144,7 @@ def router_options(router: RouterSection) -> dict[str, Any]:
         "num_replicas": router.replicas,
         # A stream holds its place for as long as it runs; the router itself refuses what is too much.
         "max_ongoing_requests": 100_000,
-        "ray_actor_options": {"num_cpus": 0},
+        "ray_actor_options": {"num_cpus": 0, **router.placement.actor_options()},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,

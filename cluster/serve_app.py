@@ -44,7 +44,7 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
     decode = WorkerSettings.of(config, config.decode)
     decode_app = (
         serve.deployment(workers.decode, name="DecodeWorker")
-        .options(**worker_options(decode, config.decode.replicas, grace_s=config.router.drain_grace_s))
+        .options(**worker_options(decode, config.decode, grace_s=config.router.drain_grace_s))
         .bind(decode, config.decode.worker, secret, *workers.arguments)
     )
     handles = [decode_app]
@@ -52,7 +52,7 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
         prefill = WorkerSettings.of(config, config.prefill)
         handles.append(
             serve.deployment(workers.prefill, name="PrefillWorker")
-            .options(**worker_options(prefill, config.prefill.replicas, grace_s=config.router.drain_grace_s))
+            .options(**worker_options(prefill, config.prefill, grace_s=config.router.drain_grace_s))
             .bind(prefill, config.prefill.worker, secret, *workers.arguments)
         )
     router = serve.deployment(RouterReplica, name="Router").options(**router_options(config.router))

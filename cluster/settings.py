@@ -1,8 +1,8 @@
 """A dataclass from YAML's mappings and scalars: every key known, every type right, every error named by its path.
 
-A field whose default is a dataclass is a section of its own, a tuple of dataclasses a list of sections; one marked
-`SAME_LEVEL` has its keys beside its owner's, so that a consumer's own config can sit in a section together with
-settings that only the cluster cares for.
+A field whose default is a dataclass is a section of its own, a tuple of dataclasses a list of sections, a mapping from
+texts a section with names of the user's own; one marked `SAME_LEVEL` has its keys beside its owner's, so that a
+consumer's own config can sit in a section together with settings that only the cluster cares for.
 
 All numbers are times, sizes or counts: where a field has no bounds of its own, it can't be negative. A section that
 its consumer owns is given bounds by whoever has it as a field, with `bounds_within`.
@@ -34,7 +34,7 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 
 def bounds(low: float, high: float = math.inf) -> dict[str, tuple[float, float]]:
-    """Field metadata: the value, if there is one, must be at least `low` and at most `high`."""
+    """Field metadata: the value, if there is one, must be at least `low` and at most `high`; of a mapping, each."""
     return {_BOUNDS: (low, high)}
 
 
@@ -79,6 +79,8 @@ def _build(cls: type[T], raw: Mapping[Any, object], path: str, least: Least) -> 
             member = member_of(kind)
             if member is not None:
                 values[field.name] = _members(member, value, where, within)
+            elif get_origin(kind) is Mapping:
+                values[field.name] = _named_values(value, get_args(kind)[1], field, where)
             elif is_dataclass(kind):
                 values[field.name] = read_settings(kind, value, where, within)  # type: ignore[arg-type]
             else:
@@ -110,6 +112,16 @@ def _members(cls: type[T], raw: object, path: str, least: Least) -> tuple[T, ...
         if not isinstance(one, Mapping):
             raise ConfigError(f"{path}[{i}]: expected keys and values, found {_shown(one)}")
     return tuple(read_settings(cls, one, f"{path}[{i}]", least) for i, one in enumerate(raw))
+
+
+def _named_values(raw: object, kind: Any, field: Field[Any], path: str) -> dict[str, object]:
+    """A mapping whose names are the user's. All values are of one kind, within the field's bounds."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path}: expected names and values, found {_shown(raw)}")
+    for name in raw:
+        if not isinstance(name, str):
+            raise ConfigError(f"{path}: expected texts as names, found {_shown(name)}")
+    return {name: _checked(value, kind, field, f"{path}.{name}", 0.0) for name, value in raw.items()}
 
 
 def _located(message: str, hints: Mapping[str, Any], path: str) -> str:

@@ -13,6 +13,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.led_ranks import RankOrder
+from cluster.placement import Placement
 from cluster.worker_settings import WorkerSettings
 from protocol.errors import WorkerLost
 
@@ -23,17 +24,23 @@ PATIENCE_S = 6.0
 _SIGHT_OF_ALL_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
-def rank_options(settings: WorkerSettings) -> dict[str, Any]:
+def rank_options(settings: WorkerSettings, placement: Placement) -> dict[str, Any]:
     """Serve's options for where a worker's ranks run, each with its cores and its GPU. Rank 0 is the replica itself."""
     threads, gpus = settings.threads, settings.resources.num_gpus
     if settings.tensor_parallel == 1:
-        return {"ray_actor_options": {"num_cpus": threads, "num_gpus": gpus}}
+        return {"ray_actor_options": {"num_cpus": threads, "num_gpus": gpus, **placement.actor_options()}}
     bundle = {"CPU": threads} | ({"GPU": gpus} if gpus else {})
-    return {
+    own = dict(placement.node_resources)  # of the whole worker: all ranks are on rank 0's node
+    options: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": threads, "num_gpus": gpus, "runtime_env": _SIGHT_OF_ALL_GPUS},
-        "placement_group_bundles": [bundle] * settings.tensor_parallel,
+        "placement_group_bundles": [bundle | own, *[bundle] * (settings.tensor_parallel - 1)],
         "placement_group_strategy": "STRICT_PACK",
     }
+    if own:
+        options["ray_actor_options"]["resources"] = own
+    if placement.node_labels:
+        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)] * settings.tensor_parallel
+    return options
 
 
 def own_gpu() -> int:

@@ -1,8 +1,8 @@
 """docs/configuration.md tells of every setting there is, and tells the truth."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -42,7 +42,13 @@ def settings_of(cls: type[Any], path: str = "") -> Iterator[tuple[str, Setting]]
         elif (member := member_of(kind)) is not None:
             yield from settings_of(member, f"{path}{one.name}[].")
         else:
-            yield f"{path}{one.name}", Setting(kind, REQUIRED if one.default is MISSING else one.default)
+            yield f"{path}{one.name}", Setting(kind, default_of(one))
+
+
+def default_of(one: Field[Any]) -> object:
+    if one.default is not MISSING:
+        return one.default
+    return REQUIRED if one.default_factory is MISSING else one.default_factory()
 
 
 def rows() -> Iterator[tuple[str, Row]]:
@@ -74,20 +80,24 @@ def test_a_setting_is_told_with_its_default_and_unit(name: str) -> None:
 def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
     row, kind = ROWS[name], SETTINGS[name].kind
     options = get_args(kind) or (kind,)
+    by_name = get_origin(kind) is Mapping
+    assert row.bounds.endswith(" by name") == by_name
     if get_origin(kind) is Literal:
         assert row.bounds == ", ".join(f"`{option}`" for option in get_args(kind))
     elif kind is bool:
         assert row.bounds == "`true`, `false`"
-    elif str in options:
+    elif by_name and options[1] is str:
+        assert row.bounds == "texts by name"
+    elif str in options and not by_name:
         assert row.bounds == "a text"
     else:
         step = 1 if int in options else 1e-6
-        allowed, refused = edges(row.bounds, step)
+        allowed, refused = edges(row.bounds.removesuffix(" by name"), step)
         for value in allowed:
-            read_config(nested(name, value))
+            read_config(nested(name, {"x": value} if by_name else value))
         for value in refused:
             with pytest.raises(ConfigError, match=name.split(".")[-1]):
-                read_config(nested(name, value))
+                read_config(nested(name, {"x": value} if by_name else value))
 
 
 def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
@@ -108,7 +118,7 @@ def edges(bounds: str, step: float) -> tuple[list[float], list[float]]:
     raise AssertionError(f"no bounds that this test can read: {bounds}")
 
 
-def nested(name: str, value: float) -> dict[str, Any]:
+def nested(name: str, value: object) -> dict[str, Any]:
     """The setting as YAML gives it, in a list beside what its members need."""
     raw: Any = value
     for part in reversed(name.split(".")):
