@@ -1,6 +1,7 @@
 """The section `autoscaling` of the configuration; `prefill.replicas` and `decode.replicas` say where to begin."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from protocol.errors import ConfigError
 
@@ -11,6 +12,7 @@ class RoleLimits:
 
     min: int = 1
     max: int = 1
+    ongoing_requests: float = 8.0  # at each worker: what the policy `separate` aims at
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max:
@@ -22,6 +24,8 @@ class AutoscalingConfig:
     """When workers come and go."""
 
     enabled: bool = False
+    # joint: ours, both roles together (`policy.py`). separate: Ray Serve's own, each role by the requests it has.
+    policy: Literal["joint", "separate"] = "joint"
     prefill: RoleLimits = field(default_factory=RoleLimits)
     decode: RoleLimits = field(default_factory=RoleLimits)
     budget: float | None = None  # GPUs of both roles together, or workers where they have none; None: the maxima
