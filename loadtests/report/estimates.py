@@ -1,0 +1,110 @@
+"""Figures with 95% confidence intervals.
+
+Shares of requests: Wilson's score interval (E. B. Wilson, "Probable inference, the law of succession, and statistical
+inference", 1927), which stays within 0 and 1 and holds for few requests. It takes requests for independent.
+
+Percentiles and rates: the bootstrap (B. Efron, 1979), with stretches of time drawn instead of single requests
+(H. Künsch's block bootstrap, 1989), since requests that queue behind each other are late together.
+"""
+
+import math
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CONFIDENCE = 0.95
+NUM_SLICES = 30  # of the window: long enough to hold a burst whole, enough of them to draw from
+NUM_RESAMPLES = 1000
+MOST_CANDIDATES = 4000  # values among which a resample's percentile is sought; all where there are no more
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A figure, and the interval that holds the true one with 95% confidence; None where nothing can be said of it."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def overlaps(self, other: "Estimate") -> bool | None:
+        """Whether the two may be the same; None where an interval is missing."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return None
+        return self.low <= other.high and other.low <= self.high
+
+    def divided_by(self, divisor: float) -> "Estimate":
+        return Estimate(
+            self.value / divisor,
+            None if self.low is None else self.low / divisor,
+            None if self.high is None else self.high / divisor,
+        )
+
+
+def share(hits: int, total: int) -> Estimate | None:
+    """`hits` of `total`, with Wilson's interval; None of nothing."""
+    if not total:
+        return None
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    observed = hits / total
+    shrink = 1 + z * z / total
+    centre = (observed + z * z / (2 * total)) / shrink
+    half = z / shrink * math.sqrt(observed * (1 - observed) / total + z * z / (4 * total * total))
+    # At 0 and 1 the formula's two terms are equal, and rounding must not leave the observed share outside.
+    return Estimate(observed, min(observed, max(0.0, centre - half)), max(observed, min(1.0, centre + half)))
+
+
+def percentile(values: Floats, percent: float) -> float | None:
+    """The smallest value that at least `percent` % of the values do not exceed; None of no values."""
+    if not len(values):
+        return None
+    return float(np.percentile(values, percent, method="inverted_cdf"))
+
+
+class Slices:
+    """A window of time cut into equal slices, from which resamples are drawn: the same for all figures of a run."""
+
+    def __init__(self, begin_s: float, end_s: float, seed: int = 0):
+        self._begin_s = begin_s
+        self._width_s = (end_s - begin_s) / NUM_SLICES
+        draws = np.random.default_rng(seed).integers(NUM_SLICES, size=(NUM_RESAMPLES, NUM_SLICES))
+        self._weights = np.stack([np.bincount(draw, minlength=NUM_SLICES) for draw in draws]).astype(np.float64)
+
+    def of(self, at_s: Floats) -> Ints:
+        """The slice of each moment of the window."""
+        index = ((at_s - self._begin_s) / self._width_s).astype(np.int64)
+        return np.clip(index, 0, NUM_SLICES - 1)
+
+    def rate(self, slices: Ints) -> Estimate:
+        """Of events in these slices, a second."""
+        counts = np.bincount(slices, minlength=NUM_SLICES)
+        rates = (self._weights @ counts) / (NUM_SLICES * self._width_s)
+        return _estimate(float(counts.sum()) / (NUM_SLICES * self._width_s), rates)
+
+    def percentile(self, values: Floats, slices: Ints, percent: float) -> Estimate | None:
+        """Of `values`, each of which belongs to a slice. No interval where fewer than two slices have any."""
+        value = percentile(values, percent)
+        if value is None:
+            return None
+        if len(np.unique(slices)) < 2:
+            return Estimate(value)
+        candidates = np.unique(values)
+        if len(candidates) > MOST_CANDIDATES:
+            ranks = np.linspace(0, 100, MOST_CANDIDATES)
+            candidates = np.unique(np.percentile(values, ranks, method="inverted_cdf"))
+        # By slice, how many of its values do not exceed each candidate; a resample's are then a weighted sum.
+        at_most = np.zeros((NUM_SLICES, len(candidates)))
+        for index in np.unique(slices):
+            at_most[index] = np.searchsorted(np.sort(values[slices == index]), candidates, side="right")
+        counts = self._weights @ at_most
+        counts = counts[counts[:, -1] > 0]  # a resample may have drawn empty slices only
+        found = np.argmax(counts >= counts[:, -1:] * percent / 100, axis=1)
+        return _estimate(value, candidates[found])
+
+
+def _estimate(value: float, resampled: Floats) -> Estimate:
+    low, high = np.percentile(resampled, [50 - 50 * CONFIDENCE, 50 + 50 * CONFIDENCE])
+    return Estimate(value, float(low), float(high))

@@ -1,0 +1,268 @@
+"""From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure."""
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+
+from loadtests.plan import Plan
+from loadtests.records import Status
+from loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
+from loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
+from loadtests.report.stage_times import StagePart, mean_parts
+from loadtests.report.validity import Validity, judge
+from loadtests.run_folder import RunFacts, RunFolder
+
+SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
+MOST_ERRORS_SHOWN = 10
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """How a quantity is spread, in seconds; the intervals are of P50 and P99."""
+
+    count: int
+    mean: float
+    p50: Estimate
+    p90: float
+    p95: float
+    p99: Estimate
+    max: float
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Requests scheduled in the window, by what became of them: scheduled = ok + refused + failed + unfinished."""
+
+    scheduled: int
+    ok: int
+    refused: int
+    failed: int
+    unfinished: int
+    met: int  # both SLOs
+    met_ttft: int
+    met_tpot: int
+
+    @property
+    def admitted(self) -> int:
+        """Those that the server did not refuse."""
+        return self.scheduled - self.refused
+
+
+class KindFigures(msgspec.Struct, frozen=True):
+    """Of the requests of one kind."""
+
+    kind: str
+    counts: Counts
+    attainment: Estimate | None
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+
+
+class FrequentError(msgspec.Struct, frozen=True):
+    """The same words, of so many requests."""
+
+    count: int
+    status: Status
+    http_status: int | None
+    error: str
+
+
+class ScalePoint(msgspec.Struct, frozen=True):
+    """Attainment, had the SLO been `scale` times what it was: the same answers judged otherwise."""
+
+    scale: float
+    attainment: float
+    ttft_attainment: float
+    tpot_attainment: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run's figures; rates are per second of the window, None where nothing was measured."""
+
+    name: str
+    url: str
+    started_at: str
+    window_s: float
+    counts: Counts
+    attainment: Estimate | None
+    ttft_attainment: Estimate | None
+    tpot_attainment: Estimate | None
+    goodput: Estimate  # requests that met both SLOs
+    num_workers: dict[str, int]  # by role; empty where the server does not tell
+    goodput_per_worker: Estimate | None
+    offered_rate: float  # requests scheduled
+    output_rate: float  # tokens of complete answers
+    input_rate: float
+    cached_share: float | None  # of the prompt tokens, where the server tells
+    user_rate: float | None  # tokens a second that a user sees: 1 / median TPOT
+    ttft: Spread | None  # of complete answers, here and below
+    tpot: Spread | None
+    itl: Spread | None
+    tail_tbt: float | None  # mean of the longest tenth of all gaps
+    tail_tbt_by_request: Spread | None
+    e2e: Spread | None
+    normalised_latency: Spread | None  # E2E / output tokens, which is not TPOT
+    lag: Spread | None
+    stages: list[StagePart]
+    by_kind: list[KindFigures]
+    errors: list[FrequentError]
+    slo_scales: list[ScalePoint]
+    validity: Validity
+    notes: list[str]  # what readers must know of a valid run, too
+
+
+def summarise(folder: RunFolder) -> Summary:
+    """The figures of a run's folder. Raises LoadTestError where it is no such, or a record can't be read."""
+    return summary_of(folder.plan(), folder.facts(), read_observations(folder.records()))
+
+
+def window_of(plan: Plan, facts: RunFacts, seen: Observations) -> tuple[float, float]:
+    """When judged requests were scheduled: [begin, end). Of a run that was ended early until its last request."""
+    end_s = plan.seconds
+    if facts.ended_early and len(seen):
+        end_s = min(end_s, float(seen.scheduled_s.max()) + 1e-9)
+    return plan.warm_up_s, max(end_s, plan.warm_up_s + 1e-9)
+
+
+def summary_of(plan: Plan, facts: RunFacts, seen: Observations) -> Summary:
+    begin_s, end_s = window_of(plan, facts, seen)
+    inside = seen.between(begin_s, end_s)
+    window_s = end_s - begin_s
+    slices = Slices(begin_s, end_s)
+    complete = inside & seen.is_status("ok")
+    met_ttft, met_tpot = seen.met_ttft(plan.slo), seen.met_tpot(plan.slo)
+    counts = _counts(seen, inside, met_ttft, met_tpot)
+    goodput = slices.rate(slices.of(seen.scheduled_s[inside & met_ttft & met_tpot]))
+    workers = workers_of(facts)
+    tpot = _spread(seen, seen.tpot_s, complete, slices)
+    return Summary(
+        name=plan.name,
+        url=plan.url,
+        started_at=facts.started_at,
+        window_s=window_s,
+        counts=counts,
+        attainment=share(counts.met, counts.scheduled),
+        ttft_attainment=share(counts.met_ttft, counts.scheduled),
+        tpot_attainment=share(counts.met_tpot, counts.scheduled),
+        goodput=goodput,
+        num_workers=workers,
+        goodput_per_worker=goodput.divided_by(sum(workers.values())) if workers else None,
+        offered_rate=counts.scheduled / window_s,
+        output_rate=float(np.nansum(seen.output_tokens[complete])) / window_s,
+        input_rate=float(np.nansum(seen.input_tokens[complete])) / window_s,
+        cached_share=_cached_share(seen, complete),
+        user_rate=1 / tpot.p50.value if tpot and tpot.p50.value > 0 else None,
+        ttft=_spread(seen, seen.ttft_s, complete, slices),
+        tpot=tpot,
+        itl=_gap_spread(seen, complete, slices),
+        tail_tbt=tail_tbt(seen.gaps_s[complete[seen.gap_row]]),
+        tail_tbt_by_request=_spread(seen, seen.tail_tbt_s, complete, slices),
+        e2e=_spread(seen, seen.e2e_s, complete, slices),
+        normalised_latency=_spread(seen, seen.e2e_s / np.maximum(seen.output_tokens, 1), complete, slices),
+        lag=_spread(seen, seen.sent_s - seen.scheduled_s, inside, slices),
+        stages=stages_of(seen, complete),
+        by_kind=[
+            _kind(seen, name, inside & (seen.kind == index), met_ttft, met_tpot, slices)
+            for index, name in sorted(enumerate(seen.kinds), key=lambda pair: pair[1])
+        ],
+        errors=_errors(seen, inside),
+        slo_scales=[_at_scale(plan, seen, inside, scale) for scale in SLO_SCALES] if counts.scheduled else [],
+        validity=judge(plan, facts, seen, inside),
+        notes=notes_of(plan, seen),
+    )
+
+
+def workers_of(facts: RunFacts) -> dict[str, int]:
+    """How many workers the server has, by role; empty where it does not tell."""
+    workers = facts.server.get("workers")
+    if not isinstance(workers, list):
+        return {}
+    return dict(Counter(str(worker["role"]) for worker in workers if isinstance(worker, dict) and "role" in worker))
+
+
+def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:
+    """Mean parts of complete answers that had a token."""
+    rows = np.flatnonzero(complete & ~np.isnan(seen.e2e_s))
+    return mean_parts((seen.stages[row], float(seen.ttft_s[row]), float(seen.e2e_s[row])) for row in rows)
+
+
+def notes_of(plan: Plan, seen: Observations) -> list[str]:
+    notes = []
+    if seen.num_without_usage:
+        notes.append(
+            f"{seen.num_without_usage} answers do not tell how many tokens they have: their events are counted, so "
+            "that their TPOT is at most what is shown."
+        )
+    if plan.slo.ttft_s is None and plan.slo.tpot_s is None:
+        notes.append("No SLO was asked for: every complete answer counts as met, and lag is not judged.")
+    if plan.arrivals.__struct_config__.tag == "closed":
+        notes.append("A closed loop: a slow server is asked less, so don't compare this run with open loops.")
+    return notes
+
+
+def _counts(seen: Observations, rows: Bools, met_ttft: Bools, met_tpot: Bools) -> Counts:
+    by_status = {status: int((rows & seen.is_status(status)).sum()) for status in ("ok", "refused", "failed")}
+    total = int(rows.sum())
+    return Counts(
+        scheduled=total,
+        **by_status,
+        unfinished=total - sum(by_status.values()),
+        met=int((rows & met_ttft & met_tpot).sum()),
+        met_ttft=int((rows & met_ttft).sum()),
+        met_tpot=int((rows & met_tpot).sum()),
+    )
+
+
+def _kind(seen: Observations, name: str, rows: Bools, met_ttft: Bools, met_tpot: Bools, slices: Slices) -> KindFigures:
+    counts = _counts(seen, rows, met_ttft, met_tpot)
+    complete = rows & seen.is_status("ok")
+    return KindFigures(
+        kind=name,
+        counts=counts,
+        attainment=share(counts.met, counts.scheduled),
+        ttft=_spread(seen, seen.ttft_s, complete, slices),
+        tpot=_spread(seen, seen.tpot_s, complete, slices),
+        itl=_gap_spread(seen, complete, slices),
+    )
+
+
+def _spread(seen: Observations, values: Floats, rows: Bools, slices: Slices) -> Spread | None:
+    known = rows & ~np.isnan(values)
+    return _spread_of(values[known], seen.scheduled_s[known], slices)
+
+
+def _gap_spread(seen: Observations, rows: Bools, slices: Slices) -> Spread | None:
+    """Gaps pooled over the requests; each belongs to the slice in which its request was scheduled."""
+    chosen = rows[seen.gap_row]
+    return _spread_of(seen.gaps_s[chosen], seen.scheduled_s[seen.gap_row[chosen]], slices)
+
+
+def _spread_of(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
+    index = slices.of(at_s)
+    p50, p99 = slices.percentile(values, index, 50), slices.percentile(values, index, 99)
+    p90, p95 = percentile(values, 90), percentile(values, 95)
+    if p50 is None or p99 is None or p90 is None or p95 is None:
+        return None
+    return Spread(len(values), float(values.mean()), p50, p90, p95, p99, float(values.max()))
+
+
+def _cached_share(seen: Observations, complete: Bools) -> float | None:
+    told = complete & ~np.isnan(seen.cached_tokens) & ~np.isnan(seen.input_tokens)
+    total = float(seen.input_tokens[told].sum())
+    return float(seen.cached_tokens[told].sum()) / total if total else None
+
+
+def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
+    """The most frequent first."""
+    found: Counter[tuple[Status, int | None, str]] = Counter()
+    for status in ("refused", "failed"):
+        for row in np.flatnonzero(inside & seen.is_status(status)):
+            fault = seen.faults[row]
+            if fault is not None:
+                found[(status, *fault)] += 1
+    return [FrequentError(count, *key) for key, count in found.most_common(MOST_ERRORS_SHOWN)]
+
+
+def _at_scale(plan: Plan, seen: Observations, inside: Bools, scale: float) -> ScalePoint:
+    ttft, tpot = seen.met_ttft(plan.slo, scale)[inside], seen.met_tpot(plan.slo, scale)[inside]
+    return ScalePoint(scale, float((ttft & tpot).mean()), float(ttft.mean()), float(tpot.mean()))

@@ -1,0 +1,55 @@
+"""Whether a run tells of the server, or of the generator. A run that is not valid is no measurement."""
+
+import msgspec
+import numpy as np
+
+from loadtests.plan import Plan
+from loadtests.report.estimates import percentile
+from loadtests.report.observations import Bools, Observations
+from loadtests.run_folder import RunFacts
+
+MOST_LAG_OF_SLO = 0.05  # P99 of the lag, of the tightest SLO
+MOST_CPU = 0.9  # of a core, over the run; Locust itself warns above
+
+
+class Validity(msgspec.Struct, frozen=True):
+    """The reasons are for people."""
+
+    valid: bool
+    reasons: tuple[str, ...] = ()
+
+
+def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Validity:
+    """`inside` are the rows scheduled in the window."""
+    reasons = []
+    if not inside.any():
+        reasons.append("no request was scheduled in the window, so nothing was measured")
+    lag_limit_s = lag_limit(plan)
+    lag_s = percentile((seen.sent_s - seen.scheduled_s)[inside], 99)
+    if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
+        reasons.append(
+            f"the generator sent late: P99 of the lag is {lag_s * 1e3:.3g} ms, above {MOST_LAG_OF_SLO:.0%} of the "
+            f"tightest SLO ({lag_limit_s * 1e3:.3g} ms); use more generator processes or machines, or a lower rate"
+        )
+    for generator in facts.generators:
+        load = generator.cpu_seconds / generator.wall_seconds if generator.wall_seconds > 0 else 0.0
+        if load > MOST_CPU:
+            reasons.append(
+                f"generator process {generator.worker} was saturated: {load:.0%} of a core over the run, above "
+                f"{MOST_CPU:.0%}; use more generator processes"
+            )
+    num_sent = sum(generator.num_sent for generator in facts.generators)
+    if num_sent > len(seen):
+        reasons.append(f"{num_sent} requests were sent, and only {len(seen)} have a record")
+    if seen.num_contradictions:
+        reasons.append(f"the moments of {seen.num_contradictions} records are in no possible order: a clock jumped")
+    if facts.ended_early:
+        last_s = float(np.max(seen.scheduled_s)) if len(seen) else 0.0
+        reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
+    return Validity(not reasons, tuple(reasons))
+
+
+def lag_limit(plan: Plan) -> float | None:
+    """Seconds; None without an SLO."""
+    limits = [limit_s for limit_s in (plan.slo.ttft_s, plan.slo.tpot_s) if limit_s is not None]
+    return MOST_LAG_OF_SLO * min(limits) if limits else None
