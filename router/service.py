@@ -17,6 +17,7 @@ from protocol.stats import WorkerInfo, WorkerStats
 from router.admission import Admission, Overloaded
 from router.attainment import Verdict, verdict_of
 from router.choices import ChoiceWriter, Delta
+from router.demand import Demand, fleet_numbers
 from router.fleet import Fleet
 from router.jobs import Job, JobMaker
 from router.metrics import Outcome, RouterMetrics
@@ -92,6 +93,7 @@ class RouterService:
             clock=clock,
             registry=self.metrics.registry,
         )
+        self._demand = Demand(self.slo.classes, clock)
         self._fleet = fleet
         self._channels = channels
         self._pipeline = pipeline
@@ -141,6 +143,7 @@ class RouterService:
         if self._takes_until is not None and self.clock() >= self._takes_until:
             raise NoPath("the server is about to end")
         if self._num_choices + num_choices > self.config.max_choices_in_flight:
+            self._demand.turned_away(num_choices)
             raise RequestError(
                 "the server has as many requests as it can take; try again shortly",
                 code="overloaded",
@@ -224,6 +227,10 @@ class RouterService:
             ],
         }
 
+    def demand(self) -> dict[str, float]:
+        """What is asked of the server and how its workers fare, as `router/demand.py` tells it."""
+        return self._demand.numbers() | fleet_numbers(self._worker_numbers())
+
     async def generate(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
         writer = ChoiceWriter(job, self.tokenizer)
@@ -231,6 +238,7 @@ class RouterService:
         verdict: Verdict | None = None
         last: float | None = None
         self.metrics.begun(job.request.num_prompt_tokens)
+        self._demand.arrived(job.request)
         try:
             async with aclosing(self._pipeline.generate(job.request, stages)) as events:
                 async for event in events:
@@ -258,6 +266,8 @@ class RouterService:
             raise
         finally:
             self.metrics.ended(stages, outcome)
+            if outcome != "error":
+                self._demand.ended(stages)
             if verdict is not None:
                 self.promises.over(job.request, stages, verdict)
 
