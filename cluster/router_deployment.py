@@ -101,7 +101,7 @@ class RouterReplica:
             tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
             traces=request_traces(settings.router.tracing, replica=peer.worker_id),
         )
-        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=settings.expected)
+        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=lambda: settings.expected)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -38,7 +38,7 @@ Pair = tuple[WorkerInfo, WorkerInfo]
 class Doctor:
     """Examines the ways of KV. `stats` tells a worker's latest numbers, `secret` is the cluster's.
 
-    `expected` is how many workers of each role the configuration asks for.
+    `expected` tells how many workers of each role there are to be.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Doctor:
         fleet: Fleet,
         stats: Callable[[Peer], WorkerStats | None],
         secret: bytes,
-        expected: Mapping[Role, int],
+        expected: Callable[[], Mapping[Role, int]],
     ):
         self._fleet = fleet
         self._stats = stats
@@ -72,7 +72,7 @@ class Doctor:
                     "event": "begin",
                     "pairs": len(chosen),
                     "left_out": len(pairs) - len(chosen),
-                    "missing_workers": missing_workers(self._expected, workers),
+                    "missing_workers": missing_workers(self._expected(), workers),
                 }
             )
             num_failed = 0
@@ -165,7 +165,7 @@ def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo])
         num_missing = num_expected - sum(info.role == role for info in workers)
         if num_missing > 0:
             noun, verb = ("worker" if num_expected == 1 else "workers", "is" if num_missing == 1 else "are")
-            asks = f"{num_missing} of {num_expected} {role} {noun} that the configuration asks for"
+            asks = f"{num_missing} of {num_expected} {role} {noun} that there are to be"
             missing.append(f"{asks} {verb} missing")
     return missing
 

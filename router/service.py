@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from router.jobs import Job, JobMaker
 from router.metrics import Outcome, RouterMetrics
 from router.pipeline import Pipeline
 from router.policy import NoPath
+from router.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
 from router.slo import SLOConfig
 from router.slo_metrics import SLOMetrics
 from router.stages import Stages
@@ -57,7 +59,7 @@ class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
-    everybody may ask.
+    everybody may ask. `scaling` tells what the autoscaler decided last.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RouterService:
         admission: Admission | None = None,
         tenants: Tenants | None = None,
         traces: RequestTraces | None = None,
+        scaling: LastScaling = never_scaled,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         draw_seed: Callable[[], int] | None = None,
@@ -80,6 +83,7 @@ class RouterService:
         self.tokenizer = tokenizer
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
         self.metrics = RouterMetrics(config.model_name, self._worker_numbers, pipeline.ejected)
+        self.metrics.registry.register(ScalingCollector(scaling))
         pipeline.time_decisions(self.metrics.decision_time.observe)
         self.clock = clock
         self.slo = slo or SLOConfig()
@@ -93,6 +97,7 @@ class RouterService:
             clock=clock,
             registry=self.metrics.registry,
         )
+        self._scaling = scaling
         self._demand = Demand(self.slo.classes, clock)
         self._fleet = fleet
         self._channels = channels
@@ -210,6 +215,7 @@ class RouterService:
             "slo_classes": [
                 {"name": one.name, "attainment": self.promises.attainment(one.name)} for one in self.slo.classes
             ],
+            "autoscaling": self._scaling_status(),
             "workers": [
                 {
                     "role": info.role,
@@ -226,6 +232,13 @@ class RouterService:
                 for info in self._fleet.workers()
             ],
         }
+
+    def _scaling_status(self) -> dict[str, Any] | None:
+        scaling = self._scaling()
+        if scaling is None:
+            return None
+        running = Counter(info.role for info, stats in self._worker_numbers() if not stats.is_draining)
+        return scaling_status(scaling, running, self._wall_clock())
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/demand.py` tells it."""

@@ -111,7 +111,7 @@ def test_a_fleet_without_pairs_is_fine(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_missing_worker_is_told_and_fails_the_command(
     capsys: pytest.CaptureFixture[str], pairs: tuple[dict[str, Any], ...]
 ) -> None:
-    missing = "1 of 2 decode workers that the configuration asks for is missing"
+    missing = "1 of 2 decode workers that there are to be is missing"
     with answering(report(*pairs, missing_workers=(missing,))) as url:
         assert main(["doctor", "--url", url]) == 1
     out = capsys.readouterr().out

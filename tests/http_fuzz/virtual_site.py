@@ -93,7 +93,7 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
         )
         self.app = build_app(self._service)
         self.app.state.doctor = Doctor(
-            fleet=fleet, stats=self._channels.stats, secret=SECRET, expected={"prefill": 1, "decode": 1}
+            fleet=fleet, stats=self._channels.stats, secret=SECRET, expected=lambda: {"prefill": 1, "decode": 1}
         )
         await self._service.start()
         while self._service.missing():  # noqa: ASYNC110  (virtual time)

@@ -35,6 +35,7 @@ from protocol.tickets import Address, Peer, Ticket, verify_ticket
 from router.app import build_app
 from router.config import PipelineConfig
 from router.pipeline import Pipeline
+from router.scaling import never_scaled
 from router.service import RouterService, ServiceConfig
 from router.token_channels import TokenChannelConfig, TokenChannels
 from router.tokenizer import TextTokenizer
@@ -362,7 +363,14 @@ def site_of(fleet_of, tokenizer):
 
     @contextlib.asynccontextmanager
     async def make(
-        num_prefill: int, num_decode: int, *, listen: bool = False, slo=None, tenants=None, **config
+        num_prefill: int,
+        num_decode: int,
+        *,
+        listen: bool = False,
+        slo=None,
+        tenants=None,
+        scaling=never_scaled,
+        **config,
     ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode) as rig:
             service = RouterService(
@@ -373,6 +381,7 @@ def site_of(fleet_of, tokenizer):
                 pipeline=rig.pipeline,
                 slo=slo,
                 tenants=tenants,
+                scaling=scaling,
             )
             app = build_app()
             app.state.service = service

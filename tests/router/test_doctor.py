@@ -87,7 +87,7 @@ def doctor_of(
     stats: Callable[[Peer], WorkerStats | None] = lambda _: None,
     expected: Mapping[Role, int] | None = None,
 ) -> Doctor:
-    return Doctor(fleet=fleet, stats=stats, secret=SECRET, expected=expected or {})  # type: ignore[arg-type]
+    return Doctor(fleet=fleet, stats=stats, secret=SECRET, expected=lambda: expected or {})  # type: ignore[arg-type]
 
 
 async def report(doctor: Doctor) -> list[dict[str, Any]]:
@@ -206,13 +206,13 @@ async def test_a_run_tries_so_many_pairs_at_most(monkeypatch: pytest.MonkeyPatch
     [
         ([P0, D0, D1], {"prefill": 1, "decode": 2}, []),
         ([D0], {"prefill": 0, "decode": 1}, []),
-        ([P0, D0], {"prefill": 1, "decode": 2}, ["1 of 2 decode workers that the configuration asks for is missing"]),
+        ([P0, D0], {"prefill": 1, "decode": 2}, ["1 of 2 decode workers that there are to be is missing"]),
         (
             [],
             {"prefill": 1, "decode": 3},
             [
-                "1 of 1 prefill worker that the configuration asks for is missing",
-                "3 of 3 decode workers that the configuration asks for are missing",
+                "1 of 1 prefill worker that there are to be is missing",
+                "3 of 3 decode workers that there are to be are missing",
             ],
         ),
         ([P0, P1, D0], {"prefill": 1, "decode": 1}, []),  # an old one leaves while its successor is there already
