@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass, field
 
+from cluster.autoscaling.reasons import Reason
 from protocol.step_costs import StepCosts
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Counters since the routers started, of all that came, the refused included: demand isn't what was served."""
+    """Counters since the routers started, of all that came, the refused included: demand isn't what was served.
+
+    A counter that falls, as when a router ends, counts as one that stood still.
+    """
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0  # of these, found in a prefix cache
+    prompt_pairs: float = 0.0  # sum of n (p + n / 2), n new tokens after p cached: attention's part of a prompt's time
     output_tokens: float = 0.0  # of the answers that have ended
     ended: float = 0.0  # requests whose answers have ended
 
@@ -20,7 +25,7 @@ class Arrived:
 class RoleSignals:
     """The workers of one role together."""
 
-    running: int  # that can take requests
+    running: int  # that can take requests: neither starting nor draining
     target: int  # asked for last; another number than `running`: a change is under way
     gpus_each: float = 0.0
     costs: StepCosts | None = None  # of a typical worker, fitted to warm steps alone; None: nobody knows yet
@@ -31,6 +36,7 @@ class RoleSignals:
     owned_tokens: int = 0  # room in KV blocks that requests hold
     total_tokens: int = 0  # all room in KV blocks
     max_batch: int = 256  # requests in one step of a worker
+    step_tokens: int = 2048  # prompt tokens in one step of a worker
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,6 @@ class Signals:
     decode: RoleSignals
     ttft_s: float | None = None  # the tightest promise among the SLO classes that are asked for; None: none
     tpot_s: float | None = None
-
-
-Reason = str
-"""A code for logs, metrics and `twostroke status`; all there are: `cluster/autoscaling/policy.py`."""
 
 
 @dataclass(frozen=True)
