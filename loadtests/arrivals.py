@@ -7,7 +7,7 @@ number of arrivals, and each is put at the moment at which so many are expected.
 import math
 import random
 from collections.abc import Iterator
-from itertools import count, repeat, takewhile
+from itertools import count, pairwise, repeat, takewhile
 
 from loadtests.errors import LoadTestError
 from loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
@@ -72,23 +72,28 @@ def _ramp(first: float, last: float, seconds: float, draw: random.Random) -> Ite
 def _steps(steps: tuple[tuple[float, float], ...], seconds: float, draw: random.Random) -> Iterator[float]:
     if not steps or steps[0][0] != 0:
         raise LoadTestError("step arrivals: the first step is to begin at 0")
-    if any(after[0] <= before[0] for before, after in zip(steps, steps[1:], strict=False)):
+    if any(after[0] <= before[0] for before, after in pairwise(steps)):
         raise LoadTestError("step arrivals: each step is to begin later than the one before")
     if any(rate < 0 for _, rate in steps):
         raise LoadTestError("step arrivals: a rate can't be negative")
-    return changed_times(((*steps, (seconds, 0.0))), _running_sum(_gamma_gaps(1.0, 1.0, draw)))
+    ends = (*(begin for begin, _ in steps[1:]), max(seconds, steps[-1][0]))
+    lasting = ((end - begin, rate) for (begin, rate), end in zip(steps, ends, strict=True))
+    return changed_times(lasting, _running_sum(_gamma_gaps(1.0, 1.0, draw)))
 
 
-def changed_times(steps: tuple[tuple[float, float], ...], numbers: Iterator[float]) -> Iterator[float]:
-    """Moments on the axis of expected arrivals (`numbers`, rising) put on the axis of time, up to the last step."""
+def changed_times(rates: Iterator[tuple[float, float]], numbers: Iterator[float]) -> Iterator[float]:
+    """Endless moments on the axis of expected arrivals (`numbers`, rising) put on the axis of time.
+
+    `rates` says for how many seconds each rate holds, one after another from 0.
+    """
     number = next(numbers)
-    expected = 0.0
-    for (begin, rate), (end, _) in zip(steps, steps[1:], strict=False):
-        expected_after = expected + rate * (end - begin)
+    begin = expected = 0.0
+    for lasts_s, rate in rates:
+        expected_after = expected + rate * lasts_s if rate else expected
         while number < expected_after:
             yield begin + (number - expected) / rate
             number = next(numbers)
-        expected = expected_after
+        begin, expected = begin + lasts_s, expected_after
 
 
 def _running_sum(gaps: Iterator[float]) -> Iterator[float]:

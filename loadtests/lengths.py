@@ -12,9 +12,12 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Quantiles:
-    """A distribution by some of its quantiles, straight lines between them."""
+    """A distribution by some of its quantiles. Between them logarithms grow evenly, which suits lengths: most lie near
+    the shorter end of a wide stretch."""
 
-    points: tuple[tuple[float, float], ...]  # (share that is not longer, tokens), both rising; shares from 0 to 1
+    points: tuple[
+        tuple[float, float], ...
+    ]  # (share that is not longer, tokens above 0), both rising; shares from 0 to 1
 
     def at(self, share: float) -> float:
         """The length that `share` of all do not exceed."""
@@ -24,7 +27,7 @@ class Quantiles:
         if index == len(self.points):
             return self.points[-1][1]
         (below, low), (above, high) = self.points[index - 1], self.points[index]
-        return low + (high - low) * (share - below) / (above - below)
+        return low * (high / low) ** ((share - below) / (above - below))
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,15 @@ class Scale:
 
     def request(self, input_tokens: float, output_tokens: float) -> tuple[int, int]:
         """A request's prompt and answer, which fit into the context together."""
-        prompt, answer = self.tokens(input_tokens), self.tokens(output_tokens)
-        if prompt + answer > self.max_context:
-            shrink = self.max_context / (prompt + answer)
-            answer = max(1, min(math.floor(answer * shrink), self.max_context - 1))
-            prompt = self.max_context - answer
+        return shrunk(self.tokens(input_tokens), self.tokens(output_tokens), self.max_context)
+
+
+def shrunk(prompt: int, answer: int, most: int) -> tuple[int, int]:
+    """Both by one factor until they have `most` tokens together; as they are where they fit. At least 1 each."""
+    if prompt + answer <= most:
         return prompt, answer
+    answer = max(1, answer * most // (prompt + answer))
+    return most - answer, answer
 
 
 def scale_to(max_context: int, long_request: float) -> Scale:

@@ -3,15 +3,18 @@
 Sources of the figures: Azure LLM inference traces 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY 4.0), Mooncake
 conversation and synthetic traces (Qin et al., FAST 2025; Apache-2.0), ServeGen's m-large (Xiang et al.,
 arXiv:2505.09999; Apache-2.0). Lengths are the traces' 1st to 99th percentiles and their longest; the parameters of
-arrivals were fitted to the traces' variances of counts in windows of 1, 10 and 60 s.
+arrivals were fitted to the traces' variances of counts in windows of 1, 10 and 60 s (Mooncake's conversations with the
+3 s ticks of their clock evened out).
 """
 
 import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from loadtests.arrivals import changed_times, gamma_times
+from loadtests.blocks import block_pieces
 from loadtests.errors import LoadTestError
 from loadtests.lengths import Quantiles, Scale, normal_pair, scale_to
 from loadtests.schedule import Piece, Turn
@@ -26,6 +29,25 @@ RECENT = 500  # requests back that one may continue; half of Mooncake's are with
 def _percentiles(*tokens: float) -> Quantiles:
     """The least (the 1st percentile stands in for it), p1, p5, p10, p25, p50, p75, p90, p95, p99, and the longest."""
     return Quantiles(tuple(zip(_SHARES, (tokens[0], *tokens), strict=True)))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The rate is drawn anew each minute, of a gamma distribution with this coefficient of variation."""
+
+    cv: float
+
+
+@dataclass(frozen=True)
+class OnOff:
+    """Bursts and silence, both of exponential length; an interrupted Poisson process where arrivals within are Poisson.
+
+    In the long run it varies as a Poisson process times 1 + 2 x rate within bursts x share of silence x tau, with
+    1 / tau = 1 / on_s + 1 / off_s.
+    """
+
+    on_s: float
+    off_s: float
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,8 @@ class Shape:
     output_tokens: Quantiles
     spearman: float  # rank correlation of prompt and answer
     rate: float  # requests a second
-    cv: float  # of the gaps between arrivals
-    rate_cv: float  # of the rate's changes from minute to minute
+    cv: float = 1.0  # of the gaps between arrivals while the rate stays
+    changes: Drift | OnOff | None = None  # of the rate
     prefixes: Prefixes | None = None  # None: prompts share nothing
 
 
@@ -57,24 +79,22 @@ SHAPES = {
         spearman=0.07,
         rate=5.53,
         cv=1.05,
-        rate_cv=0.21,
+        changes=Drift(0.21),
     ),
     "azure-code": Shape(
         _percentiles(17, 75, 147, 578, 1469, 2744, 5187, 7303, 7436, 7437),
         _percentiles(6, 6, 7, 9, 13, 24, 55, 90, 251, 1899),
         spearman=-0.02,
         rate=2.567,
-        cv=13.15,
-        rate_cv=0.0,
+        changes=OnOff(on_s=8.5, off_s=40.0),
     ),
     "mooncake-conversation": Shape(
         _percentiles(894, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400, 126195),
         _percentiles(3, 10, 24, 156, 350, 472, 597, 698, 1118, 2000),
         spearman=0.07,
         rate=3.401,
-        cv=1.3,
-        rate_cv=0.08,
-        prefixes=Prefixes(common_blocks=1, continued_share=0.39, candidates=8),
+        changes=Drift(0.095),
+        prefixes=Prefixes(common_blocks=1, continued_share=0.42, candidates=8),
     ),
     "mooncake-synthetic": Shape(
         _percentiles(16, 22, 30, 277, 11587, 23175, 38611, 48904, 66456, 191378),
@@ -82,18 +102,15 @@ SHAPES = {
         spearman=-0.52,
         rate=3.907,
         cv=1.01,
-        rate_cv=0.0,
-        prefixes=Prefixes(common_blocks=0, continued_share=0.7, candidates=40),
+        prefixes=Prefixes(common_blocks=0, continued_share=0.68, candidates=40),
     ),
-    # Of so many clients that bursts even out: 196 requests a second on average. Marginals only: prompt and answer are
-    # taken as independent.
+    # 196 requests a second on average. The source has no joint lengths: prompt and answer are taken as independent.
     "servegen": Shape(
         _percentiles(58, 64, 72, 267, 620, 1086, 2299, 2522, 5345, 35079),
         _percentiles(1, 1, 1, 8, 52, 208, 462, 544, 888, 10428),
         spearman=0.0,
         rate=195.8,
         cv=2.0,
-        rate_cv=0.0,
     ),
 }
 
@@ -109,24 +126,25 @@ def shape_named(name: str) -> Shape:
 def shape_times(shape: Shape, seed: int) -> Iterator[float]:
     """Endless moments of arrival, at the shape's own rate and as bursty as its trace."""
     draw = random.Random(f"shape arrivals {seed}")
-    if shape.rate_cv == 0:
-        return gamma_times(shape.rate, shape.cv, draw)
-    return _modulated(shape, draw)
-
-
-def _modulated(shape: Shape, draw: random.Random) -> Iterator[float]:
-    """The rate is drawn anew each minute, of a gamma distribution; arrivals of mean 1 are stretched to it."""
-    rate_shape = shape.rate_cv**-2
     numbers = gamma_times(1.0, shape.cv, draw)
-    number = next(numbers)
-    begin = expected = 0.0
-    while True:
-        rate = draw.gammavariate(rate_shape, shape.rate / rate_shape)
-        while number < expected + rate * RATE_HOLDS_S:
-            yield begin + (number - expected) / rate
-            number = next(numbers)
-        expected += rate * RATE_HOLDS_S
-        begin += RATE_HOLDS_S
+    return changed_times(_rates(shape, draw), numbers)
+
+
+def _rates(shape: Shape, draw: random.Random) -> Iterator[tuple[float, float]]:
+    """Endless: for so long, so many a second."""
+    match shape.changes:
+        case None:
+            yield inf, shape.rate
+        case Drift(cv=cv):
+            while True:
+                yield RATE_HOLDS_S, draw.gammavariate(cv**-2, shape.rate * cv**2)
+        case OnOff(on_s=on_s, off_s=off_s):
+            burst_rate = shape.rate * (on_s + off_s) / on_s
+            # What a run begins with is as likely as it is long; exponential times know nothing of how long they last.
+            bursting = draw.random() < on_s / (on_s + off_s)
+            while True:
+                yield draw.expovariate(1 / (on_s if bursting else off_s)), burst_rate if bursting else 0.0
+                bursting = not bursting
 
 
 def shape_turns(shape: Shape, max_context: int, seed: int) -> Iterator[Turn]:
@@ -158,7 +176,7 @@ class _History:
 
     def prompt(self, tokens: int, index: int, draw: random.Random) -> tuple[Piece, ...]:
         """A prompt of so many tokens, which begins as an earlier one or not."""
-        num_blocks, rest = divmod(tokens, self._block_tokens)
+        num_blocks = tokens // self._block_tokens
         before = self._common
         if self._recent and draw.random() < self._prefixes.continued_share:
             candidates = [draw.choice(self._recent) for _ in range(self._prefixes.candidates)]
@@ -166,7 +184,4 @@ class _History:
         blocks = before[:num_blocks]
         blocks += [seed_of(self._seed, "block", index, number) for number in range(len(blocks), num_blocks)]
         self._recent.append(blocks)
-        pieces = [Piece(block, self._block_tokens) for block in blocks]
-        if rest:
-            pieces.append(Piece(seed_of(self._seed, "rest", index), rest))
-        return tuple(pieces)
+        return block_pieces(blocks, self._block_tokens, tokens, seed_of(self._seed, "rest", index))
