@@ -64,18 +64,24 @@ def _chosen(
     if tenant is not None and tenant.slo_class is not None:
         default = config.named(tenant.slo_class)
     by_header = headers.get(CLASS_HEADER)
-    name, param = (service_tier, "service_tier") if by_header is None else (by_header, CLASS_HEADER)
-    if name is None:
-        return default, param
+    # The header decides, but a tier that nobody knows is a mistake all the same.
+    by_tier = default if service_tier is None else _named(config, default, service_tier, "service_tier")
+    if by_header is None:
+        return by_tier, "service_tier"
+    return _named(config, default, by_header, CLASS_HEADER), CLASS_HEADER
+
+
+def _named(config: SLOConfig, default: SLOClass, name: str, param: str) -> SLOClass:
+    """The class that a client means by `name`. Raises RequestError (400) that names `param`."""
     for one in config.classes:
         if one.name == name:
-            return one, param
+            return one
     if name in _DEFAULT_TIERS:
-        return default, param
+        return default
     if name == "flex":
-        return min(config.classes, key=lambda one: one.priority), param
+        return min(config.classes, key=lambda one: one.priority)
     if name == "priority":
-        return max(config.classes, key=lambda one: one.priority), param
+        return max(config.classes, key=lambda one: one.priority)
     known = ", ".join(one.name for one in config.classes)
     shown = "".join(char if char.isprintable() else "?" for char in name[:80])
     raise RequestError(f"{param}: {shown!r} is none of the classes {known}", param=param)

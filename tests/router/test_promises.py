@@ -53,6 +53,7 @@ def test_openais_own_tiers_mean_a_class() -> None:
     ("tier", "headers", "param"),
     [
         ("silver", {}, "service_tier"),
+        ("silver", {"x-slo-class": "gold"}, "service_tier"),
         (None, {"x-slo-class": "silver\n"}, "x-slo-class"),
         (None, {"x-slo-class": "automatic"}, "x-slo-class"),
         (None, {"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
