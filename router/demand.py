@@ -30,6 +30,8 @@ class Demand:
         self._asked_at: dict[str, float] = {}
         self._requests = 0
         self._prompt_tokens = 0.0
+        self._prompt_pairs = 0.0
+        self._spared_pairs = 0.0  # of prompts found in a cache, not taken off yet
         self._cached_tokens = 0
         self._output_tokens = 0
         self._ended = 0
@@ -38,11 +40,13 @@ class Demand:
         """A sequence is asked for, whatever becomes of it."""
         self._requests += 1
         self._prompt_tokens += request.num_prompt_tokens
+        self._count_pairs(request.num_prompt_tokens**2 / 2)
         self._asked_at[request.promise.class_name] = self._clock()
 
     def turned_away(self, num_choices: int) -> None:
         """So many are refused before anybody has looked at their prompts: they are taken to be like the others."""
         if self._requests:
+            self._count_pairs(num_choices * self._prompt_pairs / self._requests)
             self._prompt_tokens += num_choices * self._prompt_tokens / self._requests
         self._requests += num_choices
 
@@ -50,6 +54,7 @@ class Demand:
         """The answer to a sequence is over: by itself, or because the client left."""
         self._ended += 1
         self._cached_tokens += stages.num_cached_tokens
+        self._spared_pairs += stages.num_cached_tokens**2 / 2
         self._output_tokens += stages.num_output_tokens
 
     def numbers(self) -> dict[str, float]:
@@ -59,12 +64,23 @@ class Demand:
         return {
             "requests": float(self._requests),
             "prompt_tokens": self._prompt_tokens,
+            "prompt_pairs": self._prompt_pairs,
             "cached_tokens": float(self._cached_tokens),
             "output_tokens": float(self._output_tokens),
             "ended": float(self._ended),
             "ttft_s": min((one.ttft_s for one in asked if one.ttft_s is not None), default=0.0),
             "tpot_s": min((one.tpot_s for one in asked if one.tpot_s is not None), default=0.0),
         }
+
+    def _count_pairs(self, num_pairs: float) -> None:
+        """Pairs of a token and one that it attends to; those that a cache has spared are taken off later prompts'.
+
+        A prompt of L tokens has L^2 / 2, of which the first p have p^2 / 2. What is cached is known when all is over,
+        and a counter can't go back.
+        """
+        spared = min(self._spared_pairs, num_pairs)
+        self._spared_pairs -= spared
+        self._prompt_pairs += num_pairs - spared
 
 
 def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
@@ -94,6 +110,7 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
     }
     if workers:
         numbers["max_batch"] = float(statistics.median_low(info.max_batch for info, _ in workers))
+        numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
     known = [stats.costs for _, stats in workers if stats.costs is not None]
     if known:
         costs = median_costs(known)

@@ -57,6 +57,17 @@ def test_what_is_turned_away_unread_counts_like_the_others(demand, a_request):
     assert demand.numbers()["prompt_tokens"] == pytest.approx(5 + 2 * 5 / 2)
 
 
+def test_attention_to_what_was_cached_is_taken_off_the_prompts_that_come_next(demand, a_request):
+    long = msgspec.structs.replace(a_request(), num_prompt_tokens=100)
+    demand.arrived(long)
+    assert demand.numbers()["prompt_pairs"] == 5000
+    demand.ended(Stages(0.0, num_cached_tokens=110))
+    demand.arrived(long)
+    assert demand.numbers()["prompt_pairs"] == 5000  # a counter never falls
+    demand.arrived(long)
+    assert demand.numbers()["prompt_pairs"] == 5000 + 5000 - (110**2 / 2 - 5000)
+
+
 def test_the_tightest_promise_is_that_of_a_class_which_is_asked_for(demand, time, a_request):
     assert demand.numbers()["ttft_s"] == demand.numbers()["tpot_s"] == 0.0
     demand.arrived(of_class(a_request(), "fast"))
@@ -89,6 +100,7 @@ def test_workers_are_summed_up_and_those_that_leave_are_left_out():
         "owned_tokens": 96,
         "total_tokens": 1920,
         "max_batch": 32,
+        "step_tokens": 2048,
         "base_s": 2.5,
         "token_s": 1e-5,
         "pair_s": 1e-8,
