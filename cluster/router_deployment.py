@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ from cluster.config import ClusterConfig, ModelSection, RouterSection
 from cluster.exposure import exposure_warning
 from cluster.fleet import ServeFleet
 from cluster.model_folder import resolve_model_folder, served_name
+from cluster.other_routers import OtherRouters
 from cluster.process_logs import LoggingConfig, log_as_replica
+from cluster.ray_switches import forgotten_switches
 from protocol.clock import draw_epoch
 from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
@@ -24,6 +27,7 @@ from router.admission import Admission
 from router.app import build_app
 from router.doctor import Doctor
 from router.pipeline import Pipeline
+from router.scrape import RouterReading, no_other_routers
 from router.service import RouterService, ServiceConfig
 from router.slo import SLOConfig
 from router.tenants import KeyConfig, Tenants
@@ -68,7 +72,8 @@ class RouterReplica:
     ):
         self._notice_s = settings.router.drain_notice_s
         folder = resolve_model_folder(settings.model.path)
-        peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
+        replica = serve.get_replica_context()
+        peer = Peer(replica.replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)
         fleet = ServeFleet(prefill, decode, grace_s=settings.router.drain_grace_s)
         channels = TokenChannels(
@@ -76,13 +81,18 @@ class RouterReplica:
         )
         replicas = settings.router.replicas
         admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
+        others = OtherRouters(serve.get_deployment_handle(replica.deployment, replica.app_name), own=peer.worker_id)
         await asyncio.to_thread(_warn_of_exposure, has_keys=bool(settings.keys))
+        forgotten = forgotten_switches(os.environ)
+        if forgotten is not None:
+            _log.warning(forgotten)
         self._service = RouterService(
             config=ServiceConfig(
                 model_name=served_name(settings.model, folder),
                 expects_prefill=settings.expected["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
                 max_choices_in_flight=settings.router.max_choices_in_flight,
+                router_id=peer.worker_id,
             ),
             tokenizer=TextTokenizer.load(folder),
             fleet=fleet,
@@ -100,6 +110,8 @@ class RouterReplica:
             admission=admission,
             tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
             traces=request_traces(settings.router.tracing, replica=peer.worker_id),
+            other_routers=others.readings if replicas > 1 else no_other_routers,
+            expected=lambda: {"router": replicas, **{str(role): count for role, count in settings.expected.items()}},
         )
         self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=lambda: settings.expected)
         await self._service.start()
@@ -110,6 +122,10 @@ class RouterReplica:
         app.state.service = self._service
         app.state.doctor = self._doctor
         return app
+
+    async def reading(self) -> RouterReading | None:
+        """This router's numbers, for another one's scrape; None until it has any."""
+        return None if self._service is None else self._service.reading()
 
     async def drain(self) -> int:
         """Be not ready, and soon take nothing new; returns how many choices are under way. May be called again."""

@@ -26,7 +26,7 @@ from rich.markup import escape
 from cluster.config import TransportChoice, load_yaml, read_config, with_keys_of_file
 from cluster.descendants import become_subreaper, end_descendants
 from cluster.exposure import exposure_warning
-from cluster.local_ray import haproxy_binary
+from cluster.haproxy import haproxy_binary
 from cluster.local_server import Order, Report, own_url
 from cluster.model_folder import check_model_path
 from cluster.preflight import check_port

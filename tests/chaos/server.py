@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from cluster.config import read_config
-from cluster.local_ray import LocalRayOptions, haproxy_binary, local_ray
+from cluster.haproxy import haproxy_binary
+from cluster.local_ray import LocalRayOptions, local_ray
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
