@@ -41,6 +41,7 @@ from router.parsing import parse, token_ids_of
 from router.policy import NoPath
 from router.promises import promise_of
 from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
+from router.scrape import exposition
 from router.service import RouterService
 
 _log = logging.getLogger(__name__)
@@ -148,8 +149,8 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics."""
-    return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    """GET /metrics: of all routers, whichever is asked."""
+    return Response(exposition(await _service(request).readings()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def status(request: Request) -> Response:

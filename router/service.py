@@ -21,10 +21,11 @@ from router.choices import ChoiceWriter, Delta
 from router.demand import Demand, fleet_numbers
 from router.fleet import Fleet
 from router.jobs import Job, JobMaker
-from router.metrics import Outcome, RouterMetrics
+from router.metrics import Expected, Outcome, RouterMetrics
 from router.pipeline import Pipeline
 from router.policy import NoPath
 from router.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
+from router.scrape import OtherRouters, RouterReading, no_other_routers
 from router.slo import SLOConfig
 from router.slo_metrics import SLOMetrics
 from router.stages import Stages
@@ -51,6 +52,7 @@ class ServiceConfig:
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
+    router_id: str = "router"  # of this replica, in metrics
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=_version)
 
@@ -59,7 +61,7 @@ class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
     `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
-    everybody may ask. `scaling` tells what the autoscaler decided last.
+    everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class RouterService:
         admission: Admission | None = None,
         tenants: Tenants | None = None,
         traces: RequestTraces | None = None,
+        other_routers: OtherRouters = no_other_routers,
+        expected: Expected = dict,
         scaling: LastScaling = never_scaled,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
@@ -82,7 +86,8 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
-        self.metrics = RouterMetrics(config.model_name, self._worker_numbers, pipeline.ejected)
+        self.metrics = RouterMetrics(config.model_name)
+        self.metrics.watch_fleet(lambda: not self.missing(), expected)
         self.metrics.registry.register(ScalingCollector(scaling))
         pipeline.time_decisions(self.metrics.decision_time.observe)
         self.clock = clock
@@ -102,6 +107,7 @@ class RouterService:
         self._fleet = fleet
         self._channels = channels
         self._pipeline = pipeline
+        self._other_routers = other_routers
         self._wall_clock = wall_clock
         self._num_choices = 0
         self._cuts: set[asyncio.Future[None]] = set()  # of the responses under way
@@ -243,6 +249,19 @@ class RouterService:
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/demand.py` tells it."""
         return self._demand.numbers() | fleet_numbers(self._worker_numbers())
+
+    def reading(self) -> RouterReading:
+        """This router's numbers."""
+        return RouterReading(
+            self.config.router_id,
+            tuple(self.metrics.registry.collect()),
+            tuple(self._worker_numbers()),
+            frozenset(self._pipeline.ejected()),
+        )
+
+    async def readings(self) -> list[RouterReading]:
+        """The numbers of all routers that answer, this one's first."""
+        return [self.reading(), *await self._other_routers()]
 
     async def generate(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""

@@ -88,13 +88,13 @@ async def test_metrics_count_requests_and_show_the_workers(site_of, until):
         await site.http.post("/v1/completions", content=b"{")
         text = (await site.http.get("/metrics")).text
         for line in (
-            'twostroke:request_success_total{finished_reason="length",model_name="fake"} 1.0',
-            'twostroke:generation_tokens_total{model_name="fake"} 24.0',
-            'twostroke:time_to_first_token_seconds_count{model_name="fake"} 1.0',
-            'twostroke:request_prefill_time_seconds_sum{model_name="fake"} 0.02',
-            'twostroke:requests_refused_total{code="invalid_json",model_name="fake",status="400"} 1.0',
-            'twostroke:router_requests_in_flight{model_name="fake"} 0.0',
-            'twostroke:router_decision_time_seconds_count{model_name="fake"} 1.0',
+            'twostroke:request_success_total{finished_reason="length",model_name="fake",router="router"} 1.0',
+            'twostroke:generation_tokens_total{model_name="fake",router="router"} 24.0',
+            'twostroke:time_to_first_token_seconds_count{model_name="fake",router="router"} 1.0',
+            'twostroke:request_prefill_time_seconds_sum{model_name="fake",router="router"} 0.02',
+            'twostroke:requests_refused_total{code="invalid_json",model_name="fake",router="router",status="400"} 1.0',
+            'twostroke:router_requests_in_flight{model_name="fake",router="router"} 0.0',
+            'twostroke:router_decision_time_seconds_count{model_name="fake",router="router"} 1.0',
             'twostroke:kv_blocks_total{role="decode",worker="d0"} 100.0',
             'twostroke:kv_cache_usage_perc{role="prefill",worker="p0"} 0.0',
         ):

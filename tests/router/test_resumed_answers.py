@@ -63,5 +63,5 @@ async def test_an_answer_is_the_same_although_its_decode_worker_dies_in_the_midd
             worker.poison = None
             if worker.dead:
                 await worker.start()
-        resumes = site.service.metrics.text().decode().split("twostroke:request_resumes_total{")[1].splitlines()[0]
+        resumes = (await site.http.get("/metrics")).text.split("twostroke:request_resumes_total{")[1].splitlines()[0]
         assert float(resumes.split()[-1]) > 0

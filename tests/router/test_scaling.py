@@ -2,6 +2,7 @@
 
 from router.metrics import RouterMetrics
 from router.scaling import RoleScaling, Scaling, ScalingCollector, scaling_status
+from router.scrape import RouterReading, exposition
 
 SCALING = Scaling(
     policy="joint",
@@ -34,15 +35,15 @@ def test_a_clock_that_is_behind_makes_no_negative_age():
 
 
 def test_a_scrape_has_targets_decisions_by_reason_and_demand():
-    metrics = RouterMetrics("tiny", lambda: ())
+    metrics = RouterMetrics("tiny")
     metrics.registry.register(ScalingCollector(lambda: SCALING))
-    text = metrics.text().decode()
+    text = exposition([RouterReading("r0", tuple(metrics.registry.collect()), (), frozenset())]).decode()
     for line in (
-        'autoscaling_target{role="prefill"} 2.0',
-        'autoscaling_target{role="decode"} 1.0',
-        'autoscaling_decisions_total{reason="backlog",role="prefill"} 1.0',
-        'autoscaling_demand{quantity="prompt_tokens_per_s"} 512.5',
-        "autoscaling_last_decision_timestamp_seconds 1000.0",
+        'autoscaling_target{role="prefill",router="r0"} 2.0',
+        'autoscaling_target{role="decode",router="r0"} 1.0',
+        'autoscaling_decisions_total{reason="backlog",role="prefill",router="r0"} 1.0',
+        'autoscaling_demand{quantity="prompt_tokens_per_s",router="r0"} 512.5',
+        'autoscaling_last_decision_timestamp_seconds{router="r0"} 1000.0',
     ):
         assert f"twostroke:{line}" in text
 

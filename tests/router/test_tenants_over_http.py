@@ -122,9 +122,9 @@ async def test_a_request_that_would_be_late_is_refused_before_any_worker_hears_o
         assert site.rig["p0"].seen == site.rig["d0"].seen == []
         assert len(asked) == 1  # nowhere else, and not again
         metrics = (await site.http.get("/metrics")).text
-        assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="refused"} 1.0' in metrics
-        assert 'slo_refusals_total{limit="ttft",model_name="fake",slo_class="bulk"} 1.0' in metrics
-        assert 'slo_attainment{model_name="fake",slo_class="bulk"} 0.0' in metrics
+        assert 'slo_requests_total{model_name="fake",router="router",slo_class="bulk",verdict="refused"} 1.0' in metrics
+        assert 'slo_refusals_total{limit="ttft",model_name="fake",router="router",slo_class="bulk"} 1.0' in metrics
+        assert 'slo_attainment{model_name="fake",router="router",slo_class="bulk"} 0.0' in metrics
 
 
 async def test_kept_and_broken_promises_are_counted(site_of) -> None:
@@ -135,8 +135,11 @@ async def test_kept_and_broken_promises_are_counted(site_of) -> None:
         )
         metrics = (await site.http.get("/metrics")).text
         for verdict in ("met", "missed"):
-            assert f'slo_requests_total{{model_name="fake",slo_class="gold",verdict="{verdict}"}} 1.0' in metrics
-        assert 'ttft_prediction_correction{model_name="fake",slo_class="gold"} 1.0' in metrics
+            assert (
+                f'slo_requests_total{{model_name="fake",router="router",slo_class="gold",verdict="{verdict}"}} 1.0'
+                in metrics
+            )
+        assert 'ttft_prediction_correction{model_name="fake",router="router",slo_class="gold"} 1.0' in metrics
 
 
 async def test_a_bug_is_counted_as_an_error_and_a_broken_promise(site_of, monkeypatch) -> None:
@@ -147,8 +150,8 @@ async def test_a_bug_is_counted_as_an_error_and_a_broken_promise(site_of, monkey
         monkeypatch.setattr(site.rig.pipeline, "_admit", bug)
         assert (await site.http.post("/v1/completions", json=ASK)).status_code == 500
         metrics = (await site.http.get("/metrics")).text
-        assert 'request_success_total{finished_reason="error",model_name="fake"} 1.0' in metrics
-        assert 'slo_requests_total{model_name="fake",slo_class="bulk",verdict="missed"} 1.0' in metrics
+        assert 'request_success_total{finished_reason="error",model_name="fake",router="router"} 1.0' in metrics
+        assert 'slo_requests_total{model_name="fake",router="router",slo_class="bulk",verdict="missed"} 1.0' in metrics
 
 
 async def test_a_response_is_judged_by_its_longest_prompt(site_of, monkeypatch) -> None:
