@@ -124,6 +124,11 @@ def window_of(plan: Plan, facts: RunFacts, seen: Observations) -> tuple[float, f
     return plan.warm_up_s, max(end_s, plan.warm_up_s + 1e-9)
 
 
+def judged_rows(plan: Plan, facts: RunFacts, seen: Observations) -> Bools:
+    """Those scheduled in the window."""
+    return seen.between(*window_of(plan, facts, seen))
+
+
 def summary_of(plan: Plan, facts: RunFacts, seen: Observations) -> Summary:
     begin_s, end_s = window_of(plan, facts, seen)
     inside = seen.between(begin_s, end_s)

@@ -1,15 +1,87 @@
-"""The report of one run: report.json."""
+"""The report of one run: report.json, report.html and the plots, all made from what the run has left."""
+
+from typing import Any
 
 import msgspec
 
-from loadtests.report.figures import Summary, summarise
-from loadtests.run_folder import RunFolder
+from loadtests.plan import Plan
+from loadtests.report import words
+from loadtests.report.chart import Plot
+from loadtests.report.figures import Summary, judged_rows, summary_of
+from loadtests.report.html import render, write_plots
+from loadtests.report.observations import read_observations
+from loadtests.report.run_plots import run_plots
+from loadtests.report.time_plots import time_plots
+from loadtests.run_folder import RunFacts, RunFolder
 
 REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
 
 
 def write_report(folder: RunFolder) -> Summary:
-    """Make the report from what the run has left, again if there is one. Raises LoadTestError for a wrong folder."""
-    summary = summarise(folder)
+    """Make the report, again if there is one. Raises LoadTestError where a file is missing or wrong."""
+    plan, facts, samples = folder.plan(), folder.facts(), folder.samples()
+    seen = read_observations(folder.records())
+    summary = summary_of(plan, facts, seen)
+    complete = judged_rows(plan, facts, seen) & seen.is_status("ok")
+    plots = run_plots(plan, summary, seen, complete) + time_plots(plan, seen, samples)
+    write_plots(folder.path, plots)
     (folder.path / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    (folder.path / PAGE_FILE).write_text(page(plan, facts, summary, plots), encoding="utf-8")
     return summary
+
+
+def page(plan: Plan, facts: RunFacts, summary: Summary, plots: list[Plot]) -> str:
+    """The whole HTML file."""
+    return render(
+        "run",
+        summary=summary,
+        verdict=words.verdict(plan, summary),
+        plots=plots,
+        rates=_rates(summary),
+        setting=_setting(plan, facts, summary),
+        plan_json=_pretty(plan),
+        facts_json=_pretty(facts),
+    )
+
+
+def _rates(summary: Summary) -> list[tuple[str, str]]:
+    return [
+        ("TTFT met", words.estimated(summary.ttft_attainment, words.percent)),
+        ("TPOT met", words.estimated(summary.tpot_attainment, words.percent)),
+        ("Goodput", f"{words.estimated(summary.goodput, words.number)} requests/s"),
+        ("Output", f"{words.number(summary.output_rate)} tokens/s"),
+        ("Prompts", f"{words.number(summary.input_rate)} tokens/s"),
+        ("Prompt tokens found cached", words.percent(summary.cached_share)),
+        ("What a user sees", f"{words.number(summary.user_rate)} tokens/s (1 / median TPOT)"),
+    ]
+
+
+def _setting(plan: Plan, facts: RunFacts, summary: Summary) -> list[tuple[str, str]]:
+    generators = ", ".join(
+        f"{each.num_sent:,} sent with {each.cpu_seconds / each.wall_seconds:.0%} of a core"
+        for each in facts.generators
+        if each.wall_seconds > 0
+    )
+    return [
+        ("SLO", words.slo_words(plan.slo)),
+        ("Arrivals", words.setting_words(plan.arrivals)),
+        ("Workload", words.setting_words(plan.workload)),
+        ("Window", f"{words.number(summary.window_s)} s, after {words.number(plan.warm_up_s)} s of warm-up"),
+        ("Model", plan.model),
+        ("Service tier", plan.service_tier or "none sent"),
+        ("Server's workers", words.workers_words(summary.num_workers)),
+        ("Server's version", str(facts.server.get("version", "not told"))),
+        ("Generator processes", generators or "not told"),
+        ("Generator's machine", _in_words(facts.machine)),
+        ("Versions", _in_words(facts.versions)),
+        ("Seed", str(plan.seed)),
+    ]
+
+
+def _in_words(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items()) or "not told"
+
+
+def _pretty(value: msgspec.Struct) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

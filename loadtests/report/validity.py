@@ -9,7 +9,7 @@ from loadtests.report.observations import Bools, Observations
 from loadtests.run_folder import RunFacts
 
 MOST_LAG_OF_SLO = 0.05  # P99 of the lag, of the tightest SLO
-MOST_CPU = 0.9  # of a core, over the run; Locust itself warns above
+MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
 
 
 class Validity(msgspec.Struct, frozen=True):

@@ -1,0 +1,141 @@
+"""How all our plots look: one palette that colour-blind readers can tell apart, readable sizes, no clutter."""
+
+import functools
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from loadtests.report.estimates import Floats
+from loadtests.report.words import duration
+
+# Okabe and Ito's palette ("Color Universal Design", 2008), in the order of use.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#f0e442",
+    "#6b6b6b",
+)
+SERIES_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
+MOST_POINTS = 2000  # of a drawn curve: more is not seen, and takes time
+
+_STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#d9d9d9",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "lines.linewidth": 1.8,
+    "figure.dpi": 144,
+    "savefig.dpi": 144,
+}
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_our_style(draw: Callable[P, T]) -> Callable[P, T]:
+    """For functions that draw: matplotlib asks for its settings whenever something is added to a figure."""
+
+    @functools.wraps(draw)
+    def styled(*arguments: P.args, **named: P.kwargs) -> T:
+        with mpl.rc_context(_STYLE):
+            return draw(*arguments, **named)
+
+    return styled
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture for the report; `name` is its file's, without `.png`."""
+
+    name: str
+    title: str
+    caption: str  # how to read it
+    png: bytes
+
+
+def panels(columns: int, *, rows: int = 1, height: float = 3.4, width: float = 9.6, **more: Any) -> tuple[Figure, Any]:
+    """A figure and the array of its axes, always of two dimensions."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **more)
+
+
+def plot_of(name: str, title: str, caption: str, figure: Figure) -> Plot:
+    """Draw `figure`. The file tells neither date nor program, so that equal data make equal bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return Plot(name, title, caption, buffer.getvalue())
+
+
+def series_colour(index: int) -> str:
+    return SERIES_COLOURS[index % len(SERIES_COLOURS)]
+
+
+def cumulative(values: Floats) -> tuple[Floats, Floats]:
+    """The points of an empirical distribution, thinned out evenly by rank, its ends kept."""
+    ordered = np.sort(values)
+    ranks = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_POINTS)).astype(np.int64))
+    return ordered[ranks], (ranks + 1) / len(ordered)
+
+
+def percent_axis(axis: Any) -> None:
+    """0 to 100%, with a little room."""
+    axis.set_ylim(-0.02, 1.04)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+
+
+def seconds_axis(axis: Any, values: Floats) -> None:
+    """A logarithmic x axis of times in ms or s, from the 0.1th percentile of positive values to their maximum."""
+    positive = values[values > 0]
+    axis.set_xscale("log")
+    if len(positive):
+        low, high = float(np.percentile(positive, 0.1)), float(positive.max())
+        if high / low < 10:  # a decade at least, lest the axis have no label
+            centre = math.sqrt(low * high)
+            low, high = centre / math.sqrt(10), centre * math.sqrt(10)
+        axis.set_xlim(low * 0.9, high * 1.1)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 20 else (1,)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
+    axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
+def legend_below(figure: Figure, axis: Any, columns: int) -> None:
+    """One legend for all panels, under them."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def level_lines(axis: Any) -> None:
+    """The attainment that people ask for."""
+    for level in (0.9, 0.99):
+        axis.axhline(level, color=VERMILION, linewidth=1, linestyle=":")
+        axis.annotate(
+            f"{level:.0%}",
+            (1, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(2, 0),
+            textcoords="offset points",
+            color=VERMILION,
+            fontsize=9,
+            va="center",
+        )

@@ -1,0 +1,41 @@
+"""Reports as one HTML file each, which asks nothing of any network: style and pictures are inside it."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from loadtests.report import words
+from loadtests.report.chart import Plot
+
+
+def render(template: str, **what: Any) -> str:
+    """The page of `templates/TEMPLATE.html.jinja`. All text from servers and plans is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        duration=words.duration,
+        number=words.number,
+        percent=words.percent,
+        duration_estimate=lambda estimate: words.estimated(estimate, words.duration),
+        number_estimate=lambda estimate: words.estimated(estimate, words.number),
+        percent_estimate=lambda estimate: words.estimated(estimate, words.percent),
+        data_uri=_data_uri,
+    )
+    return environment.get_template(f"{template}.html.jinja").render(**what)
+
+
+def write_plots(folder: Path, plots: list[Plot]) -> None:
+    """One PNG each, beside the page."""
+    for plot in plots:
+        (folder / f"{plot.name}.png").write_bytes(plot.png)
+
+
+def _data_uri(plot: Plot) -> str:
+    return "data:image/png;base64," + base64.b64encode(plot.png).decode("ascii")
