@@ -27,7 +27,7 @@ class Quantiles:
         if index == len(self.points):
             return self.points[-1][1]
         (below, low), (above, high) = self.points[index - 1], self.points[index]
-        return low * (high / low) ** ((share - below) / (above - below))
+        return low * math.pow(high / low, (share - below) / (above - below))
 
 
 @dataclass(frozen=True)

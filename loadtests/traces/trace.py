@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, groupby
+from math import inf
 from pathlib import Path
 
 from loadtests.blocks import block_pieces
@@ -15,7 +16,7 @@ from loadtests.seeds import seed_of
 from loadtests.traces import azure, bailian, burstgpt, mooncake
 from loadtests.traces.request import TraceRequest
 
-COARSE_CLOCK_S = 1.0  # a trace whose times are never closer than this has requests bundled by its clock
+COARSE_CLOCK_S = 1.0  # times that are equal or at least so far from each other are those of a coarse clock
 LONG_REQUESTS = 0.999  # this share of requests keeps its proportions when lengths are scaled
 
 
@@ -83,7 +84,8 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
     found = FORMATS[format if format != "auto" else _format_of(path)]
     totals = array("q")
     begin_s = end_s = 0.0
-    least_step_s = float("inf")
+    least_step_s = inf
+    bundled = False
     try:
         for request in found.read(path):
             if not totals:
@@ -92,7 +94,9 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
                 raise LoadTestError(
                     f"{path}: request {len(totals) + 1} is earlier than the one before it; sort the file by time"
                 )
-            elif request.at_s > end_s:
+            elif request.at_s == end_s:
+                bundled = True
+            else:
                 least_step_s = min(least_step_s, request.at_s - end_s)
             end_s = request.at_s
             totals.append(request.input_tokens + request.output_tokens)
@@ -106,7 +110,7 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
         num_requests=len(totals),
         begin_s=begin_s,
         span_s=end_s - begin_s,
-        tick_s=least_step_s if COARSE_CLOCK_S <= least_step_s < float("inf") else 0.0,
+        tick_s=least_step_s if bundled and COARSE_CLOCK_S <= least_step_s < inf else 0.0,
         long_request=sorted(totals)[min(len(totals) - 1, int(len(totals) * LONG_REQUESTS))],
     )
 
