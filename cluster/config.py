@@ -5,13 +5,15 @@ Imports no torch: the router's process reads it too.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 
+from cluster.autoscaling.config import AutoscalingConfig
+from cluster.autoscaling.worker_counts import WorkerCounts, check_counts, worker_counts
 from cluster.core_list import parse_cores
 from cluster.placement import Placement
 from cluster.process_logs import LoggingConfig
@@ -20,6 +22,7 @@ from decode_worker.config import DecodeConfig
 from kvtransfer.config import TransferConfig
 from prefill_worker.config import PrefillConfig
 from protocol.errors import ConfigError
+from protocol.stats import Role
 from protocol.token_server import TokenServerConfig
 from router.pipeline import PipelineConfig
 from router.slo import MOST_PRIORITY, SLOConfig
@@ -41,6 +44,7 @@ TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 # What a time must at least be that is waited for again and again.
 _NOT_AT_ONCE_S = 0.001
 _WORKER_CHANNEL = {"stats_interval_s": 0.01, "lease_s": 0.1, "max_unsent_bytes": 1}
+_LEAST_INTERVAL_S = 0.5  # of autoscaling: routers and Serve's controller talk at this pace
 OWN_KEY = "twostroke serve"
 """The name of the key that `twostroke serve` asks its own router with."""
 _KEYS_LEAST: Least = {"keys": {"requests_per_minute": 1, "tokens_per_minute": 1, "max_in_flight": 1}}
@@ -225,27 +229,53 @@ class ClusterConfig:
         default_factory=AuthConfig,
         metadata=bounds_within(**_KEYS_LEAST),
     )
+    autoscaling: AutoscalingConfig = field(
+        default_factory=AutoscalingConfig, metadata=bounds_within(interval_s=_LEAST_INTERVAL_S)
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sections that contradict each other."""
         check_keys(self.auth.keys, self.slo)
         for role, workers in (("prefill", self.prefill.worker), ("decode", self.decode.worker)):
             _check_signs_of_life(role, workers.token_channel, self.router.token_channel)
+        check_counts(self.autoscaling, self.counts, self.gpus_each)
+
+    @property
+    def counts(self) -> Mapping[Role, WorkerCounts]:
+        """How many workers each role may have."""
+        return {
+            "prefill": worker_counts(self.autoscaling, "prefill", self.prefill.replicas),
+            "decode": worker_counts(self.autoscaling, "decode", self.decode.replicas),
+        }
+
+    @property
+    def gpus_each(self) -> Mapping[Role, float]:
+        """What a worker of each role takes, all ranks together."""
+        return {
+            "prefill": self.prefill.resources.num_gpus * self.prefill.resources.tensor_parallel,
+            "decode": self.decode.resources.num_gpus * self.decode.resources.tensor_parallel,
+        }
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether there are prefill workers, or may be; otherwise decode workers read all prompts themselves."""
+        return self.counts["prefill"].most > 0
 
     @property
     def num_workers(self) -> int:
-        return self.prefill.replicas + self.decode.replicas
+        """That there may be at most."""
+        return sum(of_role.most for of_role in self.counts.values())
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run an engine, or a part of one."""
-        sections = (self.prefill, self.decode)
-        return sum(section.replicas * section.resources.tensor_parallel for section in sections)
+        """Processes, at most, that run an engine or a part of one."""
+        prefill = self.counts["prefill"].most * self.prefill.resources.tensor_parallel
+        return prefill + self.counts["decode"].most * self.decode.resources.tensor_parallel
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
-        sections = [self.decode.resources, *([self.prefill.resources] if self.prefill.replicas else [])]
+        sections = [self.decode.resources, *([self.prefill.resources] if self.has_prefill else [])]
         with_gpu = [resources.num_gpus > 0 for resources in sections]
         if self.model.device == "cpu":
             return "cpu"

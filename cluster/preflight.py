@@ -4,9 +4,10 @@ import errno
 import socket
 from pathlib import Path
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, DecodeSection, PrefillSection
 from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
+from protocol.stats import Role
 
 # What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
 PROCESS_BYTES = 150 * 2**20
@@ -55,8 +56,13 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     device = torch.device(config.device)
     dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
     needs: list[MemoryNeed] = []
-    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
-        if section.replicas == 0:
+    sections: tuple[tuple[Role, PrefillSection | DecodeSection], ...] = (
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+    )
+    for role, section in sections:
+        most = config.counts[role].most
+        if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         resolve_device(engine)
@@ -70,7 +76,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         needs.append(
             MemoryNeed(
                 role,
-                section.replicas,
+                most,
                 weights=weight_bytes(checkpoint.shapes, dtype, engine.quantization),
                 cache=ranks * cache,
                 step=ranks * step,
