@@ -1,19 +1,151 @@
 """The joint policy of prefill and decode workers: a look at the system and what it remembers in, a decision out.
 
-The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`).
+The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`). Nothing here does
+I/O, reads a clock or knows Ray.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
+
+from cluster.autoscaling import separate
+from cluster.autoscaling.budget import Claim, share
+from cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
 from cluster.autoscaling.config import AutoscalingConfig
+from cluster.autoscaling.demand import Need, decode_need, prefill_need
+from cluster.autoscaling.history import History
+from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import Decision, Signals
+
+MARGIN = 1.1
+"""A role shrinks only to what would serve so many times the load."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """What the policy remembers between decisions; begins empty."""
 
+    history: History = field(default_factory=History)
+    decided_s: float | None = None
+    prefill: RoleMemory = field(default_factory=RoleMemory)
+    decode: RoleMemory = field(default_factory=RoleMemory)
+
+
+def memory_to_json(memory: Memory) -> dict[str, Any]:
+    """As plain dictionaries, lists and numbers."""
+    plain: dict[str, Any] = msgspec.to_builtins(memory)
+    return plain
+
+
+def memory_from_json(plain: dict[str, Any]) -> Memory:
+    """What `memory_to_json` made; empty for an empty dictionary. Raises msgspec.ValidationError for anything else."""
+    return msgspec.convert(plain, Memory)
+
 
 def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple[Decision, Memory]:
-    """How many workers each role is to have now."""
-    raise NotImplementedError  # comes with the policy itself
+    """How many workers each role is to have now.
+
+    May be called as often as one likes, best about once a second: what arrives is then known by the second. A new
+    decision is made every `interval_s`; in between the targets stay.
+    """
+    now_s = signals.at_s
+    memory = replace(
+        memory,
+        history=memory.history.seen(signals, config.cooldown_s),
+        prefill=memory.prefill.seen(signals.prefill, now_s),
+        decode=memory.decode.seen(signals.decode, now_s),
+    )
+    if memory.decided_s is not None and 0 <= now_s - memory.decided_s < config.interval_s - 1e-6:
+        held = Decision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
+        return held, memory
+    decision = _decision(_with_known_costs(signals, memory), memory, config)
+    return decision, replace(
+        memory,
+        decided_s=now_s,
+        prefill=memory.prefill.changed(signals.prefill.target, decision.prefill, now_s),
+        decode=memory.decode.changed(signals.decode.target, decision.decode, now_s),
+    )
+
+
+def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
+    """Costs that no worker tells now are those last told; with no prefill worker ever, those of the decode workers."""
+    decode = signals.decode.costs or memory.decode.costs
+    prefill = signals.prefill.costs or memory.prefill.costs or (None if signals.prefill.running else decode)
+    return replace(
+        signals, prefill=replace(signals.prefill, costs=prefill), decode=replace(signals.decode, costs=decode)
+    )
+
+
+def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
+    history = memory.history
+    idle = _idle(signals, history, config)
+    if config.policy == "separate":
+        need = separate.needs(history, config)
+        prefill, decode = (Needs(one, one, idle) for one in need)
+    else:
+        prefill, decode = _joint_needs(signals, memory, config, idle)
+    p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
+    d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
+    claims = (
+        Claim(signals.prefill.target, _needed(prefill.need, p), p.workers, config.prefill, signals.prefill.gpus_each),
+        Claim(signals.decode.target, _needed(decode.need, d), d.workers, config.decode, signals.decode.gpus_each),
+    )
+    counts = share(*claims, config.budget)
+    gave = (counts[0] < min(p.workers, claims[0].has), counts[1] < min(d.workers, claims[1].has))
+    reasons = (_reason(p, claims[0].has, counts[0], gave[1]), _reason(d, claims[1].has, counts[1], gave[0]))
+    return Decision(*counts, *reasons, demand=_numbers(signals, memory, prefill, decode))
+
+
+def _joint_needs(signals: Signals, memory: Memory, config: AutoscalingConfig, idle: bool) -> tuple[Needs, Needs]:
+    """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
+    found = []
+    for margin in (1.0, MARGIN):
+        p = prefill_need(signals, memory.history, config, memory.prefill.startup_s, margin)
+        workers = max(signals.prefill.target, min(p.workers, config.prefill.max))
+        d = decode_need(signals, memory.history, config, workers, margin)
+        if config.prefill.min == 0 and p.known and p.load <= config.spare * max(1, d.workers):
+            p = replace(p, now=0, lately=0)  # so little that decode workers read it in the time they have to spare
+        found.append((p, d))
+    (p, d), (more_p, more_d) = found
+    return Needs(p, more_p, idle), Needs(d, more_d, idle)
+
+
+def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool:
+    there = (signals.prefill, signals.decode)
+    busy = any(role.num_decoding or role.queued_requests or role.queued_tokens for role in there)
+    return not busy and history.requests == 0 and signals.at_s - history.began_s >= config.cooldown_s
+
+
+def _needed(need: Need, wished: Wish) -> int:
+    """What a role's share of the budget goes by: its need, or what it wishes where that is not known."""
+    return need.workers if need.known else wished.workers
+
+
+def _reason(wished: Wish, has: int, gets: int, other_gave: bool) -> Reason:
+    if gets == wished.workers:
+        return Reason.TAKEN if other_gave and gets > has else wished.reason
+    if gets < has:
+        return Reason.GIVEN if has <= wished.workers or wished.reason is not Reason.ABOVE_MAX else Reason.ABOVE_MAX
+    if gets > has:
+        return Reason.TAKEN if other_gave else wished.reason
+    return Reason.BUDGET
+
+
+def _numbers(signals: Signals, memory: Memory, prefill: Needs, decode: Needs) -> dict[str, float]:
+    looks = memory.history.last(15.0)
+    span_s = sum(look.span_s for look in looks)
+    return {
+        "requests_per_s": sum(look.requests for look in looks) / span_s if span_s else 0.0,
+        "prompt_tokens_per_s": sum(look.new_tokens for look in looks) / span_s if span_s else 0.0,
+        "queued_tokens": float(signals.prefill.queued_tokens),
+        "output_tokens_per_request": memory.history.mean_output or 0.0,
+        "prefill_load": prefill.need.load,
+        "prefill_now": float(prefill.need.now),
+        "prefill_lately": float(prefill.need.lately),
+        "prefill_startup_s": memory.prefill.startup_s,
+        "decode_load": decode.need.load,
+        "decode_now": float(decode.need.now),
+        "decode_lately": float(decode.need.lately),
+        "decode_startup_s": memory.decode.startup_s,
+    }

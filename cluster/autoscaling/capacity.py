@@ -1,0 +1,62 @@
+"""What one worker can do, from what its steps cost. Formulas: section 4 of the cost model in docs/autoscaling.md."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.step_costs import LEAST_STRETCH, StepCosts
+
+LEAST_SPARE = 0.05
+"""Where nothing is promised a token, a step may take so much longer than an empty one: 1 / this, at most."""
+
+
+def typical(costs: Sequence[StepCosts | None]) -> StepCosts | None:
+    """Costs of the worker in the middle, by a step of some prompt and some rows; None, of cold workers, don't count.
+
+    They are one worker's and no means of several: numbers that were fitted together only make sense together.
+    """
+    known = sorted((one for one in costs if one is not None), key=_usual_s)
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def _usual_s(costs: StepCosts) -> float:
+    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)
+
+
+def prompt_work_s(costs: StepCosts, step_tokens: int, requests: float, tokens: float, pairs: float) -> float:
+    """Seconds of one prefill worker that so many prompts take, each in steps of its own."""
+    if tokens <= 0:
+        return 0.0
+    return max(requests, tokens / step_tokens) * costs.base_s + tokens * costs.token_s + pairs * costs.pair_s
+
+
+@dataclass(frozen=True)
+class DecodeCapacity:
+    """How much one decode worker takes without breaking the promise; all its rows alike."""
+
+    rows: float  # requests at once
+    step_s: float  # with so many
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What it writes then."""
+        return self.rows / self.step_s
+
+
+def decode_capacity(
+    costs: StepCosts, context: float, tpot_s: float | None, kv_tokens: float, max_batch: int, spare: float
+) -> DecodeCapacity:
+    """The most rows with `context` tokens each whose step keeps the promise and whose KV has room, less `spare`.
+
+    Solving the fixed point t = base / (1 - (tokens/s) (row + context x context_s)) for the tokens/s at which t is what
+    is promised gives the same. `kv_tokens` 0: nobody knows how much room there is.
+    """
+    row_s = max(1e-9, costs.row_s + context * costs.context_s)
+    if tpot_s is None:
+        step_s = costs.base_s / max(spare, LEAST_SPARE)
+    else:
+        step_s = max(tpot_s * (1 - spare), costs.base_s * LEAST_STRETCH)  # an impossible promise is no reason for more
+    rows = min((step_s - costs.base_s) / row_s, float(max_batch))
+    if kv_tokens > 0 and context > 0:
+        rows = min(rows, kv_tokens * (1 - spare) / context)
+    rows = max(1.0, rows)
+    return DecodeCapacity(rows, costs.base_s + rows * row_s)

@@ -1,0 +1,96 @@
+"""What came in the last `cooldown_s`, look by look: demand is counted where requests arrive, not where they end."""
+
+from dataclasses import dataclass, replace
+
+from cluster.autoscaling.signals import Arrived, Signals
+
+MAX_LOOKS = 600
+"""The window has no more looks than this; they are at least a second wide."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What arrived between two moments, and what there was at the second of them."""
+
+    at_s: float
+    span_s: float
+    requests: float
+    prompt_tokens: float
+    new_tokens: float  # of the prompt tokens, those in no prefix cache
+    pairs: float
+    output_tokens: float  # of the answers that ended
+    ended: float
+    prefilling: float  # requests at prefill workers, waiting ones included
+    decoding: float
+
+
+@dataclass(frozen=True)
+class History:
+    """The looks of one window, oldest first, and the counters at the last one."""
+
+    looks: tuple[Look, ...] = ()
+    total: Arrived | None = None
+    began_s: float = 0.0
+    at_s: float = 0.0
+    mean_output: float | None = None  # of the last answers known, older than the window if none ended in it
+
+    def seen(self, signals: Signals, window_s: float) -> "History":
+        """This history and what has come since. Signals out of order change nothing."""
+        if self.total is None:
+            return History(total=signals.arrived, began_s=signals.at_s, at_s=signals.at_s)
+        if signals.at_s <= self.at_s:
+            return self
+        look = _between(self.total, signals, signals.at_s - self.at_s)
+        looks = self.looks
+        if looks and looks[-1].span_s + look.span_s <= max(1.0, window_s / MAX_LOOKS):
+            looks, look = looks[:-1], _joined(looks[-1], look)
+        first = 0
+        while first < len(looks) and looks[first].at_s <= signals.at_s - window_s:
+            first += 1
+        looks = (*looks[first:], look)
+        ended = sum(one.ended for one in looks)
+        mean = sum(one.output_tokens for one in looks) / ended if ended else self.mean_output
+        return replace(self, looks=looks, total=signals.arrived, at_s=signals.at_s, mean_output=mean)
+
+    def last(self, span_s: float) -> tuple[Look, ...]:
+        """The looks that lie within the last `span_s`, at least one if there is any."""
+        first = len(self.looks)
+        while first > 0 and self.looks[first - 1].at_s > self.at_s - span_s:
+            first -= 1
+        return self.looks[min(first, max(0, len(self.looks) - 1)) :]
+
+    @property
+    def requests(self) -> float:
+        """All that came in the window."""
+        return sum(look.requests for look in self.looks)
+
+
+def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
+    now = signals.arrived
+    prompt = max(0.0, now.prompt_tokens - before.prompt_tokens)
+    cached = max(0.0, now.cached_tokens - before.cached_tokens)
+    return Look(
+        at_s=signals.at_s,
+        span_s=span_s,
+        requests=max(0.0, now.requests - before.requests),
+        prompt_tokens=prompt,
+        new_tokens=max(0.0, prompt - cached),
+        pairs=max(0.0, now.prompt_pairs - before.prompt_pairs),
+        output_tokens=max(0.0, now.output_tokens - before.output_tokens),
+        ended=max(0.0, now.ended - before.ended),
+        prefilling=signals.prefill.queued_requests,
+        decoding=signals.decode.num_decoding + signals.decode.queued_requests,
+    )
+
+
+def _joined(first: Look, second: Look) -> Look:
+    return replace(
+        second,
+        span_s=first.span_s + second.span_s,
+        requests=first.requests + second.requests,
+        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
+        new_tokens=first.new_tokens + second.new_tokens,
+        pairs=first.pairs + second.pairs,
+        output_tokens=first.output_tokens + second.output_tokens,
+        ended=first.ended + second.ended,
+    )
