@@ -1,6 +1,7 @@
 """From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from loadtests.report.estimates import Estimate, Floats, Slices, percentile, sha
 from loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
 from loadtests.report.stage_times import StagePart, mean_parts
 from loadtests.report.validity import Validity, judge
-from loadtests.run_folder import RunFacts, RunFolder
+from loadtests.run_folder import RunFacts, RunFolder, Sample
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
 MOST_ERRORS_SHOWN = 10
@@ -88,7 +89,7 @@ class Summary(msgspec.Struct, frozen=True):
     ttft_attainment: Estimate | None
     tpot_attainment: Estimate | None
     goodput: Estimate  # requests that met both SLOs
-    num_workers: dict[str, int]  # by role; empty where the server does not tell
+    num_workers: dict[str, float]  # by role, the mean where they came and went; empty where the server does not tell
     goodput_per_worker: Estimate | None
     offered_rate: float  # requests scheduled
     output_rate: float  # tokens of complete answers
@@ -113,7 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarise(folder: RunFolder) -> Summary:
     """The figures of a run's folder. Raises LoadTestError where it is no such, or a record can't be read."""
-    return summary_of(folder.plan(), folder.facts(), read_observations(folder.records()))
+    return summary_of(folder.plan(), folder.facts(), read_observations(folder.records()), folder.samples())
 
 
 def window_of(plan: Plan, facts: RunFacts, seen: Observations) -> tuple[float, float]:
@@ -129,7 +130,7 @@ def judged_rows(plan: Plan, facts: RunFacts, seen: Observations) -> Bools:
     return seen.between(*window_of(plan, facts, seen))
 
 
-def summary_of(plan: Plan, facts: RunFacts, seen: Observations) -> Summary:
+def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequence[Sample]) -> Summary:
     begin_s, end_s = window_of(plan, facts, seen)
     inside = seen.between(begin_s, end_s)
     window_s = end_s - begin_s
@@ -138,7 +139,7 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations) -> Summary:
     met_ttft, met_tpot = seen.met_ttft(plan.slo), seen.met_tpot(plan.slo)
     counts = _counts(seen, inside, met_ttft, met_tpot)
     goodput = slices.rate(slices.of(seen.scheduled_s[inside & met_ttft & met_tpot]))
-    workers = workers_of(facts)
+    workers = num_workers(facts, samples)
     tpot = _spread(seen, seen.tpot_s, complete, slices)
     return Summary(
         name=plan.name,
@@ -177,12 +178,16 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations) -> Summary:
     )
 
 
-def workers_of(facts: RunFacts) -> dict[str, int]:
-    """How many workers the server has, by role; empty where it does not tell."""
-    workers = facts.server.get("workers")
-    if not isinstance(workers, list):
-        return {}
-    return dict(Counter(str(worker["role"]) for worker in workers if isinstance(worker, dict) and "role" in worker))
+def num_workers(facts: RunFacts, samples: Sequence[Sample]) -> dict[str, float]:
+    """By role: what the server told before the run, or, where others were seen during it, the mean of the samples."""
+    told = facts.server.get("workers")
+    workers = told if isinstance(told, list) else []
+    before = Counter(str(each["role"]) for each in workers if isinstance(each, dict) and "role" in each)
+    seen = Counter(role for role, _ in {(sample.role, sample.worker) for sample in samples})
+    if not seen or before == seen:
+        return {role: float(count) for role, count in before.items()}
+    num_moments = len({sample.at_s for sample in samples})
+    return {role: count / num_moments for role, count in Counter(sample.role for sample in samples).items()}
 
 
 def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:

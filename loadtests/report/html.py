@@ -23,9 +23,9 @@ def render(template: str, **what: Any) -> str:
         duration=words.duration,
         number=words.number,
         percent=words.percent,
-        duration_estimate=lambda estimate: words.estimated(estimate, words.duration),
-        number_estimate=lambda estimate: words.estimated(estimate, words.number),
-        percent_estimate=lambda estimate: words.estimated(estimate, words.percent),
+        duration_estimate=words.duration_estimate,
+        number_estimate=words.number_estimate,
+        percent_estimate=words.percent_estimate,
         data_uri=_data_uri,
     )
     return environment.get_template(f"{template}.html.jinja").render(**what)

@@ -22,7 +22,7 @@ def write_report(folder: RunFolder) -> Summary:
     """Make the report, again if there is one. Raises LoadTestError where a file is missing or wrong."""
     plan, facts, samples = folder.plan(), folder.facts(), folder.samples()
     seen = read_observations(folder.records())
-    summary = summary_of(plan, facts, seen)
+    summary = summary_of(plan, facts, seen, samples)
     complete = judged_rows(plan, facts, seen) & seen.is_status("ok")
     plots = run_plots(plan, summary, seen, complete) + time_plots(plan, seen, samples)
     write_plots(folder.path, plots)
@@ -47,9 +47,9 @@ def page(plan: Plan, facts: RunFacts, summary: Summary, plots: list[Plot]) -> st
 
 def _rates(summary: Summary) -> list[tuple[str, str]]:
     return [
-        ("TTFT met", words.estimated(summary.ttft_attainment, words.percent)),
-        ("TPOT met", words.estimated(summary.tpot_attainment, words.percent)),
-        ("Goodput", f"{words.estimated(summary.goodput, words.number)} requests/s"),
+        ("TTFT met", words.percent_estimate(summary.ttft_attainment)),
+        ("TPOT met", words.percent_estimate(summary.tpot_attainment)),
+        ("Goodput", f"{words.number_estimate(summary.goodput)} requests/s"),
         ("Output", f"{words.number(summary.output_rate)} tokens/s"),
         ("Prompts", f"{words.number(summary.input_rate)} tokens/s"),
         ("Prompt tokens found cached", words.percent(summary.cached_share)),

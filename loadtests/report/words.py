@@ -1,6 +1,7 @@
 """How figures, plans and verdicts are said: in reports and on the console."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,38 +10,53 @@ from loadtests.plan import SLO, Plan
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Summary
 
+MISSING = "-"
+
 
 def duration(seconds: float | None) -> str:
     """With the unit that suits its size: 0.25 ms, 40 ms, 1.2 s; a dash for None."""
     if seconds is None or math.isnan(seconds):
-        return "–"
-    if abs(seconds) >= 1 or seconds == 0:
-        return f"{_digits(seconds)} s"
-    return f"{_digits(seconds * 1e3)} ms"
+        return MISSING
+    factor, unit = _unit(seconds)
+    return f"{number(seconds * factor)} {unit}"
 
 
 def number(value: float | None) -> str:
-    return "–" if value is None else _digits(value)
+    """Three digits, or all of those before the point."""
+    if value is None:
+        return MISSING
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def percent(part: float | None) -> str:
-    """With a digit after the point; 100% and 0% are exact, so 0.9999 is 99.99%."""
+    """With a digit after the point; more where it would be rounded to 0% or 100%, which it isn't."""
     if part is None:
-        return "–"
-    for digits in (1, 2, 3, 4):
-        text = f"{part:.{digits}%}"
-        if float(text[:-1]) not in (0.0, 100.0) or part in (0.0, 1.0):
-            break
-    return text.replace(".0%", "%") if part in (0.0, 1.0) else text
+        return MISSING
+    if part in (0.0, 1.0):
+        return f"{part:.0%}"
+    digits = next((digits for digits in (1, 2, 3) if 0 < round(part, digits + 2) < 1), 4)
+    return f"{part:.{digits}%}"
 
 
-def estimated(estimate: Estimate | None, say: Any) -> str:
-    """The value as `say` says it, and its interval in brackets."""
+def duration_estimate(estimate: Estimate | None) -> str:
+    """The value and its interval, in one unit and with equally many digits: 36.5 ms (35.9–37.0)."""
     if estimate is None:
-        return "–"
+        return MISSING
+    factor, unit = _unit(estimate.value)
+    value, interval = _alike(estimate, factor)
+    return f"{value} {unit}{interval}"
+
+
+def number_estimate(estimate: Estimate | None) -> str:
+    return MISSING if estimate is None else "".join(_alike(estimate, 1.0))
+
+
+def percent_estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return MISSING
     if estimate.low is None or estimate.high is None:
-        return str(say(estimate.value))
-    return f"{say(estimate.value)} ({say(estimate.low)} to {say(estimate.high)})"
+        return percent(estimate.value)
+    return f"{percent(estimate.value)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)[:-1]})"
 
 
 def slo_words(slo: SLO) -> str:
@@ -59,8 +75,10 @@ def setting_words(setting: msgspec.Struct) -> str:
     return f"{tag} ({values})" if values else str(tag)
 
 
-def workers_words(num_workers: dict[str, int]) -> str:
-    return " + ".join(f"{count} {role}" for role, count in sorted(num_workers.items(), reverse=True)) or "not told"
+def workers_words(num_workers: Mapping[str, float]) -> str:
+    return (
+        " + ".join(f"{number(count)} {role}" for role, count in sorted(num_workers.items(), reverse=True)) or "not told"
+    )
 
 
 def verdict(plan: Plan, summary: Summary) -> str:
@@ -71,8 +89,8 @@ def verdict(plan: Plan, summary: Summary) -> str:
     asked = slo_words(plan.slo)
     what = "were answered whole" if asked == "no SLO" else f"met {asked}"
     text = (
-        f"{estimated(summary.attainment, percent)} of {counts.scheduled:,} requests {what}, at "
-        f"{number(summary.offered_rate)} requests/s. Goodput: {estimated(summary.goodput, number)} requests/s"
+        f"{percent_estimate(summary.attainment)} of {counts.scheduled:,} requests {what}, at "
+        f"{number(summary.offered_rate)} requests/s. Goodput: {number_estimate(summary.goodput)} requests/s"
     )
     if summary.goodput_per_worker is not None:
         workers = workers_words(summary.num_workers)
@@ -80,10 +98,19 @@ def verdict(plan: Plan, summary: Summary) -> str:
     return text + "."
 
 
-def _digits(value: float) -> str:
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+def _unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if abs(seconds) >= 1 or seconds == 0 else (1e3, "ms")
+
+
+def _alike(estimate: Estimate, factor: float) -> tuple[str, str]:
+    """The value, and its interval in brackets, empty where there is none; as many decimals as suit the value."""
+    size = abs(estimate.value * factor)
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    value, *ends = (
+        MISSING if each is None else f"{each * factor:,.{decimals}f}"
+        for each in (estimate.value, estimate.low, estimate.high)
+    )
+    return value, "" if MISSING in ends else f" ({'–'.join(ends)})"
 
 
 def _value(value: Any) -> str:
