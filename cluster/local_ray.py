@@ -19,6 +19,10 @@ from cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES
 SERVE_SHUTDOWN_S = 4.0
 
 
+class StartFailed(Exception):
+    """The server did not come up. The message is for people."""
+
+
 @dataclass(frozen=True)
 class LocalRayOptions:
     """What a local cluster is started with."""

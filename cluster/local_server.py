@@ -7,7 +7,6 @@ that ends. What it has to tell goes as lines of JSON to the file descriptor that
 import _thread
 import asyncio
 import os
-import re
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ import msgspec
 from cluster.commands.status import fetch_status
 from cluster.config import OWN_KEY, ClusterConfig, read_config, with_keys_of_file
 from cluster.fleet_watch import FleetWatch
-from cluster.local_ray import LocalRayOptions, local_ray
+from cluster.local_ray import LocalRayOptions, StartFailed, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
 from cluster.preflight import check_model
 from cluster.router_drain import drain_routers
@@ -32,7 +31,6 @@ from router.tenants import KeyConfig, new_key
 READY_S = 120.0
 LOOK_S = 1.0  # between two looks at the workers
 LOOK_TIMEOUT_S = 2.0  # also how long a silent server may delay the end
-_CONFIG_ERROR = re.compile(r"protocol\.errors\.ConfigError: (.+)")
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -51,10 +49,6 @@ class Report(msgspec.Struct, frozen=True):
 
     event: Literal["step", "ready", "news", "wrong", "failed"]  # news: after ready; wrong: a setting, file or folder is
     text: str  # ready: the model's name; else for people
-
-
-class StartFailed(Exception):
-    """The application did not come up. The message is for people."""
 
 
 class _Starter:
@@ -105,12 +99,15 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     _report(reports, Report("step", "Starting Ray ..."))
     with local_ray(_ray_options(order, config)):
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
-        _deploy(config)
+        # Ray may be imported now: its switches are set.
+        from cluster.local_deploy import deploy
+
+        deploy(config, order.settings)
         _await_ready(own_url(order.host, order.port))
         for line in _describe_workers(own_url(order.host, order.port), api_key):
             _report(reports, Report("step", line))
         _report(reports, Report("ready", name))
-        watch = FleetWatch({"prefill": config.prefill.replicas, "decode": config.decode.replicas})
+        watch = FleetWatch({role: counts.first for role, counts in config.counts.items()})
         while not starter.is_gone_within(LOOK_S):
             for line in _news(watch, own_url(order.host, order.port), api_key):
                 _report(reports, Report("news", line))
@@ -126,12 +123,15 @@ def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
 
 
 def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
+    counts = config.counts
     ranks = [
-        (section.replicas * section.resources.tensor_parallel, section.resources)
-        for section in (config.prefill, config.decode)
+        (counts["prefill"].most * config.prefill.resources.tensor_parallel, config.prefill.resources),
+        (counts["decode"].most * config.decode.resources.tensor_parallel, config.decode.resources),
     ]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
     gpus = sum(count * resources.num_gpus for count, resources in ranks)
+    if config.autoscaling.enabled and config.autoscaling.budget is not None:
+        gpus = min(gpus, config.autoscaling.budget)
     return LocalRayOptions(
         host=order.host,
         port=order.port,
@@ -140,28 +140,6 @@ def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
         haproxy=order.haproxy,
         verbose=order.verbose,
     )
-
-
-def _deploy(config: ClusterConfig) -> None:
-    """Start the application. Raises StartFailed or ConfigError."""
-    # Ray may be imported now: its switches are set.
-    from ray import serve
-    from ray.exceptions import RayError
-
-    from cluster.serve_app import application, cluster_secret
-
-    try:
-        serve.run(application(config, cluster_secret()), name="twostroke", route_prefix="/")
-    except (RuntimeError, RayError) as error:
-        # Serve tells a replica's traceback as text, here or in what it says of the deployments.
-        application_status = serve.status().applications.get("twostroke")
-        deployments = application_status.deployments.values() if application_status is not None else ()
-        for text in (str(error), *(deployment.message for deployment in deployments)):
-            told = _CONFIG_ERROR.search(text)
-            if told is not None:
-                raise ConfigError(told[1]) from error
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
 
 async def _drain(grace_s: float, notice_s: float, reports: TextIO) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,6 +14,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from cluster.autoscaling.decision_watch import DecisionWatch
+from cluster.autoscaling.publication import published
 from cluster.config import ClusterConfig, ModelSection, RouterSection
 from cluster.exposure import exposure_warning
 from cluster.fleet import ServeFleet
@@ -27,6 +31,7 @@ from router.admission import Admission
 from router.app import build_app
 from router.doctor import Doctor
 from router.pipeline import Pipeline
+from router.scaling import Scaling
 from router.scrape import RouterReading, no_other_routers
 from router.service import RouterService, ServiceConfig
 from router.slo import SLOConfig
@@ -44,15 +49,25 @@ class RouterSettings:
 
     model: ModelSection
     router: RouterSection
-    expected: dict[Role, int]  # how many workers of each role are to be there
+    expected: dict[Role, int]  # how many workers of each role are to be there, to begin with
+    least: dict[Role, int]  # and at any time
+    scaling_interval_s: float | None = None  # between the autoscaler's decisions; None: the number of workers is fixed
     slo: SLOConfig = field(default_factory=SLOConfig)
     keys: tuple[KeyConfig, ...] = ()
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "RouterSettings":
-        expected: dict[Role, int] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
-        return cls(config.model, config.router, expected, config.slo, config.auth.keys, config.logging)
+        return cls(
+            model=config.model,
+            router=config.router,
+            expected={role: counts.first for role, counts in config.counts.items()},
+            least={role: counts.least for role, counts in config.counts.items()},
+            scaling_interval_s=config.autoscaling.interval_s if config.autoscaling.enabled else None,
+            slo=config.slo,
+            keys=config.auth.keys,
+            logging=config.logging,
+        )
 
 
 @serve.ingress()
@@ -61,6 +76,7 @@ class RouterReplica:
 
     _service: RouterService | None = None
     _doctor: Doctor | None = None
+    _decisions: DecisionWatch | None = None
     _is_draining = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -86,10 +102,17 @@ class RouterReplica:
         forgotten = forgotten_switches(os.environ)
         if forgotten is not None:
             _log.warning(forgotten)
+        if settings.scaling_interval_s is not None:
+            self._decisions = DecisionWatch(
+                partial(published, replica.app_name), interval_s=settings.scaling_interval_s
+            )
+            await self._decisions.look()  # a router that is new knows how many workers there are to be
+            self._decisions.start()
+        self._expected = settings.expected
         self._service = RouterService(
             config=ServiceConfig(
                 model_name=served_name(settings.model, folder),
-                expects_prefill=settings.expected["prefill"] > 0,
+                expects_prefill=settings.least["prefill"] > 0,
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
                 max_choices_in_flight=settings.router.max_choices_in_flight,
                 router_id=peer.worker_id,
@@ -111,9 +134,10 @@ class RouterReplica:
             tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
             traces=request_traces(settings.router.tracing, replica=peer.worker_id),
             other_routers=others.readings if replicas > 1 else no_other_routers,
-            expected=lambda: {"router": replicas, **{str(role): count for role, count in settings.expected.items()}},
+            expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
+            scaling=self._scaling,
         )
-        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=lambda: settings.expected)
+        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -122,6 +146,18 @@ class RouterReplica:
         app.state.service = self._service
         app.state.doctor = self._doctor
         return app
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for this where there is an autoscaler, and hands it to the policy."""
+        return {} if self._service is None else self._service.demand()
+
+    def _scaling(self) -> Scaling | None:
+        return None if self._decisions is None else self._decisions.latest()
+
+    def _workers(self) -> Mapping[Role, int]:
+        """How many of each role there are to be now."""
+        scaling = self._scaling()
+        return self._expected if scaling is None else {**self._expected, **scaling.targets}
 
     async def reading(self) -> RouterReading | None:
         """This router's numbers, for another one's scrape; None until it has any."""
@@ -142,6 +178,8 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""
+        if self._decisions is not None:
+            await self._decisions.close()
         if self._service is not None:
             await self._service.close()
 
@@ -155,9 +193,8 @@ def _warn_of_exposure(*, has_keys: bool) -> None:
 
 
 def router_options(router: RouterSection) -> dict[str, Any]:
-    """Serve's options for the router's deployment."""
+    """Serve's options for the router's deployment, but for how many replicas it has."""
     return {
-        "num_replicas": router.replicas,
         # A stream holds its place for as long as it runs; the router itself refuses what is too much.
         "max_ongoing_requests": 100_000,
         "ray_actor_options": {"num_cpus": 0, **router.placement.actor_options()},

@@ -16,6 +16,9 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
+from cluster.autoscaling.autoscaler import ScalingOrder
+from cluster.autoscaling.deployment_options import replica_options
+from cluster.autoscaling.worker_counts import WorkerCounts
 from cluster.config import ClusterConfig, read_config, with_keys_of_file
 from cluster.router_deployment import RouterReplica, RouterSettings, router_options
 from cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
@@ -41,22 +44,37 @@ _SOUND = WorkerClasses()
 def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _SOUND) -> Application:
     """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys."""
     config = with_keys_of_file(config)
+    counts, order, grace_s = config.counts, _scaling_order(config), config.router.drain_grace_s
     decode = WorkerSettings.of(config, config.decode)
     decode_app = (
         serve.deployment(workers.decode, name="DecodeWorker")
-        .options(**worker_options(decode, config.decode, grace_s=config.router.drain_grace_s))
+        .options(**worker_options(decode, config.decode.placement, grace_s=grace_s))
+        .options(**replica_options(counts["decode"], order))
         .bind(decode, config.decode.worker, secret, *workers.arguments)
     )
     handles = [decode_app]
-    if config.prefill.replicas > 0:
+    if config.has_prefill:
         prefill = WorkerSettings.of(config, config.prefill)
         handles.append(
             serve.deployment(workers.prefill, name="PrefillWorker")
-            .options(**worker_options(prefill, config.prefill, grace_s=config.router.drain_grace_s))
+            .options(**worker_options(prefill, config.prefill.placement, grace_s=grace_s))
+            .options(**replica_options(counts["prefill"], order))
             .bind(prefill, config.prefill.worker, secret, *workers.arguments)
         )
-    router = serve.deployment(RouterReplica, name="Router").options(**router_options(config.router))
-    return router.bind(RouterSettings.of(config), secret, *handles)
+    routers = WorkerCounts(config.router.replicas, config.router.replicas, config.router.replicas)
+    return (
+        serve.deployment(RouterReplica, name="Router")
+        .options(**router_options(config.router))
+        .options(**replica_options(routers, order))
+        .bind(RouterSettings.of(config), secret, *handles)
+    )
+
+
+def _scaling_order(config: ClusterConfig) -> ScalingOrder | None:
+    if not config.autoscaling.enabled:
+        return None
+    roles = tuple(role for role, counts in config.counts.items() if counts.most > 0)
+    return ScalingOrder(config.autoscaling, config.gpus_each, roles)
 
 
 def cluster_secret() -> bytes:
@@ -75,6 +93,11 @@ def cluster_secret() -> bytes:
 def build_app(args: dict[str, Any]) -> Application:
     """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
     return application(read_config(args), cluster_secret())
+
+
+def build_local_app(args: dict[str, Any]) -> Application:
+    """As `build_app`, for `twostroke serve`, which has added a key of its own. Raises ConfigError."""
+    return application(read_config(args, has_own_key=True), cluster_secret())
 
 
 app = build_app({})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from cluster.config import DecodeSection, PrefillSection
+from cluster.placement import Placement
 from cluster.process_logs import log_as_replica
 from cluster.tensor_parallel_ranks import own_gpu, rank_options, start_actors
 from cluster.worker_directory import worker_metadata
@@ -190,15 +190,15 @@ def check_peer(meant: Peer, actual: Peer) -> None:
         raise EpochMismatch(f"the call is for worker {meant.worker_id}, not for {actual.worker_id}")
 
 
-def worker_options(
-    settings: WorkerSettings, section: PrefillSection | DecodeSection, *, grace_s: float
-) -> dict[str, Any]:
-    """Serve's options for a worker deployment, whose calls routers take elsewhere after `grace_s` of leaving."""
+def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: float) -> dict[str, Any]:
+    """Serve's options for a worker deployment, but for how many replicas it has.
+
+    Routers take a leaving worker's calls elsewhere after `grace_s`.
+    """
     return {
-        "num_replicas": section.replicas,
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
-        **rank_options(settings, section.placement),
+        **rank_options(settings, placement),
         "request_router_config": {"request_router_class": "cluster.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,

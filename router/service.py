@@ -227,6 +227,7 @@ class RouterService:
                     "role": info.role,
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
+                    "node": info.token_address.host,
                     "reachable": self._channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
                     "ranks": info.layout.tp_size,
@@ -248,7 +249,11 @@ class RouterService:
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/demand.py` tells it."""
-        return self._demand.numbers() | fleet_numbers(self._worker_numbers())
+        return {
+            "started_at": float(self.started_at),
+            **self._demand.numbers(),
+            **fleet_numbers(self._worker_numbers()),
+        }
 
     def reading(self) -> RouterReading:
         """This router's numbers."""

@@ -1,0 +1,110 @@
+"""The policy, called in time and remembered between calls: `serve_policy.py` without Ray. Pure but for its log.
+
+What it keeps may be lost, as when Serve's controller starts anew: then it begins anew, counts from there, and a role
+shrinks again once the policy has seen as much as it wants to see before.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.autoscaling.config import AutoscalingConfig
+from cluster.autoscaling.policy import Memory, decide
+from cluster.autoscaling.readings import Counted, Reading, count, signals_of
+from cluster.autoscaling.reasons import Reason
+from cluster.autoscaling.signals import Decision
+from protocol.stats import Role
+from router.scaling import RoleScaling, Scaling
+
+LOOK_S = 1.0
+"""Between two looks: the policy knows by the second what arrives, and decides every `interval_s`."""
+
+STALE_S = 30.0
+"""A router that has told nothing for so long is not counted on; without any there is no decision."""
+
+_log = logging.getLogger("ray.serve")  # its records go to the log of Serve's controller
+
+
+@dataclass(frozen=True)
+class ScalingOrder:
+    """What the autoscaler is told of the configuration; travels in the options of the deployments."""
+
+    config: AutoscalingConfig
+    gpus_each: Mapping[Role, float]
+    roles: tuple[Role, ...]  # that there are
+
+
+@dataclass(frozen=True)
+class Look:
+    """What Serve's controller knows at one moment."""
+
+    readings: Mapping[str, Reading]  # by router, as they told last
+    routers: Collection[str]  # that run
+    targets: Mapping[Role, int]
+    at_s: float  # of a monotonic clock
+    now: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class State:
+    """What is kept between calls."""
+
+    counted: Counted
+    memory: Memory = field(default_factory=Memory)
+    told_s: float | None = None  # when a router was last heard of
+    scaling: Scaling | None = None
+
+
+def is_due(looked_s: float | None, at_s: float) -> bool:
+    """Whether it is time for another look."""
+    return looked_s is None or at_s - looked_s >= LOOK_S
+
+
+def look(before: State | None, seen: Look, order: ScalingOrder) -> tuple[State, bool]:
+    """What is known after this look, and whether it brought a decision, which is `scaling` then."""
+    state = before or State(Counted(begun_at=seen.now), told_s=seen.at_s)
+    fresh = {router: one for router, one in seen.readings.items() if seen.now - one.at < STALE_S}
+    if not fresh:
+        return _blind(state, seen), False
+    counted = count(state.counted, fresh, seen.routers)
+    signals = signals_of(fresh, counted, seen.targets, order.gpus_each, seen.at_s)
+    decision, memory = decide(signals, state.memory, order.config)
+    state = replace(state, counted=counted, memory=memory, told_s=seen.at_s)
+    if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):
+        return state, False
+    return replace(state, scaling=_scaling(state.scaling, decision, seen, order)), True
+
+
+def _blind(state: State, seen: Look) -> State:
+    """No router tells anything: everything stays as it is. Said once."""
+    if state.told_s is not None and seen.at_s - state.told_s >= STALE_S:
+        _log.warning("autoscaling: no router has told of demand for %g s: the number of workers stays", STALE_S)
+        return replace(state, told_s=None)
+    return state
+
+
+def _scaling(before: Scaling | None, decision: Decision, seen: Look, order: ScalingOrder) -> Scaling:
+    """The decision as it is told to everybody; changes are logged."""
+    roles: dict[Role, RoleScaling] = {}
+    changed_at: float | None
+    change: str | None
+    decisions = {} if before is None else dict(before.decisions)
+    for role in order.roles:
+        target, reason = _of(decision, role)
+        if target != seen.targets[role]:
+            _log.info("autoscaling: %s workers from %d to %d (%s)", role, seen.targets[role], target, reason)
+            changed_at, change = seen.now, str(reason)
+        elif before is not None and role in before.roles:
+            changed_at, change = before.roles[role].changed_at, before.roles[role].change
+        else:
+            changed_at, change = None, None
+        roles[role] = RoleScaling(target, str(reason), changed_at, change)
+        decisions[role] = dict(Counter(decisions.get(role, {})) + Counter([str(reason)]))
+    return Scaling(order.config.policy, seen.now, roles, decision.demand, decisions)
+
+
+def _of(decision: Decision, role: Role) -> tuple[int, Reason]:
+    if role == "prefill":
+        return decision.prefill, decision.prefill_reason
+    return decision.decode, decision.decode_reason

@@ -1,0 +1,64 @@
+"""What the autoscaler decided last, as a router knows it: looked up again and again, in the background."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+from ray.exceptions import RayError
+
+from protocol.clock import Clock
+from router.scaling import Scaling
+
+LOOK_S = 1.0
+STALE_S = 60.0
+"""Beside the time between decisions. What was decided longer ago is of an earlier application of the same name."""
+
+_log = logging.getLogger(__name__)
+
+
+class DecisionWatch:
+    """Use it on one event loop. `published` asks for the last decision, and may take a while."""
+
+    def __init__(self, published: Callable[[], Scaling | None], *, interval_s: float, wall_clock: Clock = time.time):
+        self._published = published
+        self._oldest_s = STALE_S + interval_s
+        self._wall_clock = wall_clock
+        self._latest: Scaling | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._is_lost = False
+
+    def latest(self) -> Scaling | None:
+        """The last decision that is known; None before the first."""
+        return self._latest
+
+    def start(self) -> None:
+        """Look it up from now on."""
+        self._looking = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+            self._looking = None
+
+    async def look(self) -> None:
+        """Once. Where there is no answer, what is known stays."""
+        try:
+            newest = await asyncio.to_thread(self._published)
+        except (RayError, msgspec.ValidationError) as error:
+            if not self._is_lost:
+                _log.warning("can't learn what the autoscaler decides: %s", error)
+            self._is_lost = True
+            return
+        self._is_lost = False
+        if newest is None or (self._latest is None and self._wall_clock() - newest.decided_at > self._oldest_s):
+            return
+        self._latest = newest
+
+    async def _follow(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)

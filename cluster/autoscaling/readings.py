@@ -1,0 +1,118 @@
+"""What the routers tell, put together to one look at the system. Pure.
+
+Each router counts what arrived at itself: those numbers add up. Of the workers all of them tell the same: there the
+router counts that sees most of them, and of those the one that told last.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+
+from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
+from protocol.stats import Role
+from protocol.step_costs import StepCosts
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One router's numbers (`router/demand.py`)."""
+
+    at: float  # seconds since 1970, of the router's clock
+    numbers: Mapping[str, float]
+
+    @property
+    def num_workers(self) -> float:
+        """How many it can reach."""
+        return self.numbers.get("prefill.running", 0.0) + self.numbers.get("decode.running", 0.0)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The counters of all routers together, which go on growing where routers come and go."""
+
+    begun_at: float  # seconds since 1970: nobody knows when what had arrived before did
+    arrived: Arrived = field(default_factory=Arrived)
+    last: Mapping[str, Arrived] = field(default_factory=dict)  # of each router, by its replica's id
+
+
+def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str]) -> Counted:
+    """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately."""
+    last = {router: counters for router, counters in before.last.items() if router in routers}
+    arrived = before.arrived
+    for router, reading in readings.items():
+        now = _arrived(reading)
+        is_new = reading.numbers.get("started_at", 0.0) >= before.begun_at
+        arrived = _plus(arrived, _growth(last.get(router, Arrived() if is_new else now), now))
+        last[router] = now
+    return Counted(before.begun_at, arrived, last)
+
+
+def signals_of(
+    readings: Mapping[str, Reading],
+    counted: Counted,
+    targets: Mapping[Role, int],
+    gpus_each: Mapping[Role, float],
+    at_s: float,
+) -> Signals:
+    """One look. `readings` must have one at least; a role without a target has no workers at all."""
+    seen = max(readings.values(), key=lambda reading: (reading.num_workers, reading.at)).numbers
+
+    def role_signals(role: Role) -> RoleSignals:
+        return RoleSignals(
+            running=int(seen.get(f"{role}.running", 0)),
+            target=targets.get(role, 0),
+            gpus_each=gpus_each.get(role, 0.0),
+            costs=_costs(role, seen),
+            **{name: int(seen[f"{role}.{name}"]) for name in _ROLE_COUNTS if f"{role}.{name}" in seen},
+        )
+
+    return Signals(
+        at_s=at_s,
+        arrived=counted.arrived,
+        prefill=role_signals("prefill"),
+        decode=role_signals("decode"),
+        ttft_s=_tightest(readings, "ttft_s"),
+        tpot_s=_tightest(readings, "tpot_s"),
+    )
+
+
+_ROLE_COUNTS = (
+    "queued_requests",
+    "queued_tokens",
+    "num_decoding",
+    "context_tokens",
+    "owned_tokens",
+    "total_tokens",
+    "max_batch",
+    "step_tokens",
+)
+
+
+def _costs(role: Role, numbers: Mapping[str, float]) -> StepCosts | None:
+    if f"{role}.base_s" not in numbers:
+        return None
+    return StepCosts(
+        base_s=numbers[f"{role}.base_s"],
+        token_s=numbers[f"{role}.token_s"],
+        pair_s=numbers[f"{role}.pair_s"],
+        row_s=numbers[f"{role}.row_s"],
+        context_s=numbers[f"{role}.context_s"],
+        num_samples=int(numbers[f"{role}.num_samples"]),
+    )
+
+
+def _tightest(readings: Mapping[str, Reading], name: str) -> float | None:
+    promised = [reading.numbers.get(name, 0.0) for reading in readings.values()]
+    return min((one for one in promised if one > 0), default=None)
+
+
+def _arrived(reading: Reading) -> Arrived:
+    return Arrived(**{one.name: reading.numbers.get(one.name, 0.0) for one in fields(Arrived)})
+
+
+def _growth(before: Arrived, now: Arrived) -> Arrived:
+    grown = {one.name: max(0.0, getattr(now, one.name) - getattr(before, one.name)) for one in fields(Arrived)}
+    return Arrived(**grown)
+
+
+def _plus(a: Arrived, b: Arrived) -> Arrived:
+    return Arrived(**{one.name: getattr(a, one.name) + getattr(b, one.name) for one in fields(Arrived)})

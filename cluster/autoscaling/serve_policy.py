@@ -1,0 +1,101 @@
+"""The autoscaler as Ray Serve's controller calls it: ten times a second, with what it knows of each deployment.
+
+`joint_policy` is the policy of the application: `autoscaling_policy: {policy_function: ...}` in Serve's config file.
+What it is told of our own configuration is in the options of the deployments, which come with each context, so it is
+said in one place only. Serve ships this module by value: what others share must not live in it.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from ray.serve._private.common import DeploymentID
+from ray.serve.config import AutoscalingContext
+
+from cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
+from cluster.autoscaling.publication import publish
+from cluster.autoscaling.readings import Reading
+from protocol.stats import Role
+
+POLICY_FUNCTION = "cluster.autoscaling.serve_policy:joint_policy"
+MISSING_POLICY = "cluster.autoscaling.serve_policy:MissingPolicy"
+
+DEPLOYMENTS: Mapping[Role, str] = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
+ROUTER = "Router"
+_STATE, _LOOKED = "state", "looked_s"
+_COMPLAIN_S = 60.0
+
+_log = logging.getLogger("ray.serve")
+
+Contexts = dict[DeploymentID, AutoscalingContext]
+Decisions = dict[DeploymentID, int]
+States = dict[DeploymentID, dict[str, Any]]
+
+
+def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
+    """An application-level policy. Deployments without a decision keep what they have, as all do between decisions."""
+    named = {deployment.name: context for deployment, context in contexts.items()}
+    decode, router = named.get(DEPLOYMENTS["decode"]), named.get(ROUTER)
+    if decode is None or router is None:  # the application is being built up or taken down
+        return {}, {}
+    kept = decode.policy_state
+    at_s = time.monotonic()
+    if not is_due(kept.get(_LOOKED), at_s):
+        return {}, {decode.deployment_id: kept}
+    state: State | None = kept.get(_STATE)
+    decisions: Decisions = {}
+    try:
+        state, has_decided = _look(state, named, at_s)
+        if has_decided and state.scaling is not None:
+            publish(str(decode.app_name), state.scaling)
+            targets = state.scaling.targets
+            decisions = {named[DEPLOYMENTS[role]].deployment_id: target for role, target in targets.items()}
+    except Exception:  # else Serve would look after none of its applications any more
+        _log.exception("autoscaling: a decision failed; the number of workers stays")
+    return decisions, {decode.deployment_id: {_STATE: state, _LOOKED: at_s}}
+
+
+def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: float) -> tuple[State, bool]:
+    """As `look`, at what Serve knows."""
+    decode, router = named[DEPLOYMENTS["decode"]], named[ROUTER]
+    order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder)
+    targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
+    routers = {replica.unique_id for replica in router.running_replicas}
+    return look(state, Look(readings_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
+
+
+def readings_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, Reading]:
+    """What each router told last, from time series by name and replica. Serve's own averages would blur counters."""
+    numbers: dict[str, dict[str, float]] = {}
+    told_at: dict[str, float] = {}
+    for name, series in raw_metrics.items():
+        for replica, points in series.items():
+            known = [point for point in points if point.value is not None]
+            if known:
+                router = replica.unique_id
+                numbers.setdefault(router, {})[name] = known[-1].value
+                told_at[router] = max(told_at.get(router, 0.0), known[-1].timestamp)
+    return {
+        router: Reading(told_at[router], told) for router, told in numbers.items() if "started_at" in told
+    }  # the others have told of nothing but their requests under way, which Serve counts by itself
+
+
+class MissingPolicy:
+    """The policy of each deployment, which has no say where the application has its own; it leaves all as it is."""
+
+    def __init__(self, order: dict[str, Any]):
+        """`order` is a ScalingOrder, for `joint_policy` to read."""
+        self._complained_s: float | None = None
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        now = time.monotonic()
+        if self._complained_s is None or now - self._complained_s > _COMPLAIN_S:
+            self._complained_s = now
+            _log.error(
+                "autoscaling is enabled, but nobody decides: the application in Serve's config file lacks "
+                "autoscaling_policy: {policy_function: '%s'}",
+                POLICY_FUNCTION,
+            )
+        return context.target_num_replicas, {}
