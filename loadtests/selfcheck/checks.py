@@ -1,0 +1,139 @@
+"""The real generator against the stub server: how true its times, its rate, its attainment and its verdict are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from loadtests.plan import SLO, Constant, Fixed, Plan, Poisson
+from loadtests.report.figures import Summary, summarise
+from loadtests.run_folder import RunFolder
+from loadtests.runner import run_plan
+from loadtests.selfcheck.comparison import analytic_attainment, rate_error, timing_errors
+from loadtests.selfcheck.script import MIXED_LIMIT_S, MIXED_SLO
+from loadtests.selfcheck.stub_process import MODEL, VOCABULARY, stub_server
+from loadtests.selfcheck.stub_server import Served
+from loadtests.workloads import sessions
+
+INPUT_TOKENS = 64
+STREAMS = 50  # at once, of each sending process
+STREAM_TOKENS = 250  # 20 ms after each other, on average
+STREAM_S = 0.275 + (STREAM_TOKENS - 1) * 0.02
+STEADY_SLO = SLO(ttft_s=1.0, tpot_s=0.2)  # P99 of the lag may be 5% of the tighter: 10 ms
+MIXED_RATE = 20.0
+FLOOD_RATE = 10_000.0  # requests a second, several times what one process can send
+FLOOD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run, and what the stub did."""
+
+    folder: RunFolder
+    summary: Summary
+    served: list[Served]
+
+
+class Accuracy(msgspec.Struct, frozen=True):
+    """`steady`: streams enough for each process's core."""
+
+    ttft_error_p99_s: float
+    itl_error_p99_s: float
+    rate_error: float  # share of the rate asked
+    lag_p99_s: float
+    valid: bool
+    streams: float  # at once, on average, all processes together
+    processes: int
+    generator_cpu: float  # of a core, the busiest process
+    num_requests: int
+
+
+class Attainment(msgspec.Struct, frozen=True):
+    """`mixed`: refused, failed, broken, silent, slow and single-token answers among good ones."""
+
+    attainment: float
+    attainment_expected: float
+    attainment_error: float
+    num_requests: int
+
+
+class Saturation(msgspec.Struct, frozen=True):
+    """`immediate`, at a rate beyond one process."""
+
+    saturated_is_invalid: bool
+    saturated_reasons: tuple[str, ...]
+    saturated_ttft_p50_s: float | None  # what would have been believed of a server that answers within 1 ms
+
+
+def check_accuracy(folder: Path, seconds: float, processes: int) -> Accuracy:
+    """Raises LoadTestError where a run can't be carried out; so do the others."""
+    rate = processes * STREAMS / STREAM_S
+    plan = msgspec.structs.replace(
+        _PLAN,
+        arrivals=Constant(rate),
+        workload=Fixed(INPUT_TOKENS, STREAM_TOKENS),
+        slo=STEADY_SLO,
+        seconds=seconds,
+        num_workers=processes,
+    )
+    outcome = _outcome(plan, "steady", folder)
+    errors = timing_errors(outcome.folder.records(), outcome.served)
+    lag = outcome.summary.lag
+    return Accuracy(
+        ttft_error_p99_s=errors.ttft_p99_s(),
+        itl_error_p99_s=errors.itl_p99_s(),
+        rate_error=rate_error(rate, outcome.served),
+        lag_p99_s=lag.p99.value if lag else 0.0,
+        valid=outcome.summary.validity.valid,
+        streams=rate * STREAM_S,
+        processes=processes,
+        generator_cpu=max(each.cpu_seconds / each.wall_seconds for each in outcome.folder.facts().generators),
+        num_requests=len(outcome.served),
+    )
+
+
+def check_attainment(folder: Path, seconds: float) -> Attainment:
+    plan = msgspec.structs.replace(
+        _PLAN,
+        arrivals=Poisson(MIXED_RATE),
+        slo=MIXED_SLO,
+        seconds=seconds,
+        warm_up_s=seconds / 10,
+        request_limit_s=MIXED_LIMIT_S,
+    )
+    outcome = _outcome(plan, "mixed", folder)
+    expected = analytic_attainment(plan, "mixed", sessions(plan))
+    measured = outcome.summary.attainment.value if outcome.summary.attainment else 0.0
+    return Attainment(measured, expected, abs(measured - expected), outcome.summary.counts.scheduled)
+
+
+def check_saturation(folder: Path) -> Saturation:
+    plan = msgspec.structs.replace(_PLAN, arrivals=Constant(FLOOD_RATE), slo=MIXED_SLO, seconds=FLOOD_S)
+    summary = _outcome(plan, "immediate", folder).summary
+    return Saturation(
+        saturated_is_invalid=not summary.validity.valid,
+        saturated_reasons=summary.validity.reasons,
+        saturated_ttft_p50_s=summary.ttft.p50.value if summary.ttft else None,
+    )
+
+
+_PLAN = Plan(
+    url="",
+    model=MODEL,
+    max_context=INPUT_TOKENS + STREAM_TOKENS,
+    arrivals=Constant(1.0),
+    workload=Fixed(INPUT_TOKENS, 2),
+    slo=SLO(),
+    seconds=1.0,
+    vocabulary=VOCABULARY,
+    request_limit_s=60.0,
+)
+
+
+def _outcome(plan: Plan, scenario: str, folder: Path) -> Outcome:
+    """Run against a stub of this scenario, into a subfolder of its name."""
+    run = RunFolder(folder / scenario)
+    run.path.mkdir(parents=True, exist_ok=True)
+    with stub_server(scenario, run.path / "stub.jsonl") as stub:
+        run_plan(msgspec.structs.replace(plan, url=stub.url, name=f"selfcheck {scenario}"), run.path)
+    return Outcome(run, summarise(run), stub.served)
