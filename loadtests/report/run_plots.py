@@ -1,6 +1,8 @@
 """The pictures of one run that tell how its answers' times are spread. Times over the run: time_plots.py."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,14 +50,33 @@ def run_plots(plan: Plan, summary: Summary, seen: Observations, complete: Bools)
     return plots
 
 
+@dataclass(frozen=True)
 class Times:
-    """What the plots of distributions draw of one group of complete answers; seconds."""
+    """What the plots of distributions draw of a group of complete answers; seconds."""
 
-    def __init__(self, seen: Observations, rows: Bools):
-        self.ttft_s = _known(seen.ttft_s[rows])
-        self.tpot_s = _known(seen.tpot_s[rows])
-        self.gaps_s = seen.gaps_s[rows[seen.gap_row]]
-        self.tail_tbt_s = _known(seen.tail_tbt_s[rows])
+    ttft_s: Floats
+    tpot_s: Floats
+    gaps_s: Floats
+    tail_tbt_s: Floats
+
+    @classmethod
+    def of(cls, seen: Observations, rows: Bools) -> "Times":
+        return cls(
+            ttft_s=_known(seen.ttft_s[rows]),
+            tpot_s=_known(seen.tpot_s[rows]),
+            gaps_s=seen.gaps_s[rows[seen.gap_row]],
+            tail_tbt_s=_known(seen.tail_tbt_s[rows]),
+        )
+
+    @classmethod
+    def pooled(cls, groups: Sequence["Times"]) -> "Times":
+        """Of several runs together."""
+        return cls(
+            ttft_s=np.concatenate([each.ttft_s for each in groups]),
+            tpot_s=np.concatenate([each.tpot_s for each in groups]),
+            gaps_s=np.concatenate([each.gaps_s for each in groups]),
+            tail_tbt_s=np.concatenate([each.tail_tbt_s for each in groups]),
+        )
 
 
 @in_our_style
@@ -89,7 +110,7 @@ def attainment_by_scale(series: Mapping[str, Sequence[ScalePoint]], slo: SLO) ->
 
 
 @in_our_style
-def latency_cdfs(groups: Mapping[str, Times], slo: SLO) -> Plot:
+def latency_cdfs(groups: Mapping[str, Times], slo: SLO, kind: str = "") -> Plot:
     """TTFT, TPOT and ITL, each group in its colour."""
     figure, axes = panels(3, sharey=True)
     columns = (
@@ -114,8 +135,8 @@ def latency_cdfs(groups: Mapping[str, Times], slo: SLO) -> Plot:
     if len(groups) > 1:
         legend_below(figure, axes[0][0], len(groups))
     return plot_of(
-        "latency-cdfs",
-        "How times are spread",
+        _file_name("latency-cdfs", kind),
+        f"How times are spread: {kind}" if kind else "How times are spread",
         "Which share of the complete answers (of their gaps, in the third panel) took at most so long. Time axes are "
         "logarithmic.",
         figure,
@@ -123,7 +144,7 @@ def latency_cdfs(groups: Mapping[str, Times], slo: SLO) -> Plot:
 
 
 @in_our_style
-def tail_plot(groups: Mapping[str, Times]) -> Plot:
+def tail_plot(groups: Mapping[str, Times], kind: str = "") -> Plot:
     """The longest tenth of each answer's gaps."""
     figure, ((axis,),) = panels(1)
     _draw_cdf(axis, "", list(groups), [each.tail_tbt_s for each in groups.values()])
@@ -132,8 +153,8 @@ def tail_plot(groups: Mapping[str, Times]) -> Plot:
     if len(groups) > 1:
         axis.legend(loc="lower right")
     return plot_of(
-        "tail-tbt",
-        "Tail TBT",
+        _file_name("tail-tbt", kind),
+        f"Tail TBT: {kind}" if kind else "Tail TBT",
         "How long the stalls are that a reader notices: TPOT averages them away, this does not.",
         figure,
     )
@@ -182,6 +203,10 @@ def _draw_cdf(axis: Any, title: str, names: list[str], values: list[Floats]) -> 
     axis.set_title(title)
 
 
+def _file_name(plot: str, kind: str) -> str:
+    return f"{plot}-{re.sub('[^a-z0-9]+', '-', kind.lower())}" if kind else plot
+
+
 def _known(values: Floats) -> Floats:
     return values[~np.isnan(values)]
 
@@ -189,4 +214,4 @@ def _known(values: Floats) -> Floats:
 def _by_kind(seen: Observations, complete: Bools) -> dict[str, Times]:
     """All together where there is one kind only."""
     groups = {name: complete & (seen.kind == index) for index, name in enumerate(seen.kinds)}
-    return {name: Times(seen, rows) for name, rows in sorted(groups.items()) if rows.any()}
+    return {name: Times.of(seen, rows) for name, rows in sorted(groups.items()) if rows.any()}

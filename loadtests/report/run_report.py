@@ -64,18 +64,12 @@ def _setting(plan: Plan, facts: RunFacts, summary: Summary) -> list[tuple[str, s
         if each.wall_seconds > 0
     )
     return [
-        ("SLO", words.slo_words(plan.slo)),
-        ("Arrivals", words.setting_words(plan.arrivals)),
-        ("Workload", words.setting_words(plan.workload)),
-        ("Window", f"{words.number(summary.window_s)} s, after {words.number(plan.warm_up_s)} s of warm-up"),
-        ("Model", plan.model),
-        ("Service tier", plan.service_tier or "none sent"),
+        *words.plan_rows(plan),
         ("Server's workers", words.workers_words(summary.num_workers)),
         ("Server's version", str(facts.server.get("version", "not told"))),
         ("Generator processes", generators or "not told"),
         ("Generator's machine", _in_words(facts.machine)),
         ("Versions", _in_words(facts.versions)),
-        ("Seed", str(plan.seed)),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from loadtests.plan import SLO, Plan
+from loadtests.report.comparison import Comparison, Unit
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Summary
 
@@ -96,6 +97,48 @@ def verdict(plan: Plan, summary: Summary) -> str:
         workers = workers_words(summary.num_workers)
         text += f", {number(summary.goodput_per_worker.value)} for each worker ({workers})"
     return text + "."
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What was asked, for tables."""
+    return [
+        ("SLO", slo_words(plan.slo)),
+        ("Arrivals", setting_words(plan.arrivals)),
+        ("Workload", setting_words(plan.workload)),
+        ("Length", f"{number(plan.seconds)} s, of which {number(plan.warm_up_s)} s are warm-up"),
+        ("Model", plan.model),
+        ("Service tier", plan.service_tier or "none sent"),
+        ("Seed", str(plan.seed)),
+    ]
+
+
+def in_unit(unit: Unit, estimate: Estimate | None) -> str:
+    say = {"share": percent_estimate, "rate": number_estimate, "seconds": duration_estimate}
+    return say[unit](estimate)
+
+
+def comparison_sentences(comparison: Comparison) -> list[str]:
+    """For each of the others, where it is better and where worse than the first."""
+    first, *others = comparison.names
+    if not comparison.figures:
+        return ["There is nothing that both have."]
+    sentences = []
+    for index, name in enumerate(others):
+        by_verdict: dict[str, list[str]] = {}
+        for figure in comparison.figures:
+            by_verdict.setdefault(figure.verdicts[index], []).append(figure.name)
+        said = [
+            f"{word} than {first} in {', '.join(by_verdict[word])}"
+            for word in ("better", "worse")
+            if word in by_verdict
+        ]
+        same = by_verdict.get("no difference shown", [])
+        if not said:
+            sentences.append(f"{name} against {first}: no difference shown.")
+        else:
+            rest = f" No difference shown in {', '.join(same)}." if same else ""
+            sentences.append(f"{name} is {'; '.join(said)}.{rest}")
+    return sentences
 
 
 def _unit(seconds: float) -> tuple[float, str]:

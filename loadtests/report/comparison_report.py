@@ -1,0 +1,172 @@
+"""The report of a comparison: comparison.json, comparison.html and plots, in a folder of its own."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadtests.errors import LoadTestError
+from loadtests.plan import Plan
+from loadtests.report import words
+from loadtests.report.chart import Plot
+from loadtests.report.comparison import (
+    AtRate,
+    Comparison,
+    compare_rounds,
+    compare_sweeps,
+    differences,
+)
+from loadtests.report.figures import ScalePoint, Summary, judged_rows
+from loadtests.report.html import render, write_plots
+from loadtests.report.observations import read_observations
+from loadtests.report.run_plots import Times, attainment_by_scale, latency_cdfs, stage_bars, tail_plot
+from loadtests.report.stage_times import StagePart
+from loadtests.report.sweep import SWEEP_FILE, read_sweep
+from loadtests.report.sweep_plots import RatedRun, sweep_plots
+from loadtests.report.sweep_report import rated_runs, read_summary
+from loadtests.run_folder import RunFolder
+
+COMPARISON_FILE = "comparison.json"
+PAGE_FILE = "comparison.html"
+SAME_RATE = 0.01  # rates of two sweeps that differ by less count as one
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One server: its runs, one a round, or its one sweep."""
+
+    name: str
+    folders: tuple[Path, ...]
+
+
+def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
+    """Compare all of `entries` with the first. Raises LoadTestError where a folder is none of a load test, or runs
+    and sweeps are mixed."""
+    are_sweeps = {(each / SWEEP_FILE).exists() for entry in entries for each in entry.folders}
+    if len(are_sweeps) > 1:
+        raise LoadTestError("a run can't be compared with a sweep: name folders of one sort")
+    comparison, plots, plan = _of_sweeps(entries) if are_sweeps == {True} else _of_runs(entries)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_plots(folder, plots)
+    (folder / COMPARISON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    page = render(
+        "comparison",
+        comparison=comparison,
+        tables=[
+            ("", comparison.figures),
+            *((f"At {each.rate:g} requests/s", each.figures) for each in comparison.at_rates),
+        ],
+        say=words.in_unit,
+        sentences=words.comparison_sentences(comparison),
+        asked=words.plan_rows(plan),
+        plots=plots,
+    )
+    (folder / PAGE_FILE).write_text(page, encoding="utf-8")
+    return comparison
+
+
+def _of_runs(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
+    runs = [[RunFolder(folder) for folder in entry.folders] for entry in entries]
+    summaries = [[read_summary(run.path) for run in of_server] for of_server in runs]
+    names = tuple(entry.name for entry in entries)
+    plans = [of_server[0].plan() for of_server in runs]
+    comparison = Comparison(
+        names=names,
+        figures=compare_rounds(summaries),
+        warnings=(*differences(names, plans), *_invalid(names, summaries)),
+    )
+    times = {entry.name: _times(of_server) for entry, of_server in zip(entries, runs, strict=True)}
+    plots = []
+    if plans[0].slo.ttft_s is not None or plans[0].slo.tpot_s is not None:
+        scales = {name: _mean_scales(of_server) for name, of_server in zip(names, summaries, strict=True)}
+        plots.append(attainment_by_scale(scales, plans[0].slo))
+    if all(groups for groups in times.values()):
+        kinds = set.intersection(*(set(groups) for groups in times.values()))
+        for kind in sorted(kinds):
+            groups = {name: of_server[kind] for name, of_server in times.items()}
+            plots += [latency_cdfs(groups, plans[0].slo, kind), tail_plot(groups, kind)]
+        plots.append(stage_bars({name: _mean_stages(each) for name, each in zip(names, summaries, strict=True)}))
+    return comparison, plots, plans[0]
+
+
+def _of_sweeps(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
+    for entry in entries:
+        if len(entry.folders) > 1:
+            raise LoadTestError(f"{entry.name}: one sweep for each name, which may repeat its rates itself")
+    folders = [entry.folders[0] for entry in entries]
+    sweeps = [read_sweep(folder) for folder in folders]
+    for folder, sweep in zip(folders, sweeps, strict=True):
+        if not sweep.points:
+            raise LoadTestError(f"{folder}: a sweep without a run")
+    names = tuple(entry.name for entry in entries)
+    curves = {name: rated_runs(folder, sweep) for name, folder, sweep in zip(names, folders, sweeps, strict=True)}
+    plans = [RunFolder(folder / sweep.points[0].folder).plan() for folder, sweep in zip(folders, sweeps, strict=True)]
+    alike = [msgspec.structs.replace(plan, arrivals=plans[0].arrivals) for plan in plans]  # they differ by their rates
+    comparison = Comparison(
+        names=names,
+        figures=compare_sweeps(sweeps),
+        at_rates=_at_rates(list(curves.values())),
+        warnings=(
+            *differences(names, alike),
+            *_invalid(names, [[run.summary for run in runs] for runs in curves.values()]),
+        ),
+    )
+    return comparison, sweep_plots(curves), plans[0]
+
+
+def _at_rates(curves: Sequence[Sequence[RatedRun]]) -> tuple[AtRate, ...]:
+    """At each rate of the first sweep that all others have been run at."""
+    found: list[AtRate] = []
+    for rate in sorted({run.rate for run in curves[0]}):
+        runs = [[run.summary for run in curve if abs(run.rate - rate) <= SAME_RATE * rate] for curve in curves]
+        if all(runs):
+            found.append(AtRate(rate, compare_rounds(runs)))
+    return tuple(found)
+
+
+def _invalid(names: Sequence[str], summaries: Sequence[Sequence[Summary]]) -> list[str]:
+    return [
+        f"{name}: a run is invalid: {reason}"
+        for name, of_server in zip(names, summaries, strict=True)
+        for summary in of_server
+        for reason in summary.validity.reasons
+    ]
+
+
+def _times(runs: Sequence[RunFolder]) -> dict[str, Times]:
+    """Of all rounds together, by kind; empty without complete answers."""
+    by_kind: dict[str, list[Times]] = {}
+    for run in runs:
+        seen = read_observations(run.records())
+        complete = judged_rows(run.plan(), run.facts(), seen) & seen.is_status("ok")
+        for index, kind in enumerate(seen.kinds):
+            rows = complete & (seen.kind == index)
+            if rows.any():
+                by_kind.setdefault(kind, []).append(Times.of(seen, rows))
+    return {kind: Times.pooled(times) for kind, times in by_kind.items()}
+
+
+def _mean_scales(rounds: Sequence[Summary]) -> list[ScalePoint]:
+    columns = zip(*(summary.slo_scales for summary in rounds), strict=False)
+    return [
+        ScalePoint(
+            points[0].scale,
+            statistics.mean(point.attainment for point in points),
+            statistics.mean(point.ttft_attainment for point in points),
+            statistics.mean(point.tpot_attainment for point in points),
+        )
+        for points in columns
+    ]
+
+
+def _mean_stages(rounds: Sequence[Summary]) -> list[StagePart]:
+    """Of the parts that all rounds tell."""
+    names = [part.name for part in rounds[0].stages]
+    found = []
+    for name in names:
+        values = [part.mean_s for summary in rounds for part in summary.stages if part.name == name]
+        found.append(StagePart(name, float(np.mean(values))))
+    return found

@@ -1,0 +1,64 @@
+"""The report of a sweep: sweep.html and its plots, from sweep.json and the runs' own reports."""
+
+from pathlib import Path
+
+import msgspec
+
+from loadtests.errors import LoadTestError
+from loadtests.report import words
+from loadtests.report.figures import Summary
+from loadtests.report.html import render, write_plots
+from loadtests.report.run_report import REPORT_FILE, write_report
+from loadtests.report.sweep import Capacity, SweepResult, read_sweep
+from loadtests.report.sweep_plots import RatedRun, sweep_plots
+from loadtests.run_folder import RunFolder
+
+PAGE_FILE = "sweep.html"
+
+
+def write_sweep_report(folder: Path) -> SweepResult:
+    """Make it, again if there is one. Raises LoadTestError where a file is missing or wrong."""
+    sweep = read_sweep(folder)
+    runs = rated_runs(folder, sweep)
+    found = next((each for each in sweep.capacities if each.attainment == 0.9), None)
+    plots = sweep_plots({sweep.name: runs}, found.rate if found else None)
+    write_plots(folder, plots)
+    plan = RunFolder(folder / sweep.points[0].folder).plan() if sweep.points else None
+    page = render(
+        "sweep",
+        sweep=sweep,
+        verdicts=[capacity_words(each) for each in sweep.capacities],
+        asked=words.plan_rows(plan) if plan else [],
+        runs=[(point, run.summary) for point, run in zip(sweep.points, runs, strict=True)],
+        plots=plots,
+    )
+    (folder / PAGE_FILE).write_text(page, encoding="utf-8")
+    return sweep
+
+
+def rated_runs(folder: Path, sweep: SweepResult) -> list[RatedRun]:
+    """In the order of the sweep's points."""
+    return [RatedRun(point.rate, read_summary(folder / point.folder)) for point in sweep.points]
+
+
+def read_summary(run: Path) -> Summary:
+    """A run's report.json, made first where there is none, or one of another version."""
+    try:
+        return msgspec.json.decode((run / REPORT_FILE).read_bytes(), type=Summary)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return write_report(RunFolder(run))
+    except OSError as error:
+        raise LoadTestError(f"{run / REPORT_FILE}: {error.strerror}") from error
+
+
+def capacity_words(capacity: Capacity) -> str:
+    level = f"{capacity.attainment:.0%}"
+    if capacity.rate is None:
+        return f"At no rate that was tried did {level} of the requests meet the SLO."
+    at_least = "at least " if capacity.is_lower_bound else ""
+    text = f"{level} of the requests meet the SLO up to {at_least}{words.number_estimate(capacity.rate)} requests/s"
+    if capacity.rate_per_worker is not None:
+        text += f", {words.number_estimate(capacity.rate_per_worker)} for each worker"
+    if capacity.is_lower_bound:
+        text += ": even the highest rate that was tried"
+    return text + "."
