@@ -1,6 +1,7 @@
 # make serve      a server on this machine, with the bundled model, until Ctrl-C
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
+# make cluster-demo  a Ray cluster of four nodes on this machine, one of which dies under load. DEMO_ARGS: --help lists them
 # make test-gpu   the tests that need a CUDA device
 # make bench      figures of this machine
 # Variables: PYTHON (3.11 or newer, to make .venv with), ARGS (handed to `twostroke serve`), PYTEST_ARGS.
@@ -12,6 +13,7 @@ STAMP := $(VENV)/.set-up
 ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
+DEMO_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 # A process for each core, for tests that neither start processes of their own nor look at the clock.
 PARALLEL := --numprocesses auto --dist worksteal
@@ -21,7 +23,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint types unit simulation faults kernels e2e chaos test-gpu bench constraints clean
+.PHONY: help setup serve test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -86,6 +88,9 @@ e2e: $(STAMP)
 chaos: $(STAMP)
 	@echo "--> Chaos: a real server under steady load, its workers killed, stopped, cut off and lied to"
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+cluster-demo: $(STAMP)
+	@exec $(BIN)/twostroke cluster-demo $(DEMO_ARGS)
 
 test-gpu: $(STAMP)
 	@echo "--> Tests that need a CUDA device"

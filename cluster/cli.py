@@ -14,6 +14,10 @@ _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
     "key": ("cluster.commands.key", "make an API key"),
+    "cluster-demo": (
+        "cluster.commands.cluster_demo",
+        "start a cluster on this machine, kill a node under load, see it heal",
+    ),
     "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }
 _BENCHES = {

@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, get_args
 
 import msgspec
@@ -27,6 +25,7 @@ from cluster.config import TransportChoice, load_yaml, read_config, with_keys_of
 from cluster.descendants import become_subreaper, end_descendants
 from cluster.exposure import exposure_warning
 from cluster.haproxy import haproxy_binary
+from cluster.interrupts import interrupt_once
 from cluster.local_server import Order, Report, own_url
 from cluster.model_folder import check_model_path
 from cluster.preflight import check_port
@@ -109,7 +108,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str | None:
     """Run the server until a signal; returns None then, else why it failed. Raises ConfigError. Leaves no process."""
     become_subreaper()
-    _interrupt_once()
+    interrupt_once()
     reading, writing = os.pipe()
     server = None
     with os.fdopen(reading, encoding="utf-8") as lines:
@@ -208,17 +207,3 @@ def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}
-
-
-def _interrupt_once() -> None:
-    """SIGINT and SIGTERM raise KeyboardInterrupt once; whoever sends more doesn't speed the ending up."""
-    raised = False
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)

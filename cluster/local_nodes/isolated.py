@@ -1,0 +1,156 @@
+"""Machines in namespaces: each has its own network, with an address on a bridge, and its own process ids. Needs root.
+
+Nothing here has a name that could be left behind. The bridge is in a network namespace that this process enters, and
+the machines' are those of their first process, which ends when its standard input does. So whichever way this process
+ends, the kernel ends the machines' processes, and takes the bridge and all interfaces down with the last of them.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from cluster.local_nodes.machines import Machine
+
+_CLONE_NEWNET = 0x40000000
+_OWN_NETWORK = "/proc/thread-self/ns/net"
+_BRIDGE = "nodes"
+_PREFIX = "10.77.0."
+_OWN_ADDRESS = f"{_PREFIX}254"
+_MOST_MACHINES = 250
+_PROGRAMS = ("ip", "unshare", "nsenter")
+
+
+def why_not() -> str | None:
+    """What is missing for such machines here; None where they can be had."""
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} can't be found (Debian: iproute2 and util-linux)"
+    probe = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "ip", "link", "add", _BRIDGE, "type", "bridge"]
+    tried = subprocess.run(probe, capture_output=True, text=True)
+    if tried.returncode != 0:
+        return f"network namespaces need root: {tried.stderr.strip().splitlines()[-1]}"
+    return None
+
+
+class IsolatedMachine:
+    """Implements Machine."""
+
+    def __init__(self, address: str, number: int):
+        """Raises OSError where the kernel refuses."""
+        self._address = address
+        self._started: list[subprocess.Popen[bytes]] = []
+        # The pipe to it is closed with this process, and not inherited by others. Then `cat` ends, and with it, as
+        # the first process of its process namespace, all that run there.
+        self._unshare = subprocess.Popen(
+            ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._unshare.stdout is not None  # asked for above
+        try:
+            if not self._unshare.stdout.readline():
+                raise OSError(f"no namespaces for a machine: unshare ended with {self._unshare.wait()}")
+            self._first = int(Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text())
+            self._plug_in(number)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        """As Machine.start."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*self._entered("--pid", "--mount"), *command],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is for us alone
+            )
+        self._started.append(process)
+        return process
+
+    def kill(self) -> None:
+        """As Machine.kill."""
+        for pipe in (self._unshare.stdin, self._unshare.stdout):
+            assert pipe is not None  # asked for above
+            pipe.close()
+        self._unshare.wait()  # for the first process, whose end the kernel holds back until the others have ended
+        for process in self._started:
+            process.wait()
+
+    def unplug(self) -> None:
+        """Nothing reaches the machine any more, nor comes from it, and its processes run on: as with a cut cable."""
+        _run([*self._entered(), "ip", "link", "set", "eth0", "down"])
+
+    def _plug_in(self, number: int) -> None:
+        _run(["ip", "link", "add", f"node{number}", "type", "veth", "peer", "name", "eth0", "netns", str(self._first)])
+        _run(["ip", "link", "set", f"node{number}", "master", _BRIDGE, "up"])
+        inside = self._entered()
+        _run([*inside, "ip", "link", "set", "lo", "up"])
+        _run([*inside, "ip", "address", "add", f"{self._address}/24", "dev", "eth0"])
+        _run([*inside, "ip", "link", "set", "eth0", "up"])
+
+    def _entered(self, *kinds: str) -> list[str]:
+        return ["nsenter", f"--target={self._first}", "--net", *kinds]
+
+
+class IsolatedMachines:
+    """Implements Machines. Inside of the context this thread, and what it starts, are in the machines' network."""
+
+    has_own_ports = True
+
+    def __init__(self) -> None:
+        self._machines: list[IsolatedMachine] = []
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> "IsolatedMachines":
+        outside = os.open(_OWN_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
+        self._leaving.callback(os.close, outside)
+        _system_call("unshare", _CLONE_NEWNET)
+        self._leaving.callback(_system_call, "setns", outside, _CLONE_NEWNET)
+        try:
+            _run(["ip", "link", "set", "lo", "up"])
+            _run(["ip", "link", "add", _BRIDGE, "type", "bridge"])
+            _run(["ip", "address", "add", f"{_OWN_ADDRESS}/24", "dev", _BRIDGE])
+            _run(["ip", "link", "set", _BRIDGE, "up"])
+        except BaseException:
+            self._leaving.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._leaving:
+            for machine in self._machines:
+                machine.kill()
+
+    def add(self) -> Machine:
+        """As Machines.add. Raises OSError where the kernel refuses, or there are no addresses left."""
+        number = len(self._machines) + 1
+        if number > _MOST_MACHINES:
+            raise OSError(f"no more than {_MOST_MACHINES} machines")
+        machine = IsolatedMachine(f"{_PREFIX}{number}", number)
+        self._machines.append(machine)
+        return machine
+
+
+def _run(command: Sequence[str]) -> None:
+    """Raises OSError with what the command said, where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _system_call(name: str, *arguments: int) -> None:
+    """Raises OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,0 +1,202 @@
+"""A Ray cluster whose nodes are machines of our own: started with `ray start`, as on real ones, and killed like them.
+
+Ray's own command to end nodes is never used: it would end every Ray of the user on this machine.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from cluster.haproxy import BINARY_VARIABLE, haproxy_binary, write_unspliced_haproxy
+from cluster.local_nodes.machines import Machine, Machines
+from cluster.local_ray import free_ports
+from cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES
+
+HEAD_PORT = 6379
+START_S = 60.0
+STORE_BYTES = 80_000_000
+"""Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_UP = b"Ray runtime started."
+
+# A dead node is noticed after about 3 s, in place of Ray's 14 s. For machines that others keep busy, less would be
+# too nervous.
+QUICK_NODE_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class NodeFailed(Exception):
+    """A node did not start, or a command on one failed. The message has what it said."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a node is to be. The name is for people."""
+
+    name: str
+    num_cpus: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Node:
+    spec: NodeSpec
+    machine: Machine
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.machine.address
+
+
+class RayNodes:
+    """A context manager: inside it there is a head; at its end no process and no file is left."""
+
+    def __init__(self, machines: Machines, head: NodeSpec, *, secret: str | None = None):
+        """`secret` is that of our own connections (TWOSTROKE_SECRET); None: a random one."""
+        self._machines = machines
+        self._head_spec = head
+        self._secret = secret or secrets.token_hex(16)
+        self._ray_token = secrets.token_hex(32)
+        self._folder = Path()
+        self._nodes: list[Node] = []
+        self._head: Node | None = None
+        self._ports: tuple[int, ...] = ()
+
+    def __enter__(self) -> "RayNodes":
+        # Ray's sockets have this folder in their paths, which must not be long.
+        self._folder = Path(tempfile.mkdtemp(prefix="twostroke-", dir="/tmp"))
+        try:
+            self._ports = tuple(free_ports(2))
+            self._head = self._start(self._head_spec, is_head=True)
+            self.await_up(self._head)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    @property
+    def head(self) -> Node:
+        assert self._head is not None  # inside of the context
+        return self._head
+
+    @property
+    def gcs_address(self) -> str:
+        return f"{self.head.address}:{HEAD_PORT if self._machines.has_own_ports else self._ports[0]}"
+
+    def add(self, spec: NodeSpec) -> Node:
+        """A new node, on a machine of its own. It is up after `await_up`."""
+        return self._start(spec, is_head=False)
+
+    def await_up(self, node: Node) -> None:
+        """Raises NodeFailed."""
+        deadline = time.monotonic() + START_S
+        while _UP not in (said := node.log.read_bytes()):
+            if time.monotonic() > deadline:
+                raise NodeFailed(f"{node.spec.name} is not up after {START_S:g} s: {said.decode(errors='replace')}")
+            time.sleep(0.05)
+
+    def run_on(self, node: Node, command: list[str], within_s: float = START_S) -> str:
+        """What a command says that runs on the node's machine. Raises NodeFailed where it fails or takes longer."""
+        log = self._folder / f"command-{time.monotonic_ns()}.log"
+        process = node.machine.start(command, self._environment(node_folder=None), log)
+        try:
+            code = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = -1
+        said = log.read_text(errors="replace")
+        if code != 0:
+            raise NodeFailed(f"{' '.join(command)} on {node.spec.name} ended with {code}: {said}")
+        return said
+
+    def serve_run(self, config: Path) -> None:
+        """Deploy what a Serve configuration file says, as `serve run` on the head does. Raises NodeFailed."""
+        serve = str(Path(sys.executable).parent / "serve")
+        self.run_on(self.head, [serve, "run", "--non-blocking", "--address", self.gcs_address, str(config)])
+
+    def _start(self, spec: NodeSpec, *, is_head: bool) -> Node:
+        number = len(self._nodes) + 1
+        folder = self._folder / str(number)
+        folder.mkdir()
+        node = Node(spec, self._machines.add(), self._folder / f"{number}-{spec.name}.log")
+        self._nodes.append(node)
+        node.log.touch()
+        command = [
+            str(Path(sys.executable).parent / "ray"),
+            "start",
+            "--block",
+            "--disable-usage-stats",
+            f"--node-ip-address={node.address}",
+            f"--temp-dir={folder}",
+            f"--num-cpus={spec.num_cpus}",
+            "--num-gpus=0",
+            f"--object-store-memory={STORE_BYTES}",
+            f"--labels={','.join(f'{name}={value}' for name, value in spec.labels.items())}",
+            f"--resources={json.dumps(dict(spec.resources))}",
+        ]
+        if is_head:
+            command += ["--head", "--include-dashboard=false"]
+            if not self._machines.has_own_ports:
+                command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
+        else:
+            command.append(f"--address={self.gcs_address}")
+        node.machine.start(command, self._environment(folder), node.log)
+        return node
+
+    def _environment(self, node_folder: Path | None) -> dict[str, str]:
+        """Ours, with Ray's switches, and this checkout importable by all that Ray starts."""
+        inherited = os.environ.get("PYTHONPATH")
+        switches = {**SWITCHES, **QUICK_NODE_CHECKS}
+        if self._machines.has_own_ports and haproxy_binary() is not None:
+            switches |= {**HAPROXY_SWITCHES, **haproxy_files(node_folder or self._folder)}
+        else:
+            switches["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "0"
+        return {
+            **os.environ,
+            **switches,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._ray_token,
+            "TWOSTROKE_SECRET": self._secret,
+            "PYTHONPATH": f"{_ROOT}{os.pathsep}{inherited}" if inherited else str(_ROOT),
+        }
+
+    def _remove(self) -> None:
+        """The machines are their maker's to end; what they have written goes when they have."""
+        for node in self._nodes:
+            node.machine.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def haproxy_files(folder: Path) -> dict[str, str]:
+    """Where a node's HAProxy keeps its files: the defaults are the same for all nodes of one machine."""
+    return {
+        BINARY_VARIABLE: str(write_unspliced_haproxy(folder)),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
