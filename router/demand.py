@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from protocol.clock import Clock
 from protocol.requests import GenerateRequest
 from protocol.stats import Role, WorkerInfo, WorkerStats
-from router.fleet_view import median_costs
+from protocol.step_costs import StepCosts
 from router.slo import SLOClass
 from router.stages import Stages
 
@@ -86,7 +86,7 @@ class Demand:
 def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
     """What the workers that can take requests tell, summed up by role; names begin with the role and a dot.
 
-    `base_s` and the other costs are the medians; they are absent while no worker knows its own.
+    `base_s` and the other costs are those of the worker in the middle; they are absent while no worker knows its own.
     """
     serving = [(info, stats) for info, stats in workers if not stats.is_draining]
     numbers: dict[str, float] = {}
@@ -113,13 +113,18 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
         numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
     known = [stats.costs for _, stats in workers if stats.costs is not None]
     if known:
-        costs = median_costs(known)
+        costs = sorted(known, key=_usual_s)[(len(known) - 1) // 2]
         numbers |= {
             "base_s": costs.base_s,
             "token_s": costs.token_s,
             "pair_s": costs.pair_s,
             "row_s": costs.row_s,
             "context_s": costs.context_s,
-            "num_samples": float(min(one.num_samples for one in known)),
+            "num_samples": float(costs.num_samples),
         }
     return numbers
+
+
+def _usual_s(costs: StepCosts) -> float:
+    """Of a step by which workers are compared. Numbers that were fitted together make sense together only."""
+    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)

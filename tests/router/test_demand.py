@@ -101,7 +101,7 @@ def test_workers_are_summed_up_and_those_that_leave_are_left_out():
         "total_tokens": 1920,
         "max_batch": 32,
         "step_tokens": 2048,
-        "base_s": 2.5,
+        "base_s": 1.0,
         "token_s": 1e-5,
         "pair_s": 1e-8,
         "row_s": 2e-5,
