@@ -22,7 +22,7 @@ STREAM_S = 0.275 + (STREAM_TOKENS - 1) * 0.02
 STEADY_SLO = SLO(ttft_s=1.0, tpot_s=0.2)  # P99 of the lag may be 5% of the tighter: 10 ms
 MIXED_RATE = 20.0
 FLOOD_RATE = 10_000.0  # requests a second, several times what one process can send
-FLOOD_S = 2.0
+FLOOD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Attainment(msgspec.Struct, frozen=True):
     attainment_expected: float
     attainment_error: float
     num_requests: int
+    valid: bool
 
 
 class Saturation(msgspec.Struct, frozen=True):
@@ -104,7 +105,13 @@ def check_attainment(folder: Path, seconds: float) -> Attainment:
     outcome = _outcome(plan, "mixed", folder)
     expected = analytic_attainment(plan, "mixed", sessions(plan))
     measured = outcome.summary.attainment.value if outcome.summary.attainment else 0.0
-    return Attainment(measured, expected, abs(measured - expected), outcome.summary.counts.scheduled)
+    return Attainment(
+        attainment=measured,
+        attainment_expected=expected,
+        attainment_error=abs(measured - expected),
+        num_requests=outcome.summary.counts.scheduled,
+        valid=outcome.summary.validity.valid,
+    )
 
 
 def check_saturation(folder: Path) -> Saturation:

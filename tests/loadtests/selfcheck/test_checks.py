@@ -1,0 +1,22 @@
+"""The real generator, in a process of its own, against the stub server. No timing is asserted: delays are generous."""
+
+from pathlib import Path
+
+from loadtests.run_folder import RunFolder
+from loadtests.selfcheck.checks import MIXED_RATE, check_attainment
+from loadtests.workloads import sessions
+
+
+def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent_once(tmp_path: Path) -> None:
+    found = check_attainment(tmp_path, seconds=3.0)
+    assert found.attainment_error < 1e-9
+    assert 0.2 < found.attainment < 0.9
+    run = RunFolder(tmp_path / "mixed")
+    records = list(run.records())
+    planned = list(sessions(run.plan()))
+    assert sorted(record.session for record in records) == [session.index for session in planned]
+    assert abs(len(planned) - 3 * MIXED_RATE) < 30
+    assert {record.status for record in records} == {"ok", "refused", "failed"}
+    assert {record.http_status for record in records} >= {200, 429, 503, 500}
+    assert any(record.status == "ok" and record.output_tokens == 1 for record in records)
+    assert found.num_requests == sum(session.at_s >= run.plan().warm_up_s for session in planned)
