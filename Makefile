@@ -23,7 +23,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu bench constraints clean
+.PHONY: help setup serve tools test lint types unit simulation faults kernels e2e chaos cluster-demo test-gpu bench constraints clean
 
 help:
 	@sed -n 's/^# \(make\)/\1/p' Makefile
@@ -44,8 +44,14 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP)
 	@exec $(BIN)/twostroke serve $(ARGS)
 
+# Only tests of the files in deploy/ need them, and are skipped without.
+tools: $(STAMP)
+	@echo "--> nginx, HAProxy and Prometheus"
+	@$(BIN)/python -m tests.deploy.programs
+
 # In this order, each only if those before it went well.
 test: $(STAMP)
+	@$(MAKE) --no-print-directory tools
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory unit
@@ -112,4 +118,4 @@ constraints: $(STAMP)
 	@mv constraints.txt.new constraints.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

