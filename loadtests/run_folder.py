@@ -4,6 +4,7 @@ plan.json            what was to be done
 run.json             what it was done with: server, machine, versions, and how well the generator kept its schedule
 records-N.jsonl      each request, of Locust process N
 samples.jsonl        the server's queues and KV use, about once a second, where it tells them
+locust-*.log         what Locust itself said
 report.json, report.html, *.png
 """
 
@@ -76,7 +77,7 @@ class RunFolder:
 
     def plan(self) -> Plan:
         """Raises LoadTestError where it is missing or wrong; so do the others."""
-        return _read(self.plan_path, Plan)
+        return read_plan(self.plan_path)
 
     def facts(self) -> RunFacts:
         return _read(self.facts_path, RunFacts)
@@ -93,6 +94,11 @@ class RunFolder:
         """Of all processes, in no order."""
         for path in sorted(self.path.glob("records-*.jsonl")):
             yield from read_records(path)
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises LoadTestError where it is missing or wrong."""
+    return _read(path, Plan)
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -23,8 +23,17 @@ class Event:
     data: bytes
 
 
-def body_of(arrivals: Iterable[Piece]) -> Iterator[Piece]:
-    """The body's pieces, without the head and the framing of chunks. Raises BadResponse for any status but 200."""
+@dataclass(frozen=True)
+class Head:
+    """What comes before the body."""
+
+    status: int
+    status_line: str
+    fields: dict[str, str]  # names in lower case
+
+
+def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
+    """The head, and the body's pieces without the framing of chunks. Raises BadResponse for what is no response."""
     pieces = iter(arrivals)
     head = b""
     at = 0.0
@@ -34,16 +43,29 @@ def body_of(arrivals: Iterable[Piece]) -> Iterator[Piece]:
         except StopIteration:
             raise BadResponse(f"the connection ended within the head: {head[:200]!r}") from None
         head += data
-    head, _, rest = head.partition(b"\r\n\r\n")
-    remaining = _prepend((at, rest), pieces)
-    status_line, *fields = head.split(b"\r\n")
-    chunked = any(field.lower().replace(b" ", b"") == b"transfer-encoding:chunked" for field in fields)
-    body = _unchunked(remaining) if chunked else remaining
-    status = status_line.split(b" ", 2)[1:2]
-    if status != [b"200"]:
-        text = b"".join(data for _, data in body).decode(errors="replace")
-        raise BadResponse(f"{status_line.decode(errors='replace')}: {text[:300]}")
+    text, _, rest = head.partition(b"\r\n\r\n")
+    status_line, *lines = text.decode(errors="replace").split("\r\n")
+    status = status_line.split(" ", 2)[1:2]
+    if not status or not status[0].isdecimal():
+        raise BadResponse(f"no HTTP response: {status_line[:200]!r}")
+    fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = _prepend((at, rest), pieces)
+    if fields.get("transfer-encoding", "").lower() == "chunked":
+        body = _unchunked(body)
+    return Head(int(status[0]), status_line, fields), body
+
+
+def body_of(arrivals: Iterable[Piece]) -> Iterator[Piece]:
+    """The body's pieces. Raises BadResponse for any status but 200."""
+    head, body = response_of(arrivals)
+    if head.status != 200:
+        raise BadResponse(f"{head.status_line}: {text_of(body)}")
     yield from body
+
+
+def text_of(body: Iterable[Piece]) -> str:
+    """The beginning of a body that tells what is wrong."""
+    return b"".join(data for _, data in body).decode(errors="replace")[:300]
 
 
 def events_of(body: Iterable[Piece]) -> Iterator[Event]:

@@ -1,0 +1,121 @@
+"""Figures of a run while it goes on: counts of each second, small enough to be sent, and to be added up.
+
+They are for people to watch. Reports are made of the records.
+"""
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from loadtests.plan import SLO
+from loadtests.records import Record
+
+RATIO = 1.02  # between a histogram's neighbouring buckets: its percentiles are right within 1%
+LEAST_S = 1e-4
+
+Histogram = dict[int, int]
+"""How many values fell into each bucket."""
+
+
+class Second(msgspec.Struct):
+    """What happened in one second of a run."""
+
+    sent: int = 0
+    ok: int = 0
+    refused: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    judged: int = 0  # that are over and were not of the warm-up
+    met: int = 0  # of those
+    output_tokens: int = 0
+    ttft: Histogram = msgspec.field(default_factory=dict)
+    itl: Histogram = msgspec.field(default_factory=dict)
+    tpot: Histogram = msgspec.field(default_factory=dict)
+    lag: Histogram = msgspec.field(default_factory=dict)
+
+    @property
+    def over(self) -> int:
+        return self.ok + self.refused + self.failed + self.unfinished
+
+    def add(self, other: "Second") -> None:
+        for name in self.__struct_fields__:
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                for bucket, count in others.items():
+                    mine[bucket] = mine.get(bucket, 0) + count
+            else:
+                setattr(self, name, mine + others)
+
+
+class LiveFigures:
+    """By second of the run: of one process, or of all together."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, Second] = {}
+
+    def sent(self, at_s: float) -> None:
+        self._second(at_s).sent += 1
+
+    def record(self, record: Record, slo: SLO, warm_up_s: float) -> None:
+        """Counts in the second in which the request was over."""
+        second = self._second(record.end_s)
+        setattr(second, record.status, getattr(second, record.status) + 1)
+        count(second.lag, record.lag_s)
+        if record.scheduled_s >= warm_up_s:
+            second.judged += 1
+            second.met += met(record, slo)
+        if record.ttft_s is not None:
+            count(second.ttft, record.ttft_s)
+        if record.tpot_s is not None:
+            count(second.tpot, record.tpot_s)
+        for gap in record.gaps_s:
+            count(second.itl, gap)
+        second.output_tokens += record.output_tokens or 0
+
+    def take(self, before_s: float) -> dict[int, Second]:
+        """The seconds that are over by then, which are gone from here."""
+        whole = [second for second in self.seconds if second + 1 <= before_s]
+        return {second: self.seconds.pop(second) for second in whole}
+
+    def add(self, seconds: dict[int, Second]) -> None:
+        """Another process's, or its next."""
+        for at_s, second in seconds.items():
+            self._second(at_s).add(second)
+
+    def total(self) -> Second:
+        total = Second()
+        for second in self.seconds.values():
+            total.add(second)
+        return total
+
+    def _second(self, at_s: float) -> Second:
+        return self.seconds.setdefault(max(0, int(at_s)), Second())
+
+
+def met(record: Record, slo: SLO) -> bool:
+    """Whether it got what was asked for: SLO.ttft_s and SLO.tpot_s, as far as they are set."""
+    if record.status != "ok" or record.ttft_s is None:
+        return False
+    in_time = slo.ttft_s is None or record.ttft_s <= slo.ttft_s
+    return in_time and (slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s)
+
+
+def count(histogram: Histogram, value_s: float) -> None:
+    """Into the bucket of its size; what is below 0.1 ms counts as that."""
+    bucket = round(math.log(max(value_s, LEAST_S) / LEAST_S, RATIO))
+    histogram[bucket] = histogram.get(bucket, 0) + 1
+
+
+def percentile(histograms: Iterable[Histogram], percent: float) -> float | None:
+    """Of the values of several histograms together, in seconds; None of none."""
+    together: Histogram = {}
+    for histogram in histograms:
+        for bucket, number in histogram.items():
+            together[bucket] = together.get(bucket, 0) + number
+    left = math.ceil(sum(together.values()) * percent / 100)
+    for bucket in sorted(together):
+        left -= together[bucket]
+        if left <= 0:
+            return LEAST_S * float(RATIO**bucket)
+    return None

@@ -1,0 +1,102 @@
+"""What a run is done with: the server's own words, the generator's machine, the programs' versions."""
+
+import json
+import os
+import platform
+import urllib.error
+import urllib.request
+from datetime import UTC, datetime
+from http.client import HTTPException
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from loadtests.errors import LoadTestError
+from loadtests.run_folder import RunFacts
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+TIMEOUT_S = 10.0
+OWNER = "twostroke"  # what our server's models are `owned_by`
+
+
+def api_key() -> str | None:
+    """The secret that servers with API keys want."""
+    return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def get(url: str, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """The body of a GET. Raises OSError and HTTPException; HTTPError, an OSError, for all but 200."""
+    request = urllib.request.Request(url.rstrip("/") + path)
+    key = api_key()
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def models_of(url: str) -> list[dict[str, Any]]:
+    """The models that a server lists. Raises LoadTestError where none answers."""
+    try:
+        return list(json.loads(get(url, "/v1/models"))["data"])
+    except urllib.error.HTTPError as error:
+        hint = f": set {API_KEY_VARIABLE}" if error.code in (401, 403) else ""
+        raise LoadTestError(f"{url}/v1/models answers {error.code}{hint}") from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise LoadTestError(f"no server answers at {url}: {reason}; is it started?") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadTestError(f"{url}/v1/models is no list of models of an OpenAI API") from error
+
+
+def is_ours(models: list[dict[str, Any]]) -> bool:
+    """Whether the server takes what is no field of OpenAI's API. A load balancer lets this be seen, but no /status."""
+    return any(model.get("owned_by") == OWNER for model in models)
+
+
+def server_facts(url: str, models: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the server tells of itself; of others' the models alone, of ours also version, workers and classes."""
+    facts: dict[str, Any] = {"models": models}
+    if not is_ours(models):
+        return facts
+    for path in ("/version", "/status"):
+        try:
+            facts |= json.loads(get(url, path))
+        except (OSError, HTTPException, ValueError) as error:
+            facts[f"{path} says"] = str(error)  # behind a load balancer, or to others than admins
+    return facts
+
+
+def begin_facts(url: str, models: list[dict[str, Any]]) -> RunFacts:
+    """Of a run that begins now; until it is completed it counts as ended early."""
+    return RunFacts(
+        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        server=server_facts(url, models),
+        machine=_machine(),
+        versions={name: _version(name) for name in ("twostroke", "locust")} | {"python": platform.python_version()},
+        ended_early=True,
+    )
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _field_of(Path("/proc/cpuinfo"), "model name"),
+        "memory": _field_of(Path("/proc/meminfo"), "MemTotal"),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _field_of(path: Path, name: str) -> str:
+    """Of a file of lines `name : value`; empty where there is none."""
+    if not path.exists():
+        return ""
+    fields = (line.partition(":") for line in path.read_text().splitlines())
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
