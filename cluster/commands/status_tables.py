@@ -65,6 +65,8 @@ _LOAD_HEADINGS = (
     "preempted",
 )
 
+_SCALING_HEADINGS = ("role", "workers", "to be", "last decision", "last change")
+
 _CLASS_HEADINGS = ("class", "queued requests", "queued tokens", "SLO attainment")
 
 
@@ -76,6 +78,8 @@ def show_status(before: dict[str, Any], after: dict[str, Any], seconds: float, c
     console.print(headline(after))
     for table in worker_tables(worker_rows(before, after, seconds), console):
         console.print(table)
+    if rows := scaling_rows(after):
+        console.print(scaling_table(rows))
 
 
 def headline(status: Mapping[str, Any]) -> Text:
@@ -97,6 +101,28 @@ def load_tables(rows: Sequence[Sequence[str]], console: Console) -> list[Table]:
 def class_table(rows: Sequence[Sequence[str]]) -> Table:
     """Of `class_rows`."""
     return _table(_CLASS_HEADINGS, rows, num_texts=1)
+
+
+def scaling_table(rows: Sequence[Sequence[str]]) -> Table:
+    """Of `scaling_rows`."""
+    return _table(_SCALING_HEADINGS, rows, num_texts=1)
+
+
+def scaling_rows(status: Numbers) -> list[list[str]]:
+    """What _SCALING_HEADINGS name, of each role; nothing where the number of workers is fixed."""
+    scaling = status.get("autoscaling")
+    if scaling is None:
+        return []
+    return [
+        [
+            role,
+            str(one["running"]),
+            str(one["target"]),
+            f"{one['reason']}, {_duration(scaling['age_s'])} ago",
+            "-" if one["last_change"] is None else f"{one['last_change']}, {_duration(one['changed_ago_s'])} ago",
+        ]
+        for role, one in scaling["roles"].items()
+    ]
 
 
 def worker_rows(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[list[str]]:
@@ -166,6 +192,10 @@ def class_rows(status: Numbers) -> list[list[str]]:
         [name, str(requests[name]), str(tokens[name]), f"{attainment[name]:.1%}" if name in attainment else "-"]
         for name in (*attainment, *sorted(requests.keys() - attainment.keys()))
     ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _state(worker: Numbers) -> str:

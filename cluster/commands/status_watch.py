@@ -9,7 +9,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from cluster.commands.status_tables import Numbers, class_rows, class_table, headline, load_rows, load_tables
+from cluster.commands.status_tables import (
+    Numbers,
+    class_rows,
+    class_table,
+    headline,
+    load_rows,
+    load_tables,
+    scaling_rows,
+    scaling_table,
+)
 from protocol.errors import ConfigError
 
 Fetch = Callable[[], dict[str, Any]]
@@ -59,6 +68,8 @@ class StatusView:
         lines += load_tables(load_rows(before, newest, seconds), self._console)
         if classes := class_rows(newest):
             lines.append(class_table(classes))
+        if scaling := scaling_rows(newest):
+            lines.append(scaling_table(scaling))
         return Group(*lines)
 
 

@@ -41,3 +41,28 @@ def test_a_server_that_does_not_answer_is_told_once_and_so_is_its_return() -> No
     assert watch.no_answer("refused") == ["The server does not answer: refused"]
     assert watch.no_answer("refused") == []
     assert watch.look(status("decode a 1")) == ["The server answers again"]
+
+
+def scaled(status: dict[str, Any], target: int, change: str | None = None) -> dict[str, Any]:
+    return status | {"autoscaling": {"roles": {"decode": {"target": target, "last_change": change}}}}
+
+
+def test_a_worker_that_the_autoscaler_took_has_left_and_one_that_is_missing_is_lost() -> None:
+    watch = FleetWatch({"decode": 1})
+    assert watch.look(scaled(status("decode a 1"), 1)) == []
+    assert watch.look(scaled(status("decode a 1"), 2, "demand")) == [
+        "The autoscaler asks for 2 decode workers instead of 1 (demand)"
+    ]
+    assert watch.look(scaled(status("decode a 1", "decode b 2"), 2, "demand")) == [
+        "Decode worker b is up: 2 of 2 decode workers are there"
+    ]
+    assert watch.look(scaled(status("decode a 1"), 2, "demand")) == [
+        "Decode worker b is lost: 1 of 2 decode workers are there"
+    ]
+    watch.look(scaled(status("decode a 1", "decode c 3"), 2, "demand"))
+    assert watch.look(scaled(status("decode a 1", "decode c 3"), 1, "spare")) == [
+        "The autoscaler asks for 1 decode worker instead of 2 (spare)"
+    ]
+    assert watch.look(scaled(status("decode c 3"), 1, "spare")) == [
+        "Decode worker a has left: 1 of 1 decode workers are there"
+    ]

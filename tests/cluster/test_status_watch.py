@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import main
-from cluster.commands.status_tables import class_rows, load_rows
+from cluster.commands.status_tables import class_rows, load_rows, scaling_rows
 from cluster.commands.status_watch import watch
 from protocol.errors import ConfigError
 from protocol.stats import QueuedWork, WorkerStats
@@ -103,3 +103,17 @@ def test_queues_are_summed_up_by_class_beside_what_the_class_was_kept_of_its_pro
 def test_what_can_never_work_is_refused_at_once(arguments, how, capsys):
     assert main(["status", *how, *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_autoscalers_last_decision_and_last_change_are_shown_with_their_age():
+    roles = {
+        "prefill": {"running": 1, "target": 2, "reason": "steady", "last_change": "demand", "changed_ago_s": 90.4},
+        "decode": {"running": 1, "target": 1, "reason": "cooldown", "last_change": None, "changed_ago_s": None},
+    }
+    told = status(worker(), autoscaling={"policy": "joint", "age_s": 1.2, "roles": roles, "demand": {}})
+    assert scaling_rows(told) == [
+        ["prefill", "1", "2", "steady, 1 s ago", "demand, 90 s ago"],
+        ["decode", "1", "1", "cooldown, 1 s ago", "-"],
+    ]
+    assert "cooldown, 1 s ago" in run_watch([told], is_terminal=False)
+    assert scaling_rows(status(worker(), autoscaling=None)) == []
