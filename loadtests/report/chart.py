@@ -114,9 +114,14 @@ def seconds_axis(axis: Any, values: Floats) -> None:
             centre = math.sqrt(low * high)
             low, high = centre / math.sqrt(10), centre * math.sqrt(10)
         axis.set_xlim(low * 0.9, high * 1.1)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 20 else (1,)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
-    axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        duration_ticks(axis.xaxis, low, high)
+
+
+def duration_ticks(axis: Any, low: float, high: float) -> None:
+    """Labels of a logarithmic x or y axis of times between `low` and `high`."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 20 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
+    axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def legend_below(figure: Figure, axis: Any, columns: int) -> None:

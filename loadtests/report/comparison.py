@@ -77,7 +77,7 @@ def compare_sweeps(sweeps: Sequence[SweepResult]) -> tuple[Compared, ...]:
         ]
         whole = [[capacity.rate if capacity else None] for capacity in found]
         each = [[capacity.rate_per_worker if capacity else None] for capacity in found]
-        result.append(compared(f"capacity at {level:.0%}, requests/s", "rate", True, whole))
+        result.append(compared(f"capacity at {level:.0%} (requests/s)", "rate", True, whole))
         if any(value is not None for (value,) in each):
             result.append(compared(f"capacity at {level:.0%} for each worker", "rate", True, each))
     return tuple(result)
@@ -155,9 +155,9 @@ _FIGURES: tuple[tuple[str, Unit, bool, Callable[[Summary], Estimate | None]], ..
     ("attainment", "share", True, lambda summary: summary.attainment),
     ("TTFT met", "share", True, lambda summary: summary.ttft_attainment),
     ("TPOT met", "share", True, lambda summary: summary.tpot_attainment),
-    ("goodput, requests/s", "rate", True, lambda summary: summary.goodput),
+    ("goodput (requests/s)", "rate", True, lambda summary: summary.goodput),
     ("goodput for each worker", "rate", True, lambda summary: summary.goodput_per_worker),
-    ("output, tokens/s", "rate", True, lambda summary: Estimate(summary.output_rate)),
+    ("output (tokens/s)", "rate", True, lambda summary: summary.output_rate),
     ("TTFT P50", "seconds", False, _spread(lambda summary: summary.ttft, "p50")),
     ("TTFT P99", "seconds", False, _spread(lambda summary: summary.ttft, "p99")),
     ("TPOT P50", "seconds", False, _spread(lambda summary: summary.tpot, "p50")),

@@ -55,10 +55,6 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
     page = render(
         "comparison",
         comparison=comparison,
-        tables=[
-            ("", comparison.figures),
-            *((f"At {each.rate:g} requests/s", each.figures) for each in comparison.at_rates),
-        ],
         say=words.in_unit,
         sentences=words.comparison_sentences(comparison),
         asked=words.plan_rows(plan),
@@ -76,7 +72,15 @@ def _of_runs(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
     comparison = Comparison(
         names=names,
         figures=compare_rounds(summaries),
-        warnings=(*differences(names, plans), *_invalid(names, summaries)),
+        warnings=(
+            *differences(names, plans),
+            *(
+                f"{name}: {run.path.name} is invalid: {'; '.join(summary.validity.reasons)}"
+                for name, of_server, found in zip(names, runs, summaries, strict=True)
+                for run, summary in zip(of_server, found, strict=True)
+                if not summary.validity.valid
+            ),
+        ),
     )
     times = {entry.name: _times(of_server) for entry, of_server in zip(entries, runs, strict=True)}
     plots = []
@@ -111,29 +115,28 @@ def _of_sweeps(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
         at_rates=_at_rates(list(curves.values())),
         warnings=(
             *differences(names, alike),
-            *_invalid(names, [[run.summary for run in runs] for runs in curves.values()]),
+            *(
+                f"{name} at {run.rate:g} requests/s is invalid, and left out: {'; '.join(run.summary.validity.reasons)}"
+                for name, runs in curves.items()
+                for run in runs
+                if not run.summary.validity.valid
+            ),
         ),
     )
     return comparison, sweep_plots(curves), plans[0]
 
 
 def _at_rates(curves: Sequence[Sequence[RatedRun]]) -> tuple[AtRate, ...]:
-    """At each rate of the first sweep that all others have been run at."""
+    """At each rate of the first sweep at which all have a valid run."""
     found: list[AtRate] = []
     for rate in sorted({run.rate for run in curves[0]}):
-        runs = [[run.summary for run in curve if abs(run.rate - rate) <= SAME_RATE * rate] for curve in curves]
+        runs = [
+            [run.summary for run in curve if abs(run.rate - rate) <= SAME_RATE * rate and run.summary.validity.valid]
+            for curve in curves
+        ]
         if all(runs):
             found.append(AtRate(rate, compare_rounds(runs)))
     return tuple(found)
-
-
-def _invalid(names: Sequence[str], summaries: Sequence[Sequence[Summary]]) -> list[str]:
-    return [
-        f"{name}: a run is invalid: {reason}"
-        for name, of_server in zip(names, summaries, strict=True)
-        for summary in of_server
-        for reason in summary.validity.reasons
-    ]
 
 
 def _times(runs: Sequence[RunFolder]) -> dict[str, Times]:

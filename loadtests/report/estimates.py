@@ -78,18 +78,22 @@ class Slices:
         index = ((at_s - self._begin_s) / self._width_s).astype(np.int64)
         return np.clip(index, 0, NUM_SLICES - 1)
 
-    def rate(self, slices: Ints) -> Estimate:
-        """Of events in these slices, a second."""
-        counts = np.bincount(slices, minlength=NUM_SLICES)
+    def rate(self, slices: Ints, amounts: Floats | None = None) -> Estimate:
+        """Of events in these slices, a second; or of their `amounts`."""
+        counts = np.bincount(slices, amounts, minlength=NUM_SLICES)
         rates = (self._weights @ counts) / (NUM_SLICES * self._width_s)
         return _estimate(float(counts.sum()) / (NUM_SLICES * self._width_s), rates)
 
     def percentile(self, values: Floats, slices: Ints, percent: float) -> Estimate | None:
-        """Of `values`, each of which belongs to a slice. No interval where fewer than two slices have any."""
+        """Of `values`, each of which belongs to a slice. No interval where they are too few, or all in one slice.
+
+        Too few are n where even the largest may well be below the true percentile: (percent / 100)^n is the chance.
+        A P99 needs 368.
+        """
         value = percentile(values, percent)
         if value is None:
             return None
-        if len(np.unique(slices)) < 2:
+        if (percent / 100) ** len(values) > (1 - CONFIDENCE) / 2 or len(np.unique(slices)) < 2:
             return Estimate(value)
         candidates = np.unique(values)
         if len(candidates) > MOST_CANDIDATES:

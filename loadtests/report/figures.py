@@ -92,7 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     num_workers: dict[str, float]  # by role, the mean where they came and went; empty where the server does not tell
     goodput_per_worker: Estimate | None
     offered_rate: float  # requests scheduled
-    output_rate: float  # tokens of complete answers
+    output_rate: Estimate  # tokens of complete answers
     input_rate: float
     cached_share: float | None  # of the prompt tokens, where the server tells
     user_rate: float | None  # tokens a second that a user sees: 1 / median TPOT
@@ -154,7 +154,7 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         num_workers=workers,
         goodput_per_worker=goodput.divided_by(sum(workers.values())) if workers else None,
         offered_rate=counts.scheduled / window_s,
-        output_rate=float(np.nansum(seen.output_tokens[complete])) / window_s,
+        output_rate=slices.rate(slices.of(seen.scheduled_s[complete]), np.nan_to_num(seen.output_tokens[complete])),
         input_rate=float(np.nansum(seen.input_tokens[complete])) / window_s,
         cached_share=_cached_share(seen, complete),
         user_rate=1 / tpot.p50.value if tpot and tpot.p50.value > 0 else None,

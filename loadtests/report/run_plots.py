@@ -86,7 +86,7 @@ def attainment_by_scale(series: Mapping[str, Sequence[ScalePoint]], slo: SLO) ->
     for index, (name, points) in enumerate(series.items()):
         colour = series_colour(index)
         scales = [point.scale for point in points]
-        label = f"{name}: both" if name else "both"
+        label = name or "both"
         axis.plot(scales, [point.attainment for point in points], color=colour, label=label)
         if len(series) == 1:
             axis.plot(scales, [point.ttft_attainment for point in points], "--", color=ORANGE, label="TTFT alone")

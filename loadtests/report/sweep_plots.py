@@ -12,6 +12,7 @@ from loadtests.report.chart import (
     ORANGE,
     VERMILION,
     Plot,
+    duration_ticks,
     in_our_style,
     legend_below,
     level_lines,
@@ -22,7 +23,6 @@ from loadtests.report.chart import (
 )
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Spread, Summary
-from loadtests.report.words import duration
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ def times_by_rate(curves: Curves) -> Plot:
                 _curve(axis, _valid(runs), figure_of, line, color=colour, label=f"{prefix}P{percent}")
         axis.set_title(title)
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(lambda value, _: duration(value))
-        axis.yaxis.set_minor_formatter(lambda *_: "")
+        duration_ticks(axis.yaxis, *axis.get_ylim())
         _rate_axis(axis, curves)
     legend_below(figure, axes[0][0], 4)
     return plot_of(
@@ -141,7 +140,7 @@ def speed_against_throughput(curves: Curves) -> Plot:
         for run in _valid(runs):
             if run.summary.user_rate is not None:
                 workers = sum(run.summary.num_workers.values()) if per_worker else 1
-                points.append((run.summary.user_rate, run.summary.output_rate / workers, run.rate))
+                points.append((run.summary.user_rate, run.summary.output_rate.value / workers, run.rate))
         colour = series_colour(index)
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", color=colour, markersize=5, label=name)
         for x, y, rate in points:

@@ -12,6 +12,7 @@ from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Summary
 
 MISSING = "-"
+HEADLINES = ("attainment", "goodput (", "TTFT P99", "TPOT P99", "ITL P99", "capacity")
 
 
 def duration(seconds: float | None) -> str:
@@ -132,7 +133,7 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
             for word in ("better", "worse")
             if word in by_verdict
         ]
-        same = by_verdict.get("no difference shown", [])
+        same = [each for each in by_verdict.get("no difference shown", []) if each.startswith(HEADLINES)]
         if not said:
             sentences.append(f"{name} against {first}: no difference shown.")
         else:
