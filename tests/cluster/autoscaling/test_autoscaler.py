@@ -1,0 +1,114 @@
+"""The policy in time: when it looks, what it keeps, what it tells, and what it does without anybody to tell it."""
+
+import logging
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from cluster.autoscaling import autoscaler
+from cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
+from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from cluster.autoscaling.policy import Memory
+from cluster.autoscaling.readings import Reading
+from cluster.autoscaling.reasons import Reason
+from cluster.autoscaling.signals import Decision, Signals
+
+ORDER = ScalingOrder(
+    AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 4), decode=RoleLimits(1, 4), interval_s=2, cooldown_s=10),
+    {"prefill": 0.0, "decode": 0.0},
+    ("prefill", "decode"),
+)
+NOW = 5000.0
+
+
+def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None = None) -> Look:
+    """A look at an idle system; `told_s` is when its router told last, of the same clock."""
+    numbers = {"started_at": NOW - 100, "prefill.running": float(prefill), "decode.running": float(decode)}
+    told = Reading(NOW + (at_s if told_s is None else told_s), numbers)
+    return Look({"r": told}, {"r"}, {"prefill": prefill, "decode": decode}, at_s, NOW + at_s)
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
+    """What a policy says that is told what to say: the last of these."""
+    decisions = [Decision(1, 1, Reason.STEADY, Reason.STEADY, {"load": 0.5})]
+
+    def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple[Decision, Memory]:
+        return decisions[-1], memory
+
+    monkeypatch.setattr(autoscaler, "decide", decide)
+    return decisions
+
+
+def test_it_looks_about_once_a_second() -> None:
+    assert is_due(None, 0.0)
+    assert not is_due(10.0, 10.5)
+    assert is_due(10.0, 11.0)
+
+
+def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
+    decided: list[Decision], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="ray.serve"):
+        state, has_decided = look(None, seen(0.0), ORDER)
+        decided.append(Decision(1, 3, Reason.STEADY, Reason.DEMAND))
+        state, _ = look(state, seen(2.0), ORDER)
+        decided.append(Decision(1, 3, Reason.STEADY, Reason.PENDING))
+        state, _ = look(state, seen(4.0, decode=3), ORDER)
+    assert has_decided
+    assert [record.message for record in caplog.records] == ["autoscaling: decode workers from 1 to 3 (demand)"]
+    scaling = state.scaling
+    assert scaling is not None
+    assert scaling.targets == {"prefill": 1, "decode": 3}
+    told = scaling.roles["decode"]
+    assert (told.reason, told.change, told.changed_at) == ("pending", "demand", NOW + 2.0)
+    assert scaling.roles["prefill"].change is None
+    assert scaling.decisions == {"prefill": {"steady": 3}, "decode": {"steady": 1, "demand": 1, "pending": 1}}
+
+
+def test_between_two_decisions_nothing_is_told(decided: list[Decision]) -> None:
+    state, _ = look(None, seen(0.0), ORDER)
+    decided.append(Decision(1, 1, Reason.BETWEEN, Reason.BETWEEN))
+    later, has_decided = look(state, seen(1.0), ORDER)
+    assert not has_decided
+    assert later.scaling == state.scaling
+
+
+def test_without_any_router_that_tells_of_demand_all_stays_and_this_is_said_once(
+    decided: list[Decision], caplog: pytest.LogCaptureFixture
+) -> None:
+    state, _ = look(None, seen(0.0), ORDER)
+    decided.append(Decision(4, 4, Reason.DEMAND, Reason.DEMAND))
+    for at_s in (STALE_S + 1, STALE_S + 2):
+        state, has_decided = look(state, seen(at_s, told_s=0.0), ORDER)
+        assert not has_decided
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    _, has_decided = look(state, seen(STALE_S + 3), ORDER)
+    assert has_decided
+
+
+def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[Decision]) -> None:
+    only = replace(ORDER, roles=("decode",))
+    state, _ = look(None, replace(seen(0.0), targets={"decode": 1}), only)
+    assert state.scaling is not None
+    assert state.scaling.targets == {"decode": 1}
+
+
+def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -> None:
+    """By the real policy: Serve's controller started anew."""
+    state: State | None = None
+    targets: list[dict[str, int]] = []
+    for second in range(20):
+        state, has_decided = look(state, seen(float(second), prefill=2, decode=3), ORDER)
+        if has_decided and state.scaling is not None:
+            targets.append(dict(state.scaling.targets))
+            if targets[-1]["decode"] < 3:
+                break
+    assert targets[0] == {"prefill": 2, "decode": 3}
+    assert targets[-1]["decode"] < 3
+    assert second >= ORDER.config.cooldown_s - 1
+
+
+def test_the_order_survives_its_way_through_serves_options() -> None:
+    assert msgspec.convert(msgspec.to_builtins(ORDER), ScalingOrder) == ORDER

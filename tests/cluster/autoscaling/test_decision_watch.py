@@ -1,0 +1,70 @@
+"""How a router follows what is decided elsewhere."""
+
+import pytest
+from ray.exceptions import RpcError
+
+from cluster.autoscaling.decision_watch import STALE_S, DecisionWatch
+from router.scaling import RoleScaling, Scaling
+
+NOW = 10_000.0
+
+
+def decided(at: float, target: int = 2) -> Scaling:
+    return Scaling("joint", at, {"decode": RoleScaling(target, "demand")}, {}, {})
+
+
+class Head:
+    """What is published; or nothing can be learnt."""
+
+    def __init__(self, entry: Scaling | Exception | None):
+        self.entry = entry
+
+    def __call__(self) -> Scaling | None:
+        if isinstance(self.entry, Exception):
+            raise self.entry
+        return self.entry
+
+
+def watch_of(head: Head) -> DecisionWatch:
+    return DecisionWatch(head, interval_s=5.0, wall_clock=lambda: NOW)
+
+
+async def test_the_last_decision_is_known() -> None:
+    head = Head(None)
+    watch = watch_of(head)
+    await watch.look()
+    assert watch.latest() is None
+    head.entry = decided(NOW - 3)
+    await watch.look()
+    assert watch.latest() == head.entry
+
+
+async def test_a_decision_of_an_earlier_application_is_not_taken_for_this_ones() -> None:
+    head = Head(decided(NOW - STALE_S - 5.1))
+    watch = watch_of(head)
+    await watch.look()
+    assert watch.latest() is None
+
+
+async def test_what_is_known_stays_while_nothing_can_be_learnt_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = Head(decided(NOW))
+    watch = watch_of(head)
+    await watch.look()
+    known = watch.latest()
+    head.entry = RpcError("the head is gone")
+    await watch.look()
+    await watch.look()
+    assert watch.latest() == known
+    assert len(caplog.records) == 1
+    head.entry = decided(NOW, target=3)
+    await watch.look()
+    assert watch.latest() == head.entry
+
+
+async def test_it_looks_by_itself_until_it_is_closed() -> None:
+    watch = watch_of(Head(decided(NOW)))
+    watch.start()
+    await watch.close()
+    await watch.close()

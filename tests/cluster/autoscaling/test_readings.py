@@ -1,0 +1,65 @@
+"""What routers tell adds up to one look at the system, however they come and go."""
+
+from dataclasses import replace
+
+from cluster.autoscaling.readings import Counted, Reading, count, signals_of
+from protocol.step_costs import StepCosts
+
+BEGUN = 1000.0
+
+
+def reading(at: float = 1.0, *, started_at: float = BEGUN + 1, **numbers: float) -> Reading:
+    return Reading(at, {"started_at": started_at, **{name.replace("__", "."): one for name, one in numbers.items()}})
+
+
+def test_the_routers_counters_add_up() -> None:
+    readings = {"a": reading(requests=3, prompt_tokens=30), "b": reading(requests=4, prompt_tokens=50)}
+    counted = count(Counted(BEGUN), readings, {"a", "b"})
+    assert (counted.arrived.requests, counted.arrived.prompt_tokens) == (7, 80)
+    counted = count(counted, {"a": reading(requests=5, prompt_tokens=60)}, {"a", "b"})  # b is silent
+    counted = count(counted, {"b": reading(requests=4, prompt_tokens=50)}, {"a", "b"})
+    assert (counted.arrived.requests, counted.arrived.prompt_tokens) == (9, 110)
+
+
+def test_what_came_before_the_counting_began_is_no_burst() -> None:
+    old = reading(started_at=BEGUN - 100, requests=500)
+    counted = count(Counted(BEGUN), {"a": old}, {"a", "b"})
+    assert counted.arrived.requests == 0
+    counted = count(counted, {"a": old, "b": old}, {"a", "b"})  # it took longer to tell
+    assert counted.arrived.requests == 0
+    counted = count(counted, {"b": reading(started_at=BEGUN - 100, requests=501)}, {"a", "b"})
+    assert counted.arrived.requests == 1
+
+
+def test_the_sum_goes_on_where_a_router_takes_anothers_place() -> None:
+    counted = count(Counted(BEGUN), {"a": reading(requests=10)}, {"a"})
+    counted = count(counted, {"c": reading(requests=2)}, {"c"})
+    assert counted.arrived.requests == 12
+    assert set(counted.last) == {"c"}  # those that are gone are not kept
+
+
+def test_workers_count_once_as_the_router_sees_them_that_reaches_most() -> None:
+    readings = {
+        "old": reading(1.0, prefill__running=1, decode__running=2, decode__queued_tokens=70, decode__max_batch=64),
+        "newer": reading(2.0, prefill__running=1, decode__running=2, decode__queued_tokens=90, decode__max_batch=64),
+        "new": reading(3.0, prefill__running=0, decode__running=0),  # has just started
+    }
+    signals = signals_of(readings, Counted(BEGUN), {"prefill": 1, "decode": 3}, {"decode": 1.0}, at_s=5.0)
+    assert (signals.decode.running, signals.decode.target, signals.decode.queued_tokens) == (2, 3, 90)
+    assert (signals.decode.max_batch, signals.decode.gpus_each, signals.prefill.gpus_each) == (64, 1.0, 0.0)
+    assert signals.at_s == 5.0
+
+
+def test_costs_are_there_once_a_worker_knows_its_own() -> None:
+    told = {"base_s": 0.1, "token_s": 0.2, "pair_s": 0.3, "row_s": 0.4, "context_s": 0.5, "num_samples": 9}
+    known = reading(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
+    signals = signals_of({"a": known}, Counted(BEGUN), {"decode": 1}, {}, at_s=0.0)
+    assert signals.decode.costs == StepCosts(0.1, 0.2, 0.3, 0.4, 0.5, 9)
+    assert signals.prefill == replace(signals.prefill, running=0, target=0, costs=None)
+
+
+def test_the_tightest_promise_is_that_of_whichever_router_is_asked_for_it() -> None:
+    readings = {"a": reading(ttft_s=0.0, tpot_s=0.1), "b": reading(ttft_s=2.0, tpot_s=0.05)}
+    signals = signals_of(readings, Counted(BEGUN), {}, {}, at_s=0.0)
+    assert (signals.ttft_s, signals.tpot_s) == (2.0, 0.05)
+    assert signals_of({"a": reading()}, Counted(BEGUN), {}, {}, at_s=0.0).ttft_s is None
