@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 SWITCHES: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http_middlewares:http_middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -22,15 +21,6 @@ HAPROXY_SWITCHES: Mapping[str, str] = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
 }
 """Where HAProxy is the proxy: everywhere that Ray brings one for."""
-
-
-NODE_CHECKS: Mapping[str, str] = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "5000",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""How a head finds out that a node is dead: after about 4 s where its process is gone, 18 s where nothing answers."""
 
 
 def forgotten_switches(environment: Mapping[str, str]) -> str | None:

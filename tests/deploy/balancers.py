@@ -1,0 +1,230 @@
+"""Real servers behind the real balancers: streams as they would come without one, and load while an entry point fails.
+
+    python -m tests.deploy.balancers            some minutes; the last line is JSON
+
+HAProxy and nginx, with the files of deploy/, stand side by side in front of two `twostroke serve`. While both are under
+load, one server's router is killed, then its proxy, then the server drains, then all its processes are killed at once.
+A request counts as new where it was sent after the fault had begun: of these none may fail, with either balancer. What
+was under way at that moment is told apart: begun streams can't be gone on with by a balancer.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.descendants import become_subreaper, descendants, end_descendants
+from cluster.server_process import ServerProcess, processes_named
+from tests.deploy.programs import find, haproxies
+from tests.deploy.proxies import Proxy, running
+
+MODEL = "twostroke-bundled"
+SETTINGS = {"router": {"drain_notice_s": 6.0}, "prefill": {"threads": 1}, "decode": {"threads": 1}}
+GRACE_S = 13.0
+AGAIN_S = 90.0  # for a server to be ready again
+TOKENS = 40
+GAP_STREAMS = 4
+
+
+@dataclass
+class Counts:
+    """What became of the requests by one balancer in one phase."""
+
+    new: int = 0  # sent after the fault had begun
+    new_failed: int = 0
+    old: int = 0  # under way then
+    old_failed: int = 0  # before their first byte
+    old_cut: int = 0  # after it
+    failures: list[str] = field(default_factory=list)
+
+
+def outcome(result: StreamResult) -> str:
+    """done, cut (an answer that began and did not end), or what was said instead."""
+    raw = b"".join(data for _, data in result.arrivals)
+    if not raw.startswith(b"HTTP/1.1 200"):
+        return raw.split(b"\r\n", 1)[0].decode(errors="replace") or f"no answer: {result.broken}"
+    return "done" if b"data: [DONE]" in raw else "cut"
+
+
+async def ask(url: str, number: int) -> StreamResult:
+    body = {"model": MODEL, "prompt": f"Request {number} tells of", "max_tokens": TOKENS, "ignore_eos": True}
+    try:
+        return await stream_completion(url, body)
+    except OSError as error:
+        return StreamResult(time.perf_counter(), broken=str(error))
+
+
+async def phase(
+    proxies: dict[str, Proxy], rate: float, before_s: float, after_s: float, fault: Callable[[], Awaitable[None]]
+) -> dict[str, Counts]:
+    """Load by each balancer at `rate` a second, with the fault amid; returns when all is answered."""
+    began = time.perf_counter()
+    fault_at: list[float] = []
+
+    async def harm() -> None:
+        await asyncio.sleep(before_s)
+        fault_at.append(time.perf_counter())
+        await fault()
+
+    harming = asyncio.create_task(harm())
+    asked: dict[str, list[tuple[float, asyncio.Task[StreamResult]]]] = {name: [] for name in proxies}
+    number = 0
+    while time.perf_counter() - began < before_s + after_s or not harming.done():
+        await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
+        for name, proxy in proxies.items():
+            asked[name].append((time.perf_counter(), asyncio.create_task(ask(proxy.url, number))))
+        number += 1
+    await harming
+    counts: dict[str, Counts] = {}
+    for name, tasks in asked.items():
+        counts[name] = of_one = Counts()
+        for sent_at, task in tasks:
+            result = await task
+            told = outcome(result)
+            ended_at = result.arrivals[-1][0] if result.arrivals else time.perf_counter()
+            if sent_at >= fault_at[0]:
+                of_one.new += 1
+                of_one.new_failed += told != "done"
+            elif ended_at >= fault_at[0]:
+                of_one.old += 1
+                of_one.old_cut += told == "cut"
+                of_one.old_failed += told not in ("done", "cut")
+            if told != "done":
+                of_one.failures.append(f"{sent_at - fault_at[0]:+.2f} s: {told}")
+    return counts
+
+
+async def gaps(url: str) -> dict[str, float]:
+    """How events of streams come, one stream after the other: milliseconds between them, and events a packet."""
+    times: list[list[float]] = []
+    packets = 0
+    for number in range(GAP_STREAMS):
+        result = await ask(url, number)
+        times.append(result.token_times())
+        packets += len(result.arrivals)
+    between = sorted(1000 * (b - a) for one in times for a, b in itertools.pairwise(one))
+    return {
+        "gap_ms_p50": round(statistics.median(between), 2),
+        "gap_ms_p90": round(between[len(between) * 9 // 10], 2),
+        "events_a_packet": round(sum(map(len, times)) / packets, 2),
+    }
+
+
+class Servers:
+    """Two servers; the first is the one that is harmed."""
+
+    def __init__(self, folder: Path):
+        config = folder / "server.yaml"
+        config.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        self._arguments = ["--config", str(config), "--grace", str(GRACE_S)]
+        self.first = ServerProcess(self._arguments)
+        self.second = ServerProcess(self._arguments)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(server.__enter__) for server in (self.first, self.second)))
+
+    async def start_first_again(self) -> None:
+        self.first = ServerProcess(self._arguments, port=self.first.port)
+        await asyncio.to_thread(self.first.__enter__)
+
+    async def kill_router(self) -> None:
+        _kill(processes_named("ServeReplica:twostroke:Router", descendants(self.first.pid)))
+
+    async def kill_proxy(self) -> None:
+        _kill(processes_named("haproxy", descendants(self.first.pid)))
+
+    async def drain(self) -> None:
+        await asyncio.to_thread(self.first.end, signal.SIGINT)
+
+    async def kill_all(self) -> None:
+        _kill([self.first.pid, *descendants(self.first.pid)])
+
+    async def await_ready(self) -> None:
+        async with asyncio.timeout(AGAIN_S), httpx.AsyncClient() as client:
+            while True:
+                try:
+                    if (await client.get(f"{self.first.url}/ready")).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+def _kill(pids: list[int]) -> None:
+    assert pids
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it went with another
+
+
+async def measure(rate: float, folder: Path) -> dict[str, Any]:
+    servers = Servers(folder)
+    print("Starting two servers ...", flush=True)
+    await servers.start()
+    with ExitStack() as stack:
+        entries = [servers.first.port, servers.second.port]
+        programs = {"haproxy": haproxies()[0], "nginx": find("nginx") or ""}
+        proxies = {
+            name: stack.enter_context(running(name, program, entries, folder)) for name, program in programs.items()
+        }
+        told: dict[str, Any] = {"streams": {"direct": await gaps(servers.first.url)}}
+        for name, proxy in proxies.items():
+            told["streams"][name] = await gaps(proxy.url)
+        print(json.dumps(told["streams"]), flush=True)
+        told["faults"] = {}
+        for fault_name, fault in (
+            ("router_killed", servers.kill_router),
+            ("proxy_killed", servers.kill_proxy),
+            ("drained", servers.drain),
+            ("server_killed", servers.kill_all),
+        ):
+            counts = await phase(proxies, rate, 4.0, 10.0, fault)
+            told["faults"][fault_name] = {name: asdict(count) for name, count in counts.items()}
+            print(fault_name, json.dumps(told["faults"][fault_name]), flush=True)
+            if fault_name == "drained":
+                await servers.start_first_again()
+            if fault_name != "server_killed":
+                await servers.await_ready()
+                await asyncio.sleep(8.0)  # until balancers have noticed, too
+    told["new_failed"] = sum(one["new_failed"] for both in told["faults"].values() for one in both.values())
+    told["new"] = sum(one["new"] for both in told["faults"].values() for one in both.values())
+    return told
+
+
+def main() -> int:
+    """Returns 1 where a new request failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=3.0, help="requests a second by each balancer (%(default)s)")
+    arguments = parser.parse_args()
+    if not haproxies() or find("nginx") is None:
+        print("HAProxy or nginx is missing: make tools", file=sys.stderr)
+        return 2
+    become_subreaper()
+    with tempfile.TemporaryDirectory(prefix="twostroke-balancers-") as folder:
+        try:
+            told = asyncio.run(measure(arguments.rate, Path(folder)))
+        finally:
+            end_descendants(patience_s=5.0)
+    print(json.dumps(told))
+    return 1 if told["new_failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
