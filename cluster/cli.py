@@ -32,14 +32,21 @@ _BENCHES = {
     "overload": ("cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
 }
 
+_LOADTESTS = {
+    "run": ("loadtests.commands.run", "one run at one load, and its report"),
+    "sweep": ("loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
+    "compare": ("loadtests.commands.compare", "put reports side by side"),
+    "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
+    "selfcheck": ("loadtests.commands.selfcheck", "try the load generator against a server with known timings"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong setting, file or folder."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser, run = _parser(arguments)
-    parsed = parser.parse_args(arguments)
     try:
-        return run(parsed)
+        parser, run = _parser(arguments)
+        return run(parser.parse_args(arguments))
     except ConfigError as error:
         print(f"twostroke: {error}", file=sys.stderr)
         return CONFIG_ERROR_EXIT
@@ -66,6 +73,12 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
         command = benches.add_parser(name, help=help_text, description=f"Measure: {help_text}.")
         if wanted == ["bench", name]:
             chosen = _prepare(module, command)
+    loadtest = commands.add_parser("loadtest", help="send load to a server, and report how well it did")
+    loadtests = loadtest.add_subparsers(dest="loadtest", required=True, metavar="COMMAND")
+    for name, (module, help_text) in _LOADTESTS.items():
+        command = loadtests.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        if wanted == ["loadtest", name]:
+            chosen = import_module("cluster.commands.loadtest").prepare(module, command)
     return parser, chosen
 
 

@@ -24,15 +24,15 @@ def api_key() -> str | None:
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
-def get(url: str, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The body of a GET. Raises OSError and HTTPException; HTTPError, an OSError, for all but 200."""
-    request = urllib.request.Request(url.rstrip("/") + path)
+def get(url: str, path: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> bytes:
+    """What a GET answers; a POST, where there is a body of JSON. Raises HTTPException and OSError, for all but 200."""
+    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"})
     key = api_key()
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        body: bytes = answer.read()
-        return body
+        content: bytes = answer.read()
+        return content
 
 
 def models_of(url: str) -> list[dict[str, Any]]:

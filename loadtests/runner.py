@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from loadtests.conversation import check_prompts
 from loadtests.errors import LoadTestError
 from loadtests.plan import Plan
 from loadtests.progress import Progress
 from loadtests.progress_display import ProgressDisplay
 from loadtests.run_folder import RunFolder
 from loadtests.sampling import Sampler
+from loadtests.workloads import sessions
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LOOK_INTERVAL_S = 0.5
@@ -33,6 +35,8 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     Ctrl-C ends the run early: its folder is complete for what was sent, says so, and KeyboardInterrupt goes on.
     Raises LoadTestError where the run can't be carried out, or a process was lost; what was sent then has its records.
     """
+    check_prompts(plan)
+    sessions(plan)  # raises here rather than in each process
     result = RunFolder(folder)
     _begin_folder(result, plan)
     with ExitStack() as ending:

@@ -18,7 +18,7 @@ ALLOWED = {
     "prefill_worker": {"protocol", "model", "kvtransfer"},
     "decode_worker": {"protocol", "model", "kvtransfer"},
     "router": {"protocol"},
-    "cluster": {"protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router"},
+    "cluster": {"protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router", "loadtests"},
     "loadtests": set[str](),
 }
 WITHOUT_TORCH = ("protocol", "router", "prefill_worker", "decode_worker")

@@ -1,0 +1,53 @@
+"""`twostroke loadtest run`: one run at one load, and its report."""
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from loadtests.commands.report import run_figures, run_lines
+from loadtests.report.run_report import write_report
+from loadtests.run_folder import RunFolder
+from loadtests.runner import run_plan
+
+INTERRUPTED_EXIT = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    output = parser.add_argument_group("what comes out")
+    output.add_argument("--output", type=Path, metavar="DIR", help="default: loadtest-<time>")
+    output.add_argument(
+        "--web",
+        nargs="?",
+        type=int,
+        const=8089,
+        metavar="PORT",
+        help="show Locust's page and live charts while it runs",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0, 1 for an invalid run, 130 for one that was ended by Ctrl-C. The last line is JSON.
+
+    Raises LoadTestError where the run can't be carried out.
+    """
+    plan = plan_of(arguments)
+    folder = arguments.output or Path(f"loadtest-{datetime.now():%Y%m%d-%H%M%S}")
+    if arguments.web is not None:
+        print(f"live charts: http://127.0.0.1:{arguments.web}/twostroke", file=sys.stderr)
+    try:
+        run_plan(plan, folder, web_port=arguments.web)
+    except KeyboardInterrupt:
+        _report(RunFolder(folder))
+        return INTERRUPTED_EXIT
+    return _report(RunFolder(folder))
+
+
+def _report(folder: RunFolder) -> int:
+    summary = write_report(folder)
+    print("\n".join(run_lines(folder, summary)))
+    print(json.dumps(run_figures(folder.path, summary)))
+    return 0 if summary.validity.valid else 1
