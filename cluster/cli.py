@@ -29,6 +29,7 @@ _BENCHES = {
     "routing": ("cluster.bench.routing", "how long the choice of a path takes, by workers and indexed blocks"),
     "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
     "interference": ("cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
+    "autoscaling": ("cluster.bench.autoscaling", "whether workers follow a load that rises fourfold and falls again"),
     "overload": ("cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
 }
 

@@ -103,7 +103,7 @@ async def send_all(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def outcome_of(arrival: Arrival, scheduled: float, result: StreamResult) -> Outcome:
-    """Read what came over the wire."""
+    """Read what came over the wire. An answer that is shorter than it was to be has failed."""
     lag_s = result.sent_at - scheduled
     head = result.arrivals[0][1] if result.arrivals else b""
     if head.startswith(b"HTTP/1.1 429"):
@@ -113,5 +113,8 @@ def outcome_of(arrival: Arrival, scheduled: float, result: StreamResult) -> Outc
         num_tokens = int(result.usage()["completion_tokens"])
     except (ValueError, StopIteration) as error:
         return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=str(error)[:200] or "no answer")
+    asked = arrival.body.get("max_tokens", num_tokens)
+    if num_tokens != asked and arrival.body.get("ignore_eos"):
+        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=f"{num_tokens} tokens instead of {asked}")
     tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else None
     return Outcome(arrival.class_name, arrival.at, lag_s, "ok", times[0] - scheduled, tpot_s)

@@ -54,3 +54,13 @@ def test_a_batch_class_has_more_time_and_goes_last() -> None:
     interactive, batch = CLASSES[INTERACTIVE], CLASSES[BATCH]
     assert interactive.priority > batch.priority
     assert (batch.ttft_s, batch.tpot_s) == (2.0, 0.2)
+
+
+def test_an_answer_that_lacks_tokens_has_failed() -> None:
+    chunk = b'data: {"choices":[{"text":"x"}]}\n\n'
+    end = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
+    result = StreamResult(10.1, [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk + end)])
+    short = Arrival(1.0, INTERACTIVE, {"max_tokens": 4, "ignore_eos": True})
+    assert outcome_of(short, 10.0, result).why == "3 tokens instead of 4"
+    whole = Arrival(1.0, INTERACTIVE, {"max_tokens": 3, "ignore_eos": True})
+    assert outcome_of(whole, 10.0, result).status == "ok"
