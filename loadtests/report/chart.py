@@ -114,12 +114,12 @@ def seconds_axis(axis: Any, values: Floats) -> None:
             centre = math.sqrt(low * high)
             low, high = centre / math.sqrt(10), centre * math.sqrt(10)
         axis.set_xlim(low * 0.9, high * 1.1)
-        duration_ticks(axis.xaxis, low, high)
+        duration_ticks(axis.xaxis, close=high / low < 20)
 
 
-def duration_ticks(axis: Any, low: float, high: float) -> None:
-    """Labels of a logarithmic x or y axis of times between `low` and `high`."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 20 else (1,)))
+def duration_ticks(axis: Any, *, close: bool) -> None:
+    """Labels of a logarithmic x or y axis of times: three a decade where they may be `close`, or one."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if close else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
     axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 

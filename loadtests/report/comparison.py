@@ -49,7 +49,8 @@ class Comparison(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     figures: tuple[Compared, ...]  # of runs; of sweeps their capacities
     at_rates: tuple[AtRate, ...] = ()  # of sweeps
-    warnings: tuple[str, ...] = ()  # why the figures may not be comparable
+    warnings: tuple[str, ...] = ()  # why the figures may not be comparable, or mean little
+    invalid_runs: int = 0
 
 
 def compare_rounds(rounds: Sequence[Sequence[Summary]]) -> tuple[Compared, ...]:

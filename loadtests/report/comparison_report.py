@@ -72,6 +72,7 @@ def _of_runs(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
     comparison = Comparison(
         names=names,
         figures=compare_rounds(summaries),
+        invalid_runs=sum(not each.validity.valid for of_server in summaries for each in of_server),
         warnings=(
             *differences(names, plans),
             *(
@@ -113,6 +114,7 @@ def _of_sweeps(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
         names=names,
         figures=compare_sweeps(sweeps),
         at_rates=_at_rates(list(curves.values())),
+        invalid_runs=sum(not run.summary.validity.valid for runs in curves.values() for run in runs),
         warnings=(
             *differences(names, alike),
             *(

@@ -32,11 +32,10 @@ SERVER_PARTS = (
 
 
 def server_parts(stages: Mapping[str, float], client_ttft_s: float, client_e2e_s: float) -> tuple[float, ...]:
-    """The parts of one answer, in the order of SERVER_PARTS; their sum is `client_e2e_s`, or a little more where the
-    server's durations contradict each other.
+    """The parts of one answer, in the order of SERVER_PARTS. Their sum is `client_e2e_s`.
 
-    Where a decode worker computed the prompt itself there is no `prefill_s`: then prefill is what lies between its
-    queue and the first token, and the queue is the decode worker's.
+    Where a decode worker computed the prompt itself there is no `prefill_s`: then its queue stands before prefill, and
+    prefill is all from there to the first token.
     """
     ttft_s = min(stages.get("ttft_s", client_ttft_s), client_ttft_s)
     after_s = client_e2e_s - client_ttft_s
@@ -44,8 +43,8 @@ def server_parts(stages: Mapping[str, float], client_ttft_s: float, client_e2e_s
     decode_queue_s = stages.get("decode_queue_s", 0.0)
     left_s = ttft_s - admit_s
     if "prefill_s" not in stages:
-        wait_s = min(decode_queue_s, left_s)
-        return client_ttft_s - ttft_s, admit_s, 0.0, left_s - wait_s, 0.0, 0.0, wait_s, after_s
+        queue_s = min(decode_queue_s, left_s)
+        return client_ttft_s - ttft_s, admit_s, queue_s, left_s - queue_s, 0.0, 0.0, 0.0, after_s
     queue_s = min(stages.get("prefill_queue_s", 0.0), left_s)
     prefill_s = min(stages["prefill_s"], left_s - queue_s)
     exposed_s = min(max(0.0, stages.get("transfer_s", 0.0) - queue_s - prefill_s), after_s)

@@ -120,7 +120,8 @@ def times_by_rate(curves: Curves) -> Plot:
                 _curve(axis, _valid(runs), figure_of, line, color=colour, label=f"{prefix}P{percent}")
         axis.set_title(title)
         axis.set_yscale("log")
-        duration_ticks(axis.yaxis, *axis.get_ylim())
+        low, high = axis.get_ylim()
+        duration_ticks(axis.yaxis, close=high / low < 200)
         _rate_axis(axis, curves)
     legend_below(figure, axes[0][0], 4)
     return plot_of(

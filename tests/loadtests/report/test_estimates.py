@@ -1,0 +1,131 @@
+"""Confidence intervals."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtests.report.estimates import NUM_SLICES, Estimate, Slices, percentile, share
+
+
+def test_a_share_has_wilsons_interval() -> None:
+    # Wilson's interval for 8 of 10, as textbooks have it.
+    found = share(8, 10)
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
+
+
+def test_all_of_a_few_is_not_certainly_all() -> None:
+    found = share(10, 10)
+    assert found is not None
+    assert found.high == 1.0
+    assert found.low == pytest.approx(0.7225, abs=1e-4)
+
+
+def test_a_share_of_nothing_is_none() -> None:
+    assert share(0, 0) is None
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000))
+def test_a_shares_interval_holds_it_and_stays_within_0_and_1(hits: int, total: int) -> None:
+    found = share(min(hits, total), total)
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+def test_a_percentile_is_a_value_that_was_seen() -> None:
+    values = np.array([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert [percentile(values, percent) for percent in (20, 21, 50, 99, 100)] == [1.0, 2.0, 3.0, 5.0, 5.0]
+    assert percentile(np.zeros(0), 50) is None
+
+
+def test_a_percentile_has_no_interval_where_too_few_values_could_show_it() -> None:
+    slices = Slices(0.0, 1000.0)
+    at_s = np.linspace(0, 999, 1000)
+    values = np.arange(1000.0)
+    for count, has_interval in ((367, False), (368, True)):
+        found = slices.percentile(values[:count], slices.of(at_s[:count]), 99)
+        assert found is not None
+        assert (found.low is not None) == has_interval
+
+
+def test_a_percentile_has_no_interval_where_all_values_come_from_one_moment() -> None:
+    slices = Slices(0.0, 100.0)
+    assert slices.percentile(np.arange(50.0), slices.of(np.zeros(50)), 50) == Estimate(24.0)
+
+
+def test_a_percentiles_interval_holds_the_true_one_about_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(5)
+    hits = 0
+    for _ in range(100):
+        slices = Slices(0.0, 30.0, seed=7)
+        found = slices.percentile(draw.exponential(size=400), slices.of(draw.uniform(0, 30, 400)), 50)
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= np.log(2) <= found.high
+    assert 88 <= hits <= 100
+
+
+def test_values_that_are_late_together_have_a_wider_interval_than_values_on_their_own() -> None:
+    draw = np.random.default_rng(1)
+    at_s = np.sort(draw.uniform(0, 300, 3000))
+    bursts = np.where((at_s // 10) % 5 == 0, 2.0, 1.0) + draw.normal(0, 0.1, 3000)
+    slices = Slices(0.0, 300.0)
+    together = slices.percentile(bursts, slices.of(at_s), 75)
+    apart = slices.percentile(draw.permutation(bursts), slices.of(at_s), 75)
+    assert together is not None
+    assert apart is not None
+    assert _width(together) > 2 * _width(apart)
+
+
+def test_of_very_many_values_the_interval_is_as_of_all() -> None:
+    draw = np.random.default_rng(2)
+    at_s, values = draw.uniform(0, 30, 20_000), draw.exponential(size=20_000)
+    slices = Slices(0.0, 30.0)
+    found = slices.percentile(values, slices.of(at_s), 99)
+    assert found is not None
+    assert found.value == percentile(values, 99)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.value < found.high
+    assert _width(found) == pytest.approx(2 * 1.96 * np.sqrt(0.99 * 0.01 / 20_000) / 0.01, rel=0.35)
+
+
+def test_a_rate_counts_events_over_the_whole_window() -> None:
+    slices = Slices(10.0, 40.0)
+    found = slices.rate(slices.of(np.repeat(np.arange(10.0, 40.0), 3)))
+    assert found == Estimate(3.0, 3.0, 3.0)  # equally many in each slice: all resamples are alike
+
+
+def test_a_rate_may_weigh_its_events() -> None:
+    slices = Slices(0.0, 30.0)
+    assert slices.rate(slices.of(np.array([1.0, 29.0])), np.array([10.0, 50.0])).value == 2.0
+
+
+def test_moments_at_the_edges_belong_to_the_first_and_last_slice() -> None:
+    assert Slices(2.0, 5.0).of(np.array([2.0, 4.999999, 5.0])).tolist() == [0, NUM_SLICES - 1, NUM_SLICES - 1]
+
+
+def test_equal_data_give_equal_intervals() -> None:
+    at_s, values = np.linspace(0, 9, 100), np.sin(np.arange(100.0))
+    first, second = (Slices(0.0, 10.0), Slices(0.0, 10.0))
+    assert first.percentile(values, first.of(at_s), 90) == second.percentile(values, second.of(at_s), 90)
+
+
+@pytest.mark.parametrize(
+    ("other", "overlaps"),
+    [(Estimate(2.5, 2.0, 3.0), True), (Estimate(3.5, 3.1, 4.0), False), (Estimate(2.0), None)],
+)
+def test_estimates_overlap_where_their_intervals_do(other: Estimate, overlaps: bool | None) -> None:
+    one = Estimate(2.0, 1.0, 3.0)
+    assert one.overlaps(other) is overlaps
+    assert other.overlaps(one) is overlaps
+
+
+def _width(estimate: Estimate) -> float:
+    assert estimate.low is not None
+    assert estimate.high is not None
+    return estimate.high - estimate.low

@@ -1,0 +1,254 @@
+"""Each definition of docs/loadtests.md, on a few records that can be reckoned by hand."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtests.errors import LoadTestError
+from loadtests.plan import SLO, Closed, Plan
+from loadtests.records import Record
+from loadtests.report.figures import FrequentError, Summary, num_workers, summarise, summary_of
+from loadtests.report.observations import read_observations
+from loadtests.run_folder import RunFacts, RunFolder, Sample
+from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
+
+
+def summary(
+    *records: Record, run_plan: Plan | None = None, run_facts: RunFacts | None = None, samples: tuple[Sample, ...] = ()
+) -> Summary:
+    return summary_of(run_plan or plan(), run_facts or facts(), read_observations(records), samples)
+
+
+def test_the_window_is_from_the_end_of_the_warm_up_to_before_the_end() -> None:
+    found = summary(answer(1.999, 0.1), answer(2.0, 0.2), answer(9.999, 0.3), answer(10.0, 0.4))
+    assert found.window_s == 8.0
+    assert found.counts.scheduled == 2
+    assert found.ttft is not None
+    assert (found.ttft.p50.value, found.ttft.max) == pytest.approx((0.2, 0.3))
+
+
+def test_the_clock_starts_when_a_request_is_scheduled_not_when_it_is_sent() -> None:
+    found = summary(answer(3.0, 1.2, lag_s=0.9))
+    assert found.ttft is not None
+    assert found.ttft.mean == pytest.approx(1.2)
+    assert found.counts.met_ttft == 0
+
+
+def test_tpot_is_the_time_after_the_first_token_over_the_other_tokens_of_the_usage() -> None:
+    found = summary(answer(3.0, 0.5, 0.7, 1.1, output_tokens=7))  # three events that held seven tokens
+    assert found.tpot is not None
+    assert found.tpot.mean == pytest.approx(0.6 / 6)
+
+
+def test_an_answer_of_one_token_has_no_tpot_and_met_it() -> None:
+    found = summary(answer(3.0, 0.5))
+    assert found.tpot is None
+    assert (found.counts.met_tpot, found.counts.met) == (1, 1)
+
+
+def test_without_a_usage_events_are_counted_and_the_report_says_so() -> None:
+    found = summary(answer(3.0, 0.5, 0.7, 0.9, output_tokens=None))
+    assert found.tpot is not None
+    assert found.tpot.mean == pytest.approx(0.2)
+    assert found.counts.met_tpot == 0
+    assert "1 answers do not tell how many tokens they have" in found.notes[0]
+
+
+def test_itl_pools_the_raw_gaps_of_all_answers() -> None:
+    found = summary(answer(3.0, 0.1, 0.2, 0.4), answer(4.0, 0.1, 0.9))
+    assert found.itl is not None
+    assert found.itl.count == 3
+    assert (found.itl.mean, found.itl.p50.value, found.itl.max) == pytest.approx((1.1 / 3, 0.2, 0.8))
+
+
+def test_tail_tbt_is_the_mean_of_the_longest_tenth_of_the_gaps() -> None:
+    gaps = [0.01 * number for number in range(1, 21)]
+    found = summary(answer(3.0, *itertools.accumulate(gaps, initial=0.5)))
+    assert found.tail_tbt == pytest.approx((0.2 + 0.19) / 2)
+    assert found.tail_tbt_by_request is not None
+    assert found.tail_tbt_by_request.mean == pytest.approx((0.2 + 0.19) / 2)
+
+
+def test_normalised_latency_is_the_whole_time_over_all_tokens() -> None:
+    found = summary(answer(3.0, 0.5, 0.7, 0.9))
+    assert found.e2e is not None
+    assert found.normalised_latency is not None
+    assert found.e2e.mean == pytest.approx(0.9)
+    assert found.normalised_latency.mean == pytest.approx(0.3)
+
+
+def test_attainment_counts_both_and_whatever_was_scheduled() -> None:
+    found = summary(
+        answer(2.0, 0.9, 0.95),  # met
+        answer(3.0, 1.1, 1.15),  # late
+        answer(4.0, 0.9, 1.1),  # slow
+        miss(5.0, "refused"),
+        miss(6.0, "failed"),
+        miss(7.0, "failed", token_s=(7.1, 7.15), output_tokens=2),  # broken off after a good beginning
+        miss(8.0, "unfinished"),
+        answer(9.0, 0.1),  # met
+    )
+    counts = found.counts
+    assert (counts.scheduled, counts.ok, counts.refused, counts.failed, counts.unfinished) == (8, 4, 1, 2, 1)
+    assert counts.admitted == 7
+    assert (counts.met_ttft, counts.met_tpot, counts.met) == (3, 3, 2)
+    assert found.attainment is not None
+    assert found.attainment.value == 2 / 8
+    assert found.goodput.value == pytest.approx(2 / 8.0)
+    assert found.offered_rate == 1.0
+
+
+def test_a_whole_answer_without_any_text_missed_its_ttft() -> None:
+    found = summary(answer(3.0, output_tokens=0))
+    assert (found.counts.ok, found.counts.met_ttft) == (1, 0)
+
+
+def test_a_time_that_is_just_what_was_asked_is_met() -> None:
+    found = summary(answer(4.0, 1.0, 1.125), run_plan=plan(slo=SLO(1.0, 0.125)))
+    assert found.counts.met == 1
+
+
+@pytest.mark.parametrize(("slo", "met"), [(SLO(ttft_s=1.0), 1), (SLO(tpot_s=0.1), 1), (SLO(), 2)])
+def test_what_is_not_asked_is_met_by_every_whole_answer(slo: SLO, met: int) -> None:
+    found = summary(answer(3.0, 0.5, 1.5), answer(4.0, 1.5, 1.55), miss(5.0, "failed"), run_plan=plan(slo=slo))
+    assert found.counts.met == met
+
+
+def test_tokens_are_counted_of_whole_answers_of_the_window() -> None:
+    found = summary(
+        answer(1.0, 0.1, 0.2),
+        answer(3.0, 0.1, 0.2, input_tokens=30, cached_tokens=15),
+        miss(4.0, "failed", output_tokens=9),
+    )
+    assert found.output_rate.value == pytest.approx(2 / 8)
+    assert found.input_rate == pytest.approx(30 / 8)
+    assert found.cached_share == 0.5
+
+
+def test_what_a_user_sees_is_one_over_the_median_tpot() -> None:
+    found = summary(answer(3.0, 0.5, 0.55), answer(4.0, 0.5, 0.55), answer(5.0, 0.5, 0.9))
+    assert found.user_rate == pytest.approx(20.0)
+
+
+def test_kinds_are_told_apart() -> None:
+    found = summary(answer(3.0, 0.5, kind="short"), answer(4.0, 1.5, kind="long"), miss(5.0, "refused", kind="long"))
+    assert [(each.kind, each.counts.scheduled, each.counts.refused, each.counts.met) for each in found.by_kind] == [
+        ("long", 2, 1, 0),
+        ("short", 1, 0, 1),
+    ]
+
+
+def test_errors_are_counted_by_their_words_the_most_frequent_first() -> None:
+    found = summary(
+        miss(3.0, "failed", "broken"),
+        miss(4.0, "refused", "overloaded", http_status=429),
+        miss(5.0, "refused", "overloaded", http_status=429),
+        miss(1.0, "failed", "in the warm-up"),
+        miss(6.0, "unfinished"),
+    )
+    assert found.errors == [
+        FrequentError(2, "refused", 429, "overloaded"),
+        FrequentError(1, "failed", None, "broken"),
+    ]
+
+
+def test_attainment_at_other_scales_judges_the_same_answers_again() -> None:
+    found = summary(answer(3.0, 0.5, 0.55), answer(4.0, 0.5, 0.65), answer(5.0, 3.9, 3.95), miss(6.0, "refused"))
+    scales = {round(point.scale, 3): point for point in found.slo_scales}
+    assert (scales[1.0].attainment, scales[1.0].ttft_attainment, scales[1.0].tpot_attainment) == (0.25, 0.5, 0.5)
+    assert scales[4.0].attainment == 0.75
+    assert scales[0.25].attainment == 0.0
+
+
+def test_goodput_for_each_worker_takes_the_workers_that_the_server_told_of() -> None:
+    workers = [{"role": "prefill", "worker": "p"}, {"role": "decode", "worker": "d"}]
+    found = summary(answer(3.0, 0.5), answer(4.0, 0.5), run_facts=facts(server={"workers": workers}))
+    assert found.num_workers == {"prefill": 1.0, "decode": 1.0}
+    assert found.goodput_per_worker is not None
+    assert found.goodput_per_worker.value == pytest.approx(2 / 8 / 2)
+
+
+def test_workers_that_came_during_the_run_count_for_as_long_as_they_were_seen() -> None:
+    told = facts(server={"workers": [{"role": "decode"}]})
+    samples = [sample(0.0, "a"), sample(1.0, "a"), sample(2.0, "a"), sample(2.0, "b")]
+    assert num_workers(told, samples) == {"decode": pytest.approx(4 / 3)}
+    assert num_workers(told, samples[:2]) == {"decode": 1.0}
+
+
+def test_a_server_that_tells_no_workers_has_no_goodput_for_each() -> None:
+    found = summary(answer(3.0, 0.5))
+    assert (found.num_workers, found.goodput_per_worker) == ({}, None)
+
+
+def test_a_run_without_requests_has_no_figures_and_is_no_measurement() -> None:
+    found = summary()
+    assert (found.attainment, found.ttft, found.itl, found.tail_tbt, found.slo_scales) == (None, None, None, None, [])
+    assert found.goodput.value == 0.0
+    assert not found.validity.valid
+
+
+def test_a_run_that_was_ended_early_is_judged_until_its_last_request() -> None:
+    found = summary(answer(3.0, 0.5), answer(4.0, 0.5), run_facts=facts(ended_early=True))
+    assert found.window_s == pytest.approx(2.0)
+    assert found.counts.scheduled == 2
+    assert not found.validity.valid
+
+
+def test_a_closed_loop_is_said_to_be_one() -> None:
+    assert "closed loop" in summary(answer(3.0, 0.5), run_plan=plan(arrivals=Closed(4))).notes[0]
+
+
+def test_a_folders_records_of_all_processes_are_one_run(tmp_path: Path) -> None:
+    records = drawn(60, 10.0)
+    assert summarise(write_run(tmp_path, records)) == summary(*records[::2], *records[1::2])
+
+
+def test_a_folder_that_is_none_of_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadTestError, match=r"plan\.json: not there"):
+        summarise(RunFolder(tmp_path))
+
+
+def test_a_summary_can_be_read_again() -> None:
+    found = summary(*drawn(60, 10.0), miss(5.0, "failed", "x"))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
+
+
+@st.composite
+def records(draw: Any) -> list[Record]:
+    made: list[Record] = []
+    moment = st.floats(0, 12, allow_nan=False)
+    after = st.floats(0.001, 3, allow_nan=False)
+    for _ in range(draw(st.integers(0, 12))):
+        status = draw(st.sampled_from(["ok", "refused", "failed", "unfinished"]))
+        kind = draw(st.sampled_from(["", "long"]))
+        if status == "ok":
+            times = itertools.accumulate(draw(st.lists(after, max_size=5)))
+            made.append(answer(draw(moment), *times, kind=kind))
+        else:
+            made.append(miss(draw(moment), status, kind=kind))
+    return made
+
+
+@given(records())
+def test_sums_match_and_shares_are_shares(made: list[Record]) -> None:
+    found = summary(*made)
+    for counts in (found.counts, *(each.counts for each in found.by_kind)):
+        assert counts.scheduled == counts.ok + counts.refused + counts.failed + counts.unfinished
+        assert counts.met <= min(counts.met_ttft, counts.met_tpot)
+        assert max(counts.met_ttft, counts.met_tpot) <= counts.ok
+    assert sum(each.counts.scheduled for each in found.by_kind) == found.counts.scheduled
+    for share in (found.attainment, found.ttft_attainment, found.tpot_attainment):
+        assert share is None or 0 <= share.value <= 1
+    attainments = [point.attainment for point in found.slo_scales]
+    assert attainments == sorted(attainments)  # a laxer SLO is met by no fewer
+    assert found.goodput.value * found.window_s == pytest.approx(found.counts.met)
+    assert sum(each.count for each in found.errors) == found.counts.refused + found.counts.failed
+
+
+def sample(at_s: float, worker: str) -> Sample:
+    return Sample(at_s, "decode", worker, running=1.0, waiting=0.0, waiting_tokens=0.0, kv_usage=0.5)
