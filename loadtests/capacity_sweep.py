@@ -60,7 +60,7 @@ class Sweep:
                 if known:
                     here = replace(here, start=geometric_mean(known), factor=NARROW_FACTOR)
                 while (rate := next_rate(self._measured, target, here)) is not None:
-                    self._measured.append(self._measure(rate))
+                    self._measure(rate)
                 self._found[target].append(found := crossing(self._measured, target))
                 if found is not None:
                     least = found.rate / DEEPEST
@@ -71,7 +71,7 @@ class Sweep:
         for _ in range(repeats):
             self._measured = []
             for rate in rates:
-                self._measured.append(self._measure(rate))
+                self._measure(rate)
             for target in TARGETS:
                 self._found[target].append(crossing(self._measured, target))
             write_sweep(self.folder, self.result)
@@ -87,13 +87,15 @@ class Sweep:
             num_workers=self.num_workers,
         )
 
-    def _measure(self, rate: float) -> Measured:
+    def _measure(self, rate: float) -> None:
         """One valid run. An invalid one may have been disturbed: it is made once more, then the sweep ends."""
         for _ in range(ATTEMPTS):
             summary = self._run(rate)
             if summary.validity.valid:
-                attainment = summary.attainment.value if summary.attainment else 0.0
-                return Measured(rate, attainment)
+                self._measured.append(Measured(rate, summary.attainment.value if summary.attainment else 0.0))
+            write_sweep(self.folder, self.result)
+            if summary.validity.valid:
+                return
             reasons = "; ".join(summary.validity.reasons)
             self.say(f"  no measurement: {reasons}")
         raise SweepEnded(f"at {rate:.3g}/s the runs are invalid: {reasons}")
@@ -112,7 +114,6 @@ class Sweep:
         point = point_of(rate, name, summary)
         self.points.append(point)
         self.num_workers = round(sum(summary.num_workers.values())) or None
-        write_sweep(self.folder, self.result)
         self.say(
             f"{self._num_runs}: {rate:.3g}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
             f"TPOT {point.tpot_attainment:.1%}), goodput {point.goodput:.3g}/s"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
 from loadtests.commands.report import run_figures, run_lines
+from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
 from loadtests.report.run_report import write_report
 from loadtests.run_folder import RunFolder
 from loadtests.runner import run_plan
@@ -17,6 +18,7 @@ INTERRUPTED_EXIT = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
+    add_slo_multiple(parser)
     output = parser.add_argument_group("what comes out")
     output.add_argument("--output", type=Path, metavar="DIR", help="default: loadtest-<time>")
     output.add_argument(
@@ -34,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises LoadTestError where the run can't be carried out.
     """
-    plan = plan_of(arguments)
     folder = arguments.output or Path(f"loadtest-{datetime.now():%Y%m%d-%H%M%S}")
+    plan = with_slo_multiple(plan_of(arguments), arguments, folder)
     if arguments.web is not None:
         print(f"live charts: http://127.0.0.1:{arguments.web}/twostroke", file=sys.stderr)
     try:

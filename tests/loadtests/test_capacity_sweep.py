@@ -118,6 +118,8 @@ def test_no_run_begins_that_would_end_after_the_budget(tmp_path: Path) -> None:
         sweep.find(Search(1.0), repeats=3)
     assert server.now <= 200.0
     assert len(sweep.points) == 3
+    assert sweep.result.capacities[0].rate == Estimate(4.0)
+    assert read_sweep(tmp_path) == sweep.result
 
 
 def test_a_server_that_fails_some_requests_at_any_rate_has_no_capacity_at_99_percent(tmp_path: Path) -> None:
