@@ -1,0 +1,105 @@
+"""The sweep's arguments, and the SLO that is measured before it."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from loadtests import slowdown
+from loadtests.commands import slo_multiple, sweep
+from loadtests.errors import LoadTestError
+from loadtests.plan import SLO, Closed, Plan
+from loadtests.report.estimates import Estimate
+from loadtests.report.figures import Counts, Spread, Summary
+from loadtests.report.validity import Validity
+from loadtests.run_folder import RunFolder
+from tests.loadtests.test_capacity_sweep import PLAN, summary_of
+
+NO_SLO = Plan("http://127.0.0.1:1", "m", 4096, PLAN.arrivals, PLAN.workload, SLO(), seconds=20.0, seed=100)
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    return parser.parse_args(["--url", "http://127.0.0.1:1", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--rates", "1,many"), "--rates 1,many: write rates with commas between"),
+        (("--rates", "1,0"), "give rates above 0"),
+        (("--start", "0"), "--start 0: give more than 0"),
+        (("--precision", "-1"), "--precision -1: give more than 0"),
+        (("--repeats", "0"), "--repeats 0: give 1 to 11"),
+        (("--repeats", "12"), "--repeats 12: give 1 to 11"),
+        (("--budget", "nan"), "--budget nan: give more than 0"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_refused_before_the_server_is_asked(given: tuple[str, ...], message: str) -> None:
+    with pytest.raises(LoadTestError, match=message):
+        sweep.run(parsed(*given))
+
+
+def test_the_folder_of_another_sweep_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(LoadTestError, match="has a sweep already; name another folder"):
+        sweep.run(parsed("--output", str(tmp_path)))
+
+
+def test_a_sweep_without_an_slo_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "plan_of", lambda arguments, arrivals: NO_SLO)
+    with pytest.raises(LoadTestError, match="give --slo or --slo-multiple"):
+        sweep.run(parsed("--output", str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=fast", "itl=2", "ttft=0", "tpot=-1"])
+def test_multiples_are_of_ttft_and_tpot(text: str) -> None:
+    with pytest.raises(LoadTestError, match=f"--slo-multiple {text}: "):
+        slowdown.parse_multiples(text)
+
+
+def spread(p50: float) -> Spread:
+    return Spread(9, p50, Estimate(p50), p50, p50, Estimate(p50), p50)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, summary: Summary) -> list[Plan]:
+    """The plans of uncontended runs; each has this result."""
+    plans: list[Plan] = []
+
+    def run_plan(plan: Plan, folder: Path, *, show: bool) -> RunFolder:
+        plans.append(plan)
+        return RunFolder(folder)
+
+    monkeypatch.setattr(slowdown, "run_plan", run_plan)
+    monkeypatch.setattr(slowdown, "summarise", lambda folder: summary)
+    return plans
+
+
+def result(ok: int) -> Summary:
+    fields = {"counts": Counts(ok, ok, 0, 0, 0, ok, ok, ok), "ttft": spread(0.2), "tpot": spread(0.01)}
+    whole = summary_of(1.0, Validity(True))
+    return Summary(**({name: getattr(whole, name) for name in Summary.__struct_fields__} | fields))
+
+
+def test_an_slo_is_multiples_of_one_users_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = measured(monkeypatch, result(9))
+    plan = slo_multiple.with_slo_multiple(NO_SLO, parsed("--slo-multiple", "ttft=5,tpot=2"), tmp_path)
+    assert plan.slo == SLO(ttft_s=1.0, tpot_s=0.02)
+    assert (plans[0].arrivals, plans[0].seconds, plans[0].workload) == (Closed(1), 20.0, NO_SLO.workload)
+    assert plans[0].seed != NO_SLO.seed
+    only = slo_multiple.with_slo_multiple(NO_SLO, parsed("--slo-multiple", "tpot=3"), tmp_path)
+    assert only.slo == SLO(tpot_s=0.03)
+
+
+def test_too_few_answers_make_no_slo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, result(4))
+    with pytest.raises(LoadTestError, match="had 4 whole answers in 20 s, too few for an SLO: give more --seconds"):
+        slo_multiple.with_slo_multiple(NO_SLO, parsed("--slo-multiple", "ttft=5"), tmp_path)
+
+
+def test_an_slo_and_a_multiple_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(LoadTestError, match="there is an SLO already"):
+        slo_multiple.with_slo_multiple(PLAN, parsed("--slo-multiple", "ttft=5"), tmp_path)
+    assert slo_multiple.with_slo_multiple(PLAN, parsed(), tmp_path) == PLAN
