@@ -37,8 +37,9 @@ MODEL = "twostroke-bundled"
 SETTINGS = {"router": {"drain_notice_s": 6.0}, "prefill": {"threads": 1}, "decode": {"threads": 1}}
 GRACE_S = 13.0
 AGAIN_S = 90.0  # for a server to be ready again
-TOKENS = 40
-GAP_STREAMS = 4
+TOKENS = 200
+PACE_S = 0.02
+PACED_EVENTS = 150
 
 
 @dataclass
@@ -110,19 +111,51 @@ async def phase(
 
 
 async def gaps(url: str) -> dict[str, float]:
-    """How events of streams come, one stream after the other: milliseconds between them, and events a packet."""
-    times: list[list[float]] = []
-    packets = 0
-    for number in range(GAP_STREAMS):
-        result = await ask(url, number)
-        times.append(result.token_times())
-        packets += len(result.arrivals)
-    between = sorted(1000 * (b - a) for one in times for a, b in itertools.pairwise(one))
+    """How the events of a stream come: milliseconds between them, and events a packet."""
+    result = await ask(url, 0)
+    times = result.token_times()
+    between = sorted(1000 * (later - earlier) for earlier, later in itertools.pairwise(times))
     return {
         "gap_ms_p50": round(statistics.median(between), 2),
         "gap_ms_p90": round(between[len(between) * 9 // 10], 2),
-        "events_a_packet": round(sum(map(len, times)) / packets, 2),
+        "gap_ms_max": round(between[-1], 2),
+        "events_a_packet": round(len(times) / (len(result.arrivals) - 1), 2),
     }
+
+
+async def paced_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An entry point whose events come at a steady pace: what a balancer adds to their gaps is its own."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        if head.startswith(b"POST"):
+            began = time.perf_counter()
+            for number in range(PACED_EVENTS):
+                await asyncio.sleep(began + number * PACE_S - time.perf_counter())
+                writer.write(b'1c\r\ndata: {"choices":[{%04d}]}\n\n\r\n' % number)
+            writer.write(b"e\r\ndata: [DONE]\n\n\r\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+    except ConnectionError:
+        pass  # a health check has seen enough
+    finally:
+        writer.close()
+
+
+async def paced_gaps(programs: dict[str, str], folder: Path) -> dict[str, dict[str, float]]:
+    """Without a balancer, and by each."""
+    server = await asyncio.start_server(paced_stream, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    told = {"direct": await gaps(f"http://127.0.0.1:{port}")}
+    for name, program in programs.items():
+        balancer = running(name, program, [port, port], folder)
+        proxy = await asyncio.to_thread(balancer.__enter__)
+        try:
+            told[name] = await gaps(proxy.url)
+        finally:
+            await asyncio.to_thread(balancer.__exit__, None, None, None)
+    server.close()
+    return told
 
 
 class Servers:
@@ -149,7 +182,11 @@ class Servers:
         _kill(processes_named("haproxy", descendants(self.first.pid)))
 
     async def drain(self) -> None:
-        await asyncio.to_thread(self.first.end, signal.SIGINT)
+        os.kill(self.first.pid, signal.SIGINT)
+        async with asyncio.timeout(AGAIN_S):
+            while self.first.pid in descendants():  # noqa: ASYNC110  (another process)
+                await asyncio.sleep(0.1)
+        self.first.end()
 
     async def kill_all(self) -> None:
         _kill([self.first.pid, *descendants(self.first.pid)])
@@ -175,20 +212,17 @@ def _kill(pids: list[int]) -> None:
 
 
 async def measure(rate: float, folder: Path) -> dict[str, Any]:
+    programs = {"haproxy": haproxies()[0], "nginx": find("nginx") or ""}
+    told: dict[str, Any] = {"paced_streams": await paced_gaps(programs, folder), "faults": {}}
+    print(json.dumps(told["paced_streams"]), flush=True)
     servers = Servers(folder)
     print("Starting two servers ...", flush=True)
     await servers.start()
     with ExitStack() as stack:
         entries = [servers.first.port, servers.second.port]
-        programs = {"haproxy": haproxies()[0], "nginx": find("nginx") or ""}
         proxies = {
             name: stack.enter_context(running(name, program, entries, folder)) for name, program in programs.items()
         }
-        told: dict[str, Any] = {"streams": {"direct": await gaps(servers.first.url)}}
-        for name, proxy in proxies.items():
-            told["streams"][name] = await gaps(proxy.url)
-        print(json.dumps(told["streams"]), flush=True)
-        told["faults"] = {}
         for fault_name, fault in (
             ("router_killed", servers.kill_router),
             ("proxy_killed", servers.kill_proxy),

@@ -20,8 +20,11 @@ class Asked:
 
 @dataclass
 class StubEntry:
-    """`manner` is how it answers POSTs: `stream` what the test puts into `events` (None: the end), `answer` at once,
-    `refuse` with 503, `break` off without a byte. GETs are answered, /ready by `is_ready`."""
+    """`manner` is how it answers POSTs; GETs are answered, /ready by `is_ready`.
+
+    stream: what the test puts into `events`, until None. answer: at once. refuse: 503. new: 404, as one that knows no
+    application yet. break: not a byte.
+    """
 
     name: str
     manner: str = "answer"
@@ -75,6 +78,8 @@ class StubEntry:
             writer.write(_whole(200, self.name.encode()))
         elif self.manner == "refuse":
             writer.write(_whole(503, b'{"error":{"code":"no_path"}}', "Retry-After: 1\r\n"))
+        elif self.manner == "new":
+            writer.write(_whole(404, b'{"error":{"code":"not_found"}}'))
         elif self.manner == "stream":
             await self._stream(reader, writer)
             return False

@@ -130,13 +130,19 @@ async def test_an_entry_point_that_drains_gets_nothing_new_and_its_streams_go_on
         assert await answer.aread() == b"data: still here\n\n"
 
 
-async def test_a_refusal_by_one_entry_point_is_asked_of_the_other(site):
+async def test_what_one_entry_point_refuses_is_asked_of_the_other(site):
     site.one.manner = "refuse"
     assert {(await site.ask()).text for _ in range(4)} == {"two"}
     site.two.manner = "refuse"
     refused = await site.ask()
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+async def test_an_entry_point_that_knows_no_application_yet_costs_nobody_an_answer(site):
+    site.one.manner = "new"
+    assert {(await site.ask()).text for _ in range(4)} == {"two"}
+    site.two.manner = "new"
+    assert (await site.ask()).status_code == 404
 
 
 async def test_haproxy_never_repeats_what_may_have_been_computed_and_nginx_does_so_once(site):

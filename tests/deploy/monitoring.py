@@ -1,0 +1,204 @@
+"""A real Prometheus scrapes a real server by deploy/'s files, and every panel of the dashboard is asked for its data.
+
+    python -m tests.deploy.monitoring            about two minutes; the last line is JSON
+
+The server has two routers, an autoscaler and three SLO classes; HAProxy stands in front, as in deploy/. It gets a
+little load, with requests that are refused and a decode worker killed amid: panels about faults have data, too.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from cluster.bench.stream_client import stream_completion
+from cluster.descendants import become_subreaper, descendants, end_descendants
+from cluster.local_ray import free_ports
+from cluster.server_process import ServerProcess, processes_named
+from tests.deploy.monitored import PROMETHEUS, RULES, panels
+from tests.deploy.programs import environment, find, haproxies
+from tests.deploy.proxies import Proxy, running
+
+MODEL = "twostroke-bundled"
+SETTINGS: dict[str, Any] = {
+    "prefill": {"threads": 1},
+    "decode": {"threads": 1},
+    "router": {"replicas": 2},
+    "autoscaling": {"enabled": True},
+    "slo": {
+        "classes": [
+            {"name": "chat", "ttft_s": 5.0, "tpot_s": 1.0, "priority": 1},
+            {"name": "batch"},
+            {"name": "instant", "ttft_s": 0.0001},  # nobody can: refused
+        ]
+    },
+}
+START_S = 15.0
+SHARED = "The quick brown fox jumps over the lazy dog. " * 12
+
+_SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10m])'
+
+EMPTY_UNTIL = {
+    "Queues by class": "a scrape finds requests that wait",
+}
+"""Panels that may be empty here. Those about errors and refusals are not: we see to both."""
+
+
+async def load(url: str, rate: float, seconds: float) -> int:
+    """Streams of two classes, some refused and some wrong; returns how many the server must have begun."""
+    began = time.perf_counter()
+    tasks: list[asyncio.Task[Any]] = []
+    sound = 0
+    while time.perf_counter() - began < seconds:
+        number = len(tasks)
+        tier = "instant" if number % 10 == 9 else ("chat", "batch")[number % 2]
+        body = {"model": MODEL, "prompt": f"{SHARED}{number}", "max_tokens": 24, "service_tier": tier}
+        if number % 17 == 16:
+            body["temperature"] = -1
+        else:
+            sound += 1
+        tasks.append(asyncio.create_task(stream_completion(url, body)))
+        await asyncio.sleep(1 / rate)
+    await asyncio.gather(*tasks)
+    return sound
+
+
+def prometheus_config(operators: str, folder: Path) -> dict[str, Any]:
+    """deploy/prometheus.yml, often enough for a short look, without the Ray clusters that this machine may have."""
+    config: dict[str, Any] = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))
+    config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(RULES)]
+    for job in config["scrape_configs"]:
+        for static in job.get("static_configs", ()):
+            static["targets"] = [operators.removeprefix("http://")]
+        for listed in job.get("file_sd_configs", ()):
+            listed["files"] = [f"{folder}/no_ray.json"]
+    return config
+
+
+@contextmanager
+def prometheus(program: str, operators: str, folder: Path) -> Iterator[str]:
+    """Where it listens."""
+    config = folder / "prometheus.yml"
+    config.write_text(yaml.safe_dump(prometheus_config(operators, folder)), encoding="utf-8")
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [program, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", "--log.level=warn"]
+    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], env=environment())
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_ready(url):
+            assert process.poll() is None, "Prometheus has ended"
+            assert time.monotonic() < deadline, "Prometheus does not start"
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def values(client: httpx.AsyncClient, expression: str) -> list[float]:
+    """What an expression says now; NaN left out."""
+    for name, value in (("$__rate_interval", "1m"), ("$__range", "10m"), ("$job", "twostroke")):
+        expression = expression.replace(name, value)
+    answer = await client.post("/api/v1/query", data={"query": expression})
+    assert answer.status_code == 200, f"{expression}: {answer.text}"
+    told = [float(one["value"][1]) for one in answer.json()["data"]["result"]]
+    return [value for value in told if not math.isnan(value)]
+
+
+async def judge(client: httpx.AsyncClient, sound: int) -> dict[str, Any]:
+    """Which panels have data, whether counters add up over routers, and what the rules and the targets say."""
+    without: dict[str, list[str]] = {}
+    for panel in panels():
+        empty = [one["expr"] for one in panel["targets"] if not await values(client, one["expr"])]
+        if empty:
+            without[panel["title"]] = empty
+    groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    targets = (await client.get("/api/v1/targets")).json()["data"]["activeTargets"]
+    begun = sum(await values(client, "twostroke:request_prompt_tokens_count"))
+    return {
+        "panels": len(panels()),
+        "with_data": len(panels()) - len(without),
+        "without_data": without,
+        "unexpected": sorted(set(without) - set(EMPTY_UNTIL)),
+        "rules": len(rules),
+        "rules_in_error": [rule["name"] for rule in rules if rule["health"] != "ok"],
+        "firing": sorted({rule["name"] for rule in rules if rule.get("state") == "firing"}),
+        "targets_up": sorted(one["labels"]["job"] for one in targets if one["health"] == "up"),
+        "routers": len(await values(client, "count by (router) (twostroke:router_ready)")),
+        "router_counter_resets": sum(await values(client, "sum(resets(twostroke:prompt_tokens_total[10m]))")),
+        "choices_sent": sound,
+        "choices_counted": int(begun),
+        "scrape_ms_max": round(
+            1000 * max(await values(client, 'max_over_time(scrape_duration_seconds{job="twostroke"}[10m])'))
+        ),
+        "scrape_samples": int(max(await values(client, 'scrape_samples_scraped{job="twostroke"}'))),
+    }
+
+
+async def measure(
+    server: ServerProcess, proxy: Proxy, prometheus_url: str, rate: float, seconds: float
+) -> dict[str, Any]:
+    loading = asyncio.create_task(load(proxy.url, rate, seconds))
+    await asyncio.sleep(seconds / 2)
+    victims = processes_named("ServeReplica:twostroke:DecodeWorker", descendants(server.pid))
+    for pid in victims[:1]:
+        os.kill(pid, signal.SIGKILL)
+    sound = await loading
+    await asyncio.sleep(3.0)  # some scrapes
+    async with httpx.AsyncClient(base_url=prometheus_url, timeout=30) as client:
+        return await judge(client, sound)
+
+
+def main() -> int:
+    """Returns 1 where a panel that should have data has none, a rule fails, or counters don't add up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of load (%(default)s)")
+    arguments = parser.parse_args()
+    if find("prometheus") is None or not haproxies():
+        print("Prometheus or HAProxy is missing: make tools", file=sys.stderr)
+        return 2
+    become_subreaper()
+    with tempfile.TemporaryDirectory(prefix="twostroke-monitoring-") as name:
+        folder = Path(name)
+        config = folder / "server.yaml"
+        config.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        try:
+            with ExitStack() as stack:
+                server = stack.enter_context(ServerProcess(["--config", str(config)]))
+                entries = [server.port, server.port]
+                proxy = stack.enter_context(running("haproxy", haproxies()[0], entries, folder))
+                url = stack.enter_context(prometheus(find("prometheus") or "", proxy.operators_url, folder))
+                told = asyncio.run(measure(server, proxy, url, arguments.rate, arguments.seconds))
+        finally:
+            end_descendants(patience_s=5.0)
+    print(json.dumps(told))
+    adds_up = told["choices_counted"] == told["choices_sent"] and told["router_counter_resets"] == 0
+    return 0 if adds_up and not told["unexpected"] and not told["rules_in_error"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

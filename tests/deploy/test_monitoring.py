@@ -1,0 +1,97 @@
+"""deploy/prometheus.yml, alerts.yml and grafana-dashboard.json: right in themselves, and about series that there are.
+
+That each panel shows something when a real Prometheus scrapes a real server: python -m tests.deploy.monitoring
+"""
+
+import re
+import subprocess
+import time
+from collections import Counter
+
+from prometheus_client.core import Metric
+
+from router.admission import Admission
+from router.metrics import RouterMetrics
+from router.scaling import ScalingCollector
+from router.slo import SLOConfig
+from router.slo_metrics import SLOMetrics
+from router.worker_metrics import ejected_family, worker_families
+from tests.deploy.monitored import (
+    PROMETHEUS,
+    RULES,
+    RULES_TEST,
+    dashboard,
+    panel_queries,
+    panels,
+    rule_queries,
+    rules,
+)
+from tests.deploy.programs import needed
+
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def families() -> list[Metric]:
+    """All that a scrape may bring."""
+    metrics = RouterMetrics("tiny")
+    metrics.watch_fleet(lambda: True, dict)
+    slo = SLOConfig()
+    admission = Admission(config=slo, stats=lambda peer: None, clock=time.monotonic)
+    SLOMetrics(model="tiny", classes=slo.classes, admission=admission, clock=time.monotonic, registry=metrics.registry)
+    metrics.registry.register(ScalingCollector(lambda: None))
+    return [*metrics.registry.collect(), *worker_families([]), ejected_family([], ())]
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run([needed("promtool"), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_query_is_about_series_that_there_are():
+    there = {family.name + suffix for family in families() for suffix in SUFFIXES[family.type]}
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    queries = [*panel_queries(), *rule_queries()]
+    assert len(queries) > 100
+    for query in queries:
+        assert query.series() <= there, query.place
+        assert query.recorded() <= recorded, query.place
+
+
+def test_the_dashboard_leaves_no_series_out():
+    shown = set().union(*(query.series() for query in panel_queries()))
+    of_families = {
+        family.name for family in families() for suffix in SUFFIXES[family.type] if family.name + suffix in shown
+    }
+    assert {family.name for family in families()} - of_families == set()
+
+
+def test_panels_have_ids_and_places_of_their_own_and_ask_the_chosen_application():
+    ids = Counter(panel["id"] for panel in dashboard()["panels"])
+    assert set(ids.values()) == {1}
+    taken: Counter[tuple[int, int]] = Counter()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        taken.update((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"]))
+    assert set(taken.values()) == {1}
+    for panel in panels():
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            names = re.findall(r"twostroke:\w+(.)", target["expr"])
+            assert names.count("{") == len(names) == target["expr"].count('job="$job"')
+
+
+def test_every_alert_says_what_it_means_and_how_bad_it_is():
+    for rule in rules():
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def test_promtool_takes_the_configuration_and_the_rules():
+    promtool("check", "config", str(PROMETHEUS))
+    promtool("check", "rules", str(RULES))
+
+
+def test_alerts_fire_when_they_should_and_only_then():
+    promtool("test", "rules", str(RULES_TEST))
