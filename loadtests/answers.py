@@ -59,6 +59,7 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
         answer.error = one_line(f"{head.status_line.partition(' ')[2]}: {text_of(body)}")
         return
     texts: list[str] = []
+    ended_at: float | None = None  # the event with the reason for the end
     complete = False
     try:
         for event in events_of(body):
@@ -72,12 +73,17 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
                 if text or (answer.token_times and choice.get("finish_reason") is None):
                     answer.token_times.append(event.at)
                     texts.append(text)
+                if choice.get("finish_reason") is not None:
+                    ended_at = event.at
     finally:
         answer.text = "".join(texts)
     if not complete:
         raise BadResponse("the stream has no end")
-    if not answer.usage:
-        raise BadResponse("the stream tells no usage, which says how many tokens it had")
+    if not answer.token_times:
+        if ended_at is None:
+            raise BadResponse("the stream has no tokens")
+        # Tokens without any text, such as half a character: all that a user sees is the end.
+        answer.token_times.append(ended_at)
     answer.status = "ok"
 
 

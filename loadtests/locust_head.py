@@ -32,7 +32,7 @@ class Head:
     ):
         self.plan = plan
         self.live = LiveFigures()
-        self.elapsed_s = 0.0
+        self._elapsed_s: dict[int, float] = {}
         self.is_over = False
         self.error: str | None = None
         self._folder = folder
@@ -46,6 +46,17 @@ class Head:
         self._health: dict[int, GeneratorHealth] = {}
         self._clients: dict[int, str | None] = {}
         self._write_facts(ended_early=True)
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(self._elapsed_s.values(), default=0.0)
+
+    @property
+    def whole_seconds(self) -> int:
+        """How many of the run's seconds all processes have told of."""
+        if len(self._elapsed_s) < self.plan.num_workers:
+            return 0
+        return int(self.elapsed_s) + 1 if self.is_over else max(0, int(min(self._elapsed_s.values())))
 
     def start(self, clients: list[str | None]) -> None:
         """Have these processes prepare their shares; they begin when all have."""
@@ -73,7 +84,7 @@ class Head:
     def on_report(self, content: bytes) -> None:
         report = _REPORT.decode(content)
         self.live.add(msgspec.convert(report.seconds, dict[int, Second]))
-        self.elapsed_s = max(self.elapsed_s, report.elapsed_s)
+        self._elapsed_s[report.worker] = report.elapsed_s
         self._health[report.worker] = report.health
         self.error = self.error or report.error
         if report.over:

@@ -4,6 +4,7 @@ It knows Locust by messages alone. The head (loadtests/locust_head.py) sends `pr
 `begin` with one instant for all; back go `prepared` and reports.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -87,6 +88,9 @@ class Sender:
 
     def begin(self, at: float) -> None:
         """Begin at a moment of the wall clock, which machines share; from then on the monotonic clock counts."""
+        # What has been loaded stays: the garbage collector needn't look at it again and again while streams are stamped.
+        gc.collect()
+        gc.freeze()
         self._began = time.monotonic() + (at - time.time())
         self._begin_asked.set()
 

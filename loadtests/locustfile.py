@@ -55,7 +55,7 @@ def _init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         _heads.append(head)
         options.expect_workers = head.plan.num_workers
         if web_ui is not None:
-            live_page.add_to(web_ui.app, head)
+            live_page.add_to(web_ui, head)
 
 
 def _make_sender(environment: Any, runner: Any, folder: Path) -> Sender:

@@ -46,7 +46,7 @@ class ProgressDisplay:
             self._next_line_s = progress.elapsed_s + LINE_INTERVAL_S
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def line_of(progress: Progress) -> str:

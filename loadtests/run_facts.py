@@ -44,7 +44,8 @@ def models_of(url: str) -> list[dict[str, Any]]:
         raise LoadTestError(f"{url}/v1/models answers {error.code}{hint}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise LoadTestError(f"no server answers at {url}: {reason}; is it started?") from error
+        text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+        raise LoadTestError(f"no server answers at {url}: {text}; is it started?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise LoadTestError(f"{url}/v1/models is no list of models of an OpenAI API") from error
 
