@@ -1,8 +1,9 @@
 """`twostroke bench autoscaling`: a load that rises to four times what it was and falls again, and workers that follow.
 
-A first server with one worker of each kind tells how long a request takes alone. From that come the rate and the size
-of the decode workers' KV caches: one worker of each kind is enough for the rate, and too few for four times the rate.
-A second server has the autoscaler. Every answer is counted, and so is every token of it.
+A first server with one worker of each kind tells how long a prompt takes alone, and so the calm rate; and how long an
+answer takes at that rate, and so the size of the decode workers' KV caches. One worker of each kind is enough for the
+calm rate, and too few for four times that. A second server has the autoscaler. Every answer is counted, and so is
+every token of it.
 """
 
 import argparse
@@ -28,21 +29,26 @@ from cluster.server_process import ServerProcess
 
 CLASS = "standard"
 ROLES = ("prefill", "decode")
+LEAST = {"prefill": 1, "decode": 1}
 STEP = 4.0  # times the load
 CALM = 0.25  # of one prefill worker's time, before and after
 ALONE_REQUESTS = 12
-BESIDE_OTHERS = 1.5  # a decode step takes so much longer, roughly, than alone
+ROOM = 2.0  # of a decode worker, in requests that there are at the calm rate
+LEAST_ROWS = 4
+TRY_S = 10.0  # at the calm rate, to find that out
+WARM_S = 8.0  # at half of it, for workers to learn what their steps cost
 BLOCK_TOKENS = 16
 LOOK_S = 0.5
-BACK_S = 120.0  # for the workers to become as few as they were
+BACK_S = 180.0  # for the workers to become as few as they were
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A request's times by itself, in seconds."""
+class Pace:
+    """What this machine can do, with one worker of each kind."""
 
-    ttft_s: float
-    tpot_s: float
+    rate: float  # requests a second, while it is calm
+    ttft_s: float  # of a request alone
+    tpot_s: float  # while it is calm
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,11 @@ class Story:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calm-seconds", type=positive, default=20, help="before the step (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=positive, default=60, help="at four times that (default: %(default)s)")
+    parser.add_argument("--step-seconds", type=positive, default=75, help="at four times that (default: %(default)s)")
     parser.add_argument("--most", type=positive, default=2, help="workers of each kind (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=positive, default=512, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=192, help="tokens an answer (default: %(default)s)")
-    parser.add_argument("--cooldown", type=positive, default=15, help="cooldown_s (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=256, help="tokens an answer (default: %(default)s)")
+    parser.add_argument("--cooldown", type=positive, default=30, help="cooldown_s (default: %(default)s)")
     parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
 
 
@@ -97,15 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
         path.write_text(json.dumps(_workers()))
         with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
             mix = Mix(fetch_status(server.url)["model"], {CLASS: 1.0}, arguments.prompt_tokens, arguments.max_tokens)
-            alone = asyncio.run(measure_alone(server.url, mix))
-        rate = CALM / alone.ttft_s
-        print(f"alone: TTFT {alone.ttft_s * 1e3:.0f} ms, TPOT {alone.tpot_s * 1e3:.2f} ms; calm: {rate:.2f}/s")
-        path.write_text(json.dumps(scaled_config(alone, rate, mix, arguments.most, arguments.cooldown)))
+            pace = asyncio.run(measure_pace(server.url, mix))
+        print(f"TTFT {pace.ttft_s * 1e3:.0f} ms; at {pace.rate:.2f}/s, which is calm, TPOT {pace.tpot_s * 1e3:.1f} ms")
+        path.write_text(json.dumps(scaled_config(pace, mix, arguments.most, arguments.cooldown)))
         with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
-            story = asyncio.run(
-                tell(server.url, mix, rate, calm_s=arguments.calm_seconds, step_s=arguments.step_seconds)
-            )
-    figures = {"rate": rate, **summarise(story)}
+            story = asyncio.run(tell(server.url, mix, pace.rate, arguments.calm_seconds, arguments.step_seconds))
+    figures = {"rate": pace.rate, **summarise(story)}
     for name, value in figures.items():
         print(f"{name:>20}  {value:.4g}" if isinstance(value, float) else f"{name:>20}  {value}")
     print(json.dumps(figures))
@@ -117,20 +120,18 @@ def _workers() -> dict[str, Any]:
     return {"prefill": dict(one), "decode": dict(one), "slo": {"classes": [{"name": CLASS}]}}
 
 
-def scaled_config(alone: Alone, rate: float, mix: Mix, most: int, cooldown_s: float) -> dict[str, Any]:
-    """Of a server whose decode workers have room for twice the requests that are there at `rate`."""
+def scaled_config(pace: Pace, mix: Mix, most: int, cooldown_s: float) -> dict[str, Any]:
+    """Of a server whose decode workers have room for twice the requests that are there while it is calm."""
     config = _workers()
-    at_once = rate * mix.max_tokens * alone.tpot_s * BESIDE_OTHERS
-    rows = max(3, math.ceil(2 * at_once))
+    rows = max(LEAST_ROWS, math.ceil(ROOM * pace.rate * mix.max_tokens * pace.tpot_s))
     config["decode"]["num_blocks"] = rows * (math.ceil((mix.prompt_tokens + mix.max_tokens) / BLOCK_TOKENS) + 1)
     # Promises that say how long prompts may wait; what is late is served all the same.
-    promise = {"name": CLASS, "ttft_s": max(1.0, 5 * alone.ttft_s), "tpot_s": max(0.05, 10 * alone.tpot_s)}
+    promise = {"name": CLASS, "ttft_s": max(1.0, 5 * pace.ttft_s), "tpot_s": max(0.1, 10 * pace.tpot_s)}
     config["slo"] = {"classes": [promise], "admission": False}
     config["router"] = {"drain_grace_s": 2}  # shorter than answers may take here: some are handed over
     config["autoscaling"] = {
         "enabled": True,
-        "prefill": {"min": 1, "max": most},
-        "decode": {"min": 1, "max": most},
+        **{role: {"min": LEAST[role], "max": most} for role in ROLES},
         "interval_s": 1,
         "cooldown_s": cooldown_s,
         "reversals_per_hour": 20,
@@ -138,21 +139,22 @@ def scaled_config(alone: Alone, rate: float, mix: Mix, most: int, cooldown_s: fl
     return config
 
 
-async def measure_alone(url: str, mix: Mix) -> Alone:
-    """Medians, after some that warm everything up."""
+async def measure_pace(url: str, mix: Mix) -> Pace:
+    """Medians, after some requests that warm everything up. Raises ValueError where an answer is not whole."""
     draw = random.Random(1)
     ttft_s: list[float] = []
-    tpot_s: list[float] = []
     for _ in range(2 * ALONE_REQUESTS):
         result = await stream_completion(url, mix.body(draw, None))
-        times = result.token_times()
-        ttft_s.append(times[0] - result.sent_at)
-        tpot_s.append((times[-1] - times[0]) / max(1, mix.max_tokens - 1))
-    return Alone(statistics.median(ttft_s[ALONE_REQUESTS:]), statistics.median(tpot_s[ALONE_REQUESTS:]))
+        ttft_s.append(result.token_times()[0] - result.sent_at)
+    alone_s = statistics.median(ttft_s[ALONE_REQUESTS:])
+    rate = CALM / alone_s
+    calm = await send_all(url, mix.arrivals(rate, TRY_S, seed=7))
+    return Pace(rate, alone_s, statistics.median(one.tpot_s for one in calm if one.tpot_s is not None))
 
 
-async def tell(url: str, mix: Mix, rate: float, *, calm_s: float, step_s: float) -> Story:
-    """Calm, then the step, then calm again until all that had come has gone."""
+async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) -> Story:
+    """Calm, then the step, then calm again until there are as many workers as there were."""
+    await send_all(url, mix.arrivals(rate / 2, WARM_S, seed=8))
     story = Story()
     began = time.perf_counter()
     watching = asyncio.create_task(_watch(url, began, story.sights))
@@ -188,8 +190,7 @@ async def _watch(url: str, began: float, sights: list[Sight]) -> None:
 def _is_back(sights: Sequence[Sight]) -> bool:
     if not sights:
         return False
-    first, last = sights[0], sights[-1]
-    return last.target == last.running == first.target
+    return sights[-1].target == sights[-1].running == LEAST
 
 
 def summarise(story: Story) -> dict[str, Any]:
@@ -202,10 +203,9 @@ def summarise(story: Story) -> dict[str, Any]:
         "first_failure": failures[0].why or failures[0].status if failures else None,
     }
     for role in ROLES:
-        least, most = story.sights[0].target[role], max(one.target[role] for one in story.sights)
+        least = LEAST[role]
         figures |= {
-            f"{role}_least": least,
-            f"{role}_most": most,
+            f"{role}_most": max(one.target[role] for one in story.sights),
             f"{role}_ran_most": max(one.running[role] for one in story.sights),
             f"{role}_at_end": story.sights[-1].running[role],
             f"{role}_asked_after_s": _first(story, lambda one, role=role, least=least: one.target[role] > least),
@@ -228,6 +228,6 @@ def _first(story: Story, is_there: Any) -> float | None:
 
 def holds(figures: Mapping[str, Any]) -> bool:
     """Nothing was lost, and both roles grew, with workers that came, and are as they were."""
-    grew = all(figures[f"{role}_ran_most"] > figures[f"{role}_least"] for role in ROLES)
-    is_back = all(figures[f"{role}_at_end"] == figures[f"{role}_least"] for role in ROLES)
+    grew = all(figures[f"{role}_ran_most"] > LEAST[role] for role in ROLES)
+    is_back = all(figures[f"{role}_at_end"] == LEAST[role] for role in ROLES)
     return figures["answers"] > 0 and figures["lost"] == 0 and grew and is_back

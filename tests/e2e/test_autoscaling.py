@@ -1,0 +1,85 @@
+"""A live server's workers follow the load, out and in, and no answer suffers."""
+
+import asyncio
+import json
+import random
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.open_loop import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.server_process import ServerProcess
+from tests.e2e.conftest import MODEL, Server, eventually
+
+CLIENTS = 24
+LONG_ANSWERS = 2
+OUT_S, IN_S = 90.0, 60.0
+
+ROLE = {"threads": 1}
+CONFIG = {
+    "prefill": ROLE,
+    "decode": ROLE | {"num_blocks": 700},  # room for fewer requests than there are clients
+    "router": {"drain_grace_s": 0.5},  # the long answers of a worker that leaves are handed over
+    "slo": {"classes": [{"name": "standard", "ttft_s": 0.5, "tpot_s": 0.5}], "admission": False},
+    "autoscaling": {
+        "enabled": True,
+        "prefill": {"min": 1, "max": 2},
+        "decode": {"min": 1, "max": 2},
+        "interval_s": 0.5,
+        "cooldown_s": 4,
+        "reversals_per_hour": 100,  # of a busy machine's noise
+    },
+}
+
+
+def test_both_roles_scale_out_and_in_and_every_answer_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(CONFIG))  # YAML takes JSON
+    with ServerProcess(["--config", str(path)]) as process:
+        server = Server(process)
+        results = asyncio.run(out_and_in(server))
+        eventually("one worker of each role is left", lambda: workers(server) == (1, 1), within_s=IN_S)
+        eventually("all blocks are free again", lambda: server.owned_blocks() == 0)
+        told = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+    assert len(results) > CLIENTS + LONG_ANSWERS
+    for result, num_tokens in results:
+        assert result.token_times()
+        assert result.usage()["completion_tokens"] == num_tokens
+    for role in ("prefill", "decode"):
+        assert f'twostroke:autoscaling_target{{role="{role}"' in told
+
+
+async def out_and_in(server: Server) -> list[tuple[StreamResult, int]]:
+    """Load until there are more workers, then long answers while these become fewer. What came, and what was asked."""
+    results: list[tuple[StreamResult, int]] = []
+    draw = random.Random(4)
+    has_grown = asyncio.Event()
+
+    async def ask(prompt_tokens: int, max_tokens: int) -> None:
+        prompt = [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(prompt_tokens)]
+        body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        results.append((await stream_completion(server.url, body), max_tokens))
+
+    async def client() -> None:
+        while not has_grown.is_set():
+            await ask(600, 40)
+
+    async def watch() -> None:
+        await asyncio.to_thread(eventually, "both roles have grown", lambda: min(workers(server)) == 2, OUT_S)
+        has_grown.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch())
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    async with asyncio.TaskGroup() as group:
+        for _ in range(LONG_ANSWERS):
+            group.create_task(ask(30, 4000))
+    return results
+
+
+def workers(server: Server) -> tuple[int, int]:
+    """(prefill, decode) that can take requests."""
+    roles = (server.status()["autoscaling"] or {"roles": {}})["roles"]
+    return tuple(roles[role]["running"] if role in roles else 0 for role in ("prefill", "decode"))  # type: ignore[return-value]
