@@ -260,7 +260,7 @@ def test_the_readme_shows_the_defaults():
 def test_the_serve_file_has_a_valid_configuration():
     file = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
     (application,) = file["applications"]
-    assert read_config(application["args"]).num_workers == 2
+    assert read_config(application["args"]).num_workers == 8
 
 
 def test_a_cache_of_no_said_size_is_small_on_a_cpu_and_what_fits_on_a_gpu() -> None:
