@@ -1,15 +1,18 @@
 """The policy as Ray Serve calls it: contexts of deployments in, numbers of replicas out, and nothing that breaks it."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from ray.serve._private.application_state import AutoscalingPolicy
 from ray.serve._private.autoscaling_state import ApplicationAutoscalingState
 from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaMetricReport, TimeStampedValue
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingContext
+from ray.serve.schema import ServeApplicationSchema
 
 from cluster.autoscaling import publication, serve_policy
 from cluster.autoscaling.autoscaler import ScalingOrder
@@ -177,3 +180,9 @@ class _Info:
 
     def __init__(self, config: DeploymentConfig):
         self.deployment_config = config
+
+
+def test_the_serve_file_names_the_policy() -> None:
+    file = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+    (application,) = file["applications"]
+    assert ServeApplicationSchema(**application).autoscaling_policy == {"policy_function": POLICY_FUNCTION}
