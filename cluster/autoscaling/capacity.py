@@ -22,13 +22,6 @@ def _usual_s(costs: StepCosts) -> float:
     return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)
 
 
-def prompt_work_s(costs: StepCosts, step_tokens: int, requests: float, tokens: float, pairs: float) -> float:
-    """Seconds of one prefill worker that so many prompts take, each in steps of its own."""
-    if tokens <= 0:
-        return 0.0
-    return max(requests, tokens / step_tokens) * costs.base_s + tokens * costs.token_s + pairs * costs.pair_s
-
-
 @dataclass(frozen=True)
 class DecodeCapacity:
     """How much one decode worker takes without breaking the promise; all its rows alike."""

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.autoscaling import replay
-from cluster.autoscaling.capacity import DecodeCapacity, decode_capacity, prompt_work_s
+from cluster.autoscaling.capacity import DecodeCapacity, decode_capacity
 from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.history import History, Look
+from cluster.autoscaling.history import Series, Window
 from cluster.autoscaling.signals import RoleSignals, Signals
 from protocol.step_costs import StepCosts
 
-RATE_WINDOWS_S = (5.0, 15.0, 60.0)
-"""A rate is taken over each of them; a short one counts only as far as chance doesn't explain it."""
+RATE_S = 60.0
+"""Rates are taken over so long, and over what a worker takes to start, if that is less."""
+SHORTEST_RATE_S = 5.0
 SURE = 2.0
-"""Standard deviations by which a short window's rate must be above the rest to be believed."""
+"""Standard deviations by which a shorter time's rate must be above the rest to be believed."""
 SETTLE_S = 15.0
 """Requests that decode are averaged over so long: the promise a token is about an answer's mean."""
 UNPROMISED_TTFT = 5.0
@@ -41,132 +42,130 @@ class Need:
 UNKNOWN = Need(0, 0, 0.0, known=False)
 
 
+def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
+    """Seconds of one prefill worker that each look's prompts take, each prompt in steps of its own."""
+    tokens, requests = window.new_tokens, window.requests
+    if window.pairs.any():
+        pairs = window.pairs
+    else:  # the routers count none: as if all prompts of a look were alike
+        pairs = tokens * (window.prompt_tokens - tokens / 2) / np.maximum(requests, 1.0)
+    steps = np.where(tokens > 0, np.maximum(requests, tokens / step_tokens), 0.0)
+    work: Series = steps * costs.base_s + tokens * costs.token_s + pairs * costs.pair_s
+    return work
+
+
 def prefill_need(
-    signals: Signals, history: History, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
+    signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
 ) -> Need:
     """Of prefill workers; `margin` times the work that there is. UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
         return UNKNOWN
-    works = [margin * _work_s(role.costs, role.step_tokens, look) for look in history.looks]
-    requests = history.requests
-    mean_s = sum(works) / requests if requests else 0.0
-    wait_s = config.slack * (UNPROMISED_TTFT * mean_s if signals.ttft_s is None else signals.ttft_s)
-    load = sure_rate(history, works)
+    work = margin * prompt_work_s(role.costs, role.step_tokens, window)
+    requests = float(window.requests.sum())
+    mean_s = float(work.sum()) / requests if requests else 0.0
+    ttft_s = UNPROMISED_TTFT * mean_s if signals.ttft_s is None else signals.ttft_s
+    lately = replay.prefill_workers(
+        window.span_s, work, window.requests, _wait_s(config, ttft_s, mean_s), config.attainment, config.prefill.max
+    )
+    load = sure_rate(window, work, startup_s)
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
-    waiting = margin * queued_tokens * _token_s(role.costs, role.step_tokens, history)
-    left = max(0.0, waiting + (load - role.running) * startup_s)  # when a worker that is asked for now can help
-    if waiting <= role.running * wait_s:
-        left = 0.0  # in time as it is
-    clear_s = max(wait_s, startup_s, 1e-3)
+    backlog = _backlog(margin * queued_tokens * _token_s(role, work, window), load, role.running, startup_s)
+    if margin * queued_tokens * _token_s(role, work, window) <= role.running * config.slack * ttft_s:
+        backlog = 0.0  # in time as it is
+    clear_s = max(config.slack * ttft_s, startup_s, SHORTEST_RATE_S)
     busy = 1 - config.spare
-    rate_only = _ceil(load / busy)
-    spans, work, counts = (np.array(list(column)) for column in _columns(history, works))
-    lately = replay.prefill_workers(
-        spans, work, counts, wait_s, config.attainment, config.spare, max(1, config.prefill.max)
-    )
-    now = _ceil((load + left / clear_s) / busy)
-    return Need(now, lately, load, from_backlog=now > rate_only)
+    now = _ceil((load + backlog / clear_s) / busy)
+    return Need(now, lately, load, from_backlog=now > _ceil(load / busy))
 
 
 def decode_need(
-    signals: Signals, history: History, config: AutoscalingConfig, prefill_workers: int, margin: float = 1.0
+    signals: Signals,
+    window: Window,
+    config: AutoscalingConfig,
+    startup_s: float,
+    prefill_workers: int,
+    margin: float = 1.0,
 ) -> Need:
     """Of decode workers behind so many prefill workers. UNKNOWN without step costs."""
     role = signals.decode
     if role.costs is None:
         return UNKNOWN
-    each = capacity_of(role, signals.tpot_s, history, config.spare)
-    rows = margin * _mean([look.decoding for look in history.last(SETTLE_S)])
-    held = _ceil(rows / each.rows)
+    each = capacity_of(role, signals.tpot_s, window, config.spare)
+    count = window.count_of_last(SETTLE_S)
+    held = _ceil(margin * float(window.decoding[-count:].mean()) / each.rows) if count else 0
     if role.running and role.total_tokens:
         room = role.total_tokens / role.running * (1 - config.spare)
         held = max(held, _ceil(margin * role.owned_tokens / room))
-    output = history.mean_output
-    if output is None:
+    if window.mean_output is None:
         return Need(held, held, 0.0, from_backlog=True)
-    starts_per_s = sure_rate(history, [margin * look.requests for look in history.looks])
-    load = starts_per_s * output / each.tokens_per_s
-    spans, works, counts = (
-        np.array(list(column)) for column in _columns(history, _prefill_works(signals, history, margin))
-    )
-    starts = margin * replay.departures(spans, works, counts, prefill_workers)
-    at_once = replay.rows_at_once(spans, starts, output * each.step_s)
+    load = sure_rate(window, margin * window.requests, startup_s) * window.mean_output / each.tokens_per_s
+    starts = margin * window.requests
+    if signals.prefill.costs is not None:
+        work = margin * prompt_work_s(signals.prefill.costs, signals.prefill.step_tokens, window)
+        starts = replay.departures(window.span_s, work, starts, prefill_workers)
+    at_once = replay.rows_at_once(window.span_s, starts, window.mean_output * each.step_s)
     lately = replay.decode_workers(starts, at_once, each.rows, config.attainment, config.decode.max)
-    arriving = _ceil(load)
-    return Need(max(arriving, held), lately, load, from_backlog=held > arriving)
+    return Need(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
 
 
-def capacity_of(role: RoleSignals, tpot_s: float | None, history: History, spare: float) -> DecodeCapacity:
-    """Of one decode worker, for requests as long as those of the window. Needs the role's step costs."""
+def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:
+    """Of one decode worker, for requests as long as those of the window. Raises ValueError without step costs."""
     if role.costs is None:
         raise ValueError("nobody knows yet how long this role's steps take")
     kv_tokens = role.total_tokens / role.running if role.running else 0.0
-    return decode_capacity(role.costs, _mean_context(role, history), tpot_s, kv_tokens, role.max_batch, spare)
+    return decode_capacity(role.costs, _mean_context(role, window), tpot_s, kv_tokens, role.max_batch, spare)
 
 
-def sure_rate(history: History, amounts: list[float]) -> float:
-    """What comes a second, of amounts per look: the most that a window shows beyond chance.
+def sure_rate(window: Window, amounts: Series, startup_s: float) -> float:
+    """What comes a second, of amounts per look: the mean of a minute, or of a shorter time what chance doesn't explain.
 
-    Chance is what the looks themselves vary by (their index of dispersion), so steady arrivals are believed within a
-    few seconds, and bursts are left to the replay of the window, which knows how often they come.
+    The shorter time is what a worker takes to start: a burst that is over before it could help asks for nothing here,
+    and is left to the replay of the window, which knows how often such bursts come. Chance is what the looks themselves
+    vary by (their index of dispersion), so steady arrivals are believed sooner than bursty ones.
     """
-    looks = history.looks
-    whole_s = sum(look.span_s for look in looks)
+    whole_s = float(window.span_s.sum())
     if whole_s <= 0:
         return 0.0
-    rate = sum(amounts) / whole_s
-    if rate <= 0:
-        return 0.0
-    variance = sum((one - rate * look.span_s) ** 2 for one, look in zip(amounts, looks, strict=True)) / whole_s
-    best = 0.0
-    for window_s in RATE_WINDOWS_S:
-        count = len(history.last(window_s))
-        span_s = sum(look.span_s for look in looks[-count:])
-        seen = sum(amounts[-count:]) / span_s if span_s > 0 else 0.0
-        chance = SURE * math.sqrt(variance / span_s) if span_s < min(whole_s, RATE_WINDOWS_S[-1]) else 0.0
-        best = max(best, seen - chance)
-    return best
+    minute = _rate(window, amounts, RATE_S)
+    count = window.count_of_last(min(RATE_S, max(SHORTEST_RATE_S, startup_s)))
+    span_s = float(window.span_s[-count:].sum())
+    if span_s >= whole_s:
+        return minute
+    variance = float(((amounts - amounts.sum() / whole_s * window.span_s) ** 2).sum()) / whole_s
+    return max(minute, float(amounts[-count:].sum()) / span_s - SURE * math.sqrt(variance / span_s))
 
 
-def _work_s(costs: StepCosts, step_tokens: int, look: Look) -> float:
-    pairs = look.pairs
-    if pairs <= 0 and look.requests > 0:  # a router that counts no pairs: as if all prompts of the look were alike
-        each = look.new_tokens / look.requests
-        pairs = look.new_tokens * ((look.prompt_tokens - look.new_tokens) / look.requests + each / 2)
-    return prompt_work_s(costs, step_tokens, look.requests, look.new_tokens, pairs)
+def _rate(window: Window, amounts: Series, span_s: float) -> float:
+    count = window.count_of_last(span_s)
+    return float(amounts[-count:].sum() / window.span_s[-count:].sum())
 
 
-def _token_s(costs: StepCosts, step_tokens: int, history: History) -> float:
+def _wait_s(config: AutoscalingConfig, ttft_s: float, mean_s: float) -> float:
+    """How long a prompt of average length may wait; where promises are hardly longer than prompts, part of them."""
+    return max(config.slack * ttft_s, ttft_s - mean_s)
+
+
+def _backlog(waiting_s: float, load: float, running: int, startup_s: float) -> float:
+    """Work that will still wait when a worker that is asked for now can help."""
+    return max(0.0, waiting_s + (load - running) * startup_s)
+
+
+def _token_s(role: RoleSignals, work: Series, window: Window) -> float:
     """A waiting prompt token's time, with attention as it was of late."""
-    tokens = sum(look.new_tokens for look in history.looks)
-    if tokens <= 0:
-        return costs.token_s + costs.base_s / step_tokens
-    return sum(_work_s(costs, step_tokens, look) for look in history.looks) / tokens
+    tokens = float(window.new_tokens.sum())
+    if tokens > 0:
+        return float(work.sum()) / tokens
+    return role.costs.token_s + role.costs.base_s / role.step_tokens if role.costs else 0.0
 
 
-def _prefill_works(signals: Signals, history: History, margin: float) -> list[float]:
-    costs = signals.prefill.costs
-    if costs is None:
-        return [0.0] * len(history.looks)
-    return [margin * _work_s(costs, signals.prefill.step_tokens, look) for look in history.looks]
-
-
-def _mean_context(role: RoleSignals, history: History) -> float:
-    """A row's tokens, in the middle of its answer, long answers counting for as long as they last."""
-    requests = history.requests
+def _mean_context(role: RoleSignals, window: Window) -> float:
+    """A row's tokens: its prompt and, since long answers are there for longer, not half but all of a mean answer."""
+    requests = float(window.requests.sum())
     if not requests:
         return role.context_tokens / role.num_decoding if role.num_decoding else 0.0
-    return sum(look.prompt_tokens for look in history.looks) / requests + (history.mean_output or 0.0)
-
-
-def _columns(history: History, works: list[float]) -> tuple[list[float], list[float], list[float]]:
-    return [look.span_s for look in history.looks], works, [look.requests for look in history.looks]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return float(window.prompt_tokens.sum()) / requests + (window.mean_output or 0.0)
 
 
 def _ceil(workers: float) -> int:

@@ -1,15 +1,20 @@
 """What came in the last `cooldown_s`, look by look: demand is counted where requests arrive, not where they end."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.autoscaling.signals import Arrived, Signals
+
+Series = NDArray[np.float64]
 
 MAX_LOOKS = 600
 """The window has no more looks than this; they are at least a second wide."""
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """What arrived between two moments, and what there was at the second of them."""
 
     at_s: float
@@ -25,6 +30,29 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The looks as columns, oldest first."""
+
+    at_s: Series
+    span_s: Series
+    requests: Series
+    prompt_tokens: Series
+    new_tokens: Series
+    pairs: Series
+    output_tokens: Series
+    ended: Series
+    prefilling: Series
+    decoding: Series
+    mean_output: float | None  # tokens of an answer; None: none has ever ended
+
+    def count_of_last(self, span_s: float) -> int:
+        """How many of the looks lie within the last `span_s`; one at least, if there is any."""
+        if not len(self.at_s):
+            return 0
+        return max(1, int(len(self.at_s) - np.searchsorted(self.at_s, self.at_s[-1] - span_s, side="right")))
+
+
+@dataclass(frozen=True)
 class History:
     """The looks of one window, oldest first, and the counters at the last one."""
 
@@ -32,7 +60,7 @@ class History:
     total: Arrived | None = None
     began_s: float = 0.0
     at_s: float = 0.0
-    mean_output: float | None = None  # of the last answers known, older than the window if none ended in it
+    mean_output: float | None = None  # of the last answers known before the window
 
     def seen(self, signals: Signals, window_s: float) -> "History":
         """This history and what has come since. Signals out of order change nothing."""
@@ -45,24 +73,19 @@ class History:
         if looks and looks[-1].span_s + look.span_s <= max(1.0, window_s / MAX_LOOKS):
             looks, look = looks[:-1], _joined(looks[-1], look)
         first = 0
+        mean = self.mean_output
         while first < len(looks) and looks[first].at_s <= signals.at_s - window_s:
+            if looks[first].ended:
+                mean = looks[first].output_tokens / looks[first].ended
             first += 1
-        looks = (*looks[first:], look)
-        ended = sum(one.ended for one in looks)
-        mean = sum(one.output_tokens for one in looks) / ended if ended else self.mean_output
-        return replace(self, looks=looks, total=signals.arrived, at_s=signals.at_s, mean_output=mean)
+        return replace(self, looks=(*looks[first:], look), total=signals.arrived, at_s=signals.at_s, mean_output=mean)
 
-    def last(self, span_s: float) -> tuple[Look, ...]:
-        """The looks that lie within the last `span_s`, at least one if there is any."""
-        first = len(self.looks)
-        while first > 0 and self.looks[first - 1].at_s > self.at_s - span_s:
-            first -= 1
-        return self.looks[min(first, max(0, len(self.looks) - 1)) :]
-
-    @property
-    def requests(self) -> float:
-        """All that came in the window."""
-        return sum(look.requests for look in self.looks)
+    def window(self) -> Window:
+        """As columns, to reckon with."""
+        columns = np.array(self.looks, dtype=np.float64).reshape(-1, len(Look._fields)).T
+        series = dict(zip(Look._fields, columns, strict=True))
+        ended = float(series["ended"].sum())
+        return Window(**series, mean_output=float(series["output_tokens"].sum()) / ended if ended else self.mean_output)
 
 
 def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
@@ -78,14 +101,13 @@ def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
         pairs=max(0.0, now.prompt_pairs - before.prompt_pairs),
         output_tokens=max(0.0, now.output_tokens - before.output_tokens),
         ended=max(0.0, now.ended - before.ended),
-        prefilling=signals.prefill.queued_requests,
-        decoding=signals.decode.num_decoding + signals.decode.queued_requests,
+        prefilling=float(signals.prefill.queued_requests),
+        decoding=float(signals.decode.num_decoding + signals.decode.queued_requests),
     )
 
 
 def _joined(first: Look, second: Look) -> Look:
-    return replace(
-        second,
+    return second._replace(
         span_s=first.span_s + second.span_s,
         requests=first.requests + second.requests,
         prompt_tokens=first.prompt_tokens + second.prompt_tokens,

@@ -4,6 +4,7 @@ The same code decides in the simulation (`tests/simulation/autoscaling`) and liv
 I/O, reads a clock or knows Ray.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from cluster.autoscaling import separate
 from cluster.autoscaling.budget import Claim, share
 from cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
 from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.demand import Need, decode_need, prefill_need
-from cluster.autoscaling.history import History
+from cluster.autoscaling.demand import SETTLE_S, Need, decode_need, prefill_need
+from cluster.autoscaling.history import History, Window
 from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import Decision, Signals
 
@@ -78,13 +79,13 @@ def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
 
 
 def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
-    history = memory.history
-    idle = _idle(signals, history, config)
+    window = memory.history.window()
+    idle = _idle(signals, memory.history, config)
     if config.policy == "separate":
-        need = separate.needs(history, config)
+        need = separate.needs(window, config)
         prefill, decode = (Needs(one, one, idle) for one in need)
     else:
-        prefill, decode = _joint_needs(signals, memory, config, idle)
+        prefill, decode = _joint_needs(signals, window, memory, config, idle)
     p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
     d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
     claims = (
@@ -94,16 +95,18 @@ def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> De
     counts = share(*claims, config.budget)
     gave = (counts[0] < min(p.workers, claims[0].has), counts[1] < min(d.workers, claims[1].has))
     reasons = (_reason(p, claims[0].has, counts[0], gave[1]), _reason(d, claims[1].has, counts[1], gave[0]))
-    return Decision(*counts, *reasons, demand=_numbers(signals, memory, prefill, decode))
+    return Decision(*counts, *reasons, demand=_numbers(signals, window, memory, prefill, decode))
 
 
-def _joint_needs(signals: Signals, memory: Memory, config: AutoscalingConfig, idle: bool) -> tuple[Needs, Needs]:
+def _joint_needs(
+    signals: Signals, window: Window, memory: Memory, config: AutoscalingConfig, idle: bool
+) -> tuple[Needs, Needs]:
     """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
     found = []
     for margin in (1.0, MARGIN):
-        p = prefill_need(signals, memory.history, config, memory.prefill.startup_s, margin)
+        p = prefill_need(signals, window, config, memory.prefill.startup_s, margin)
         workers = max(signals.prefill.target, min(p.workers, config.prefill.max))
-        d = decode_need(signals, memory.history, config, workers, margin)
+        d = decode_need(signals, window, config, memory.decode.startup_s, workers, margin)
         if config.prefill.min == 0 and p.known and p.load <= config.spare * max(1, d.workers):
             p = replace(p, now=0, lately=0)  # so little that decode workers read it in the time they have to spare
         found.append((p, d))
@@ -114,7 +117,11 @@ def _joint_needs(signals: Signals, memory: Memory, config: AutoscalingConfig, id
 def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool:
     there = (signals.prefill, signals.decode)
     busy = any(role.num_decoding or role.queued_requests or role.queued_tokens for role in there)
-    return not busy and history.requests == 0 and signals.at_s - history.began_s >= config.cooldown_s
+    return (
+        not busy
+        and not any(look.requests for look in history.looks)
+        and signals.at_s - history.began_s >= config.cooldown_s
+    )
 
 
 def _needed(need: Need, wished: Wish) -> int:
@@ -132,14 +139,14 @@ def _reason(wished: Wish, has: int, gets: int, other_gave: bool) -> Reason:
     return Reason.BUDGET
 
 
-def _numbers(signals: Signals, memory: Memory, prefill: Needs, decode: Needs) -> dict[str, float]:
-    looks = memory.history.last(15.0)
-    span_s = sum(look.span_s for look in looks)
+def _numbers(signals: Signals, window: Window, memory: Memory, prefill: Needs, decode: Needs) -> dict[str, float]:
+    count = window.count_of_last(SETTLE_S)
+    span_s = float(window.span_s[-count:].sum()) or math.inf
     return {
-        "requests_per_s": sum(look.requests for look in looks) / span_s if span_s else 0.0,
-        "prompt_tokens_per_s": sum(look.new_tokens for look in looks) / span_s if span_s else 0.0,
+        "requests_per_s": float(window.requests[-count:].sum()) / span_s,
+        "prompt_tokens_per_s": float(window.new_tokens[-count:].sum()) / span_s,
         "queued_tokens": float(signals.prefill.queued_tokens),
-        "output_tokens_per_request": memory.history.mean_output or 0.0,
+        "output_tokens_per_request": window.mean_output or 0.0,
         "prefill_load": prefill.need.load,
         "prefill_now": float(prefill.need.now),
         "prefill_lately": float(prefill.need.lately),

@@ -5,9 +5,8 @@ one worker.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-Series = NDArray[np.float64]
+from cluster.autoscaling.history import Series
 
 
 def backlogs(spans: Series, work: Series, workers: float) -> Series:
@@ -16,16 +15,14 @@ def backlogs(spans: Series, work: Series, workers: float) -> Series:
     return drift - np.minimum.accumulate(np.minimum(drift, 0.0))
 
 
-def prefill_workers(
-    spans: Series, work: Series, requests: Series, wait_s: float, attainment: float, spare: float, most: int
-) -> int:
+def prefill_workers(spans: Series, work: Series, requests: Series, wait_s: float, attainment: float, most: int) -> int:
     """The fewest, up to `most`, that let `attainment` of the requests wait at most `wait_s`."""
     total = requests.sum()
     if total <= 0:
         return 0
     fewest = max(1, int(np.ceil(work.sum() / max(spans.sum(), 1e-9))))
     for workers in range(fewest, most):
-        waits = backlogs(spans, work, workers * (1 - spare)) / workers
+        waits = backlogs(spans, work, workers) / workers
         if requests[waits <= wait_s].sum() >= attainment * total:
             return workers
     return most

@@ -6,35 +6,28 @@ joint policy: up at once, down to the most that the last `cooldown_s` needed.
 
 import math
 
+import numpy as np
+
 from cluster.autoscaling.config import AutoscalingConfig
 from cluster.autoscaling.demand import SETTLE_S, Need
-from cluster.autoscaling.history import History, Look
+from cluster.autoscaling.history import Series, Window
 
 
-def needs(history: History, config: AutoscalingConfig) -> tuple[Need, Need]:
+def needs(window: Window, config: AutoscalingConfig) -> tuple[Need, Need]:
     """Of prefill and of decode workers."""
-    prefill = _need([(look, look.prefilling) for look in history.looks], config.prefill.ongoing)
-    decode = _need([(look, look.decoding) for look in history.looks], config.decode.ongoing)
+    prefill = _need(window, window.prefilling, config.prefill.ongoing)
+    decode = _need(window, window.decoding, config.decode.ongoing)
     return prefill, decode
 
 
-def _need(ongoing: list[tuple[Look, float]], each: float) -> Need:
-    """`ongoing`: requests at the role when each look was taken."""
-    averages = []
-    first, span_s, total = 0, 0.0, 0.0
-    for look, count in ongoing:
-        span_s += look.span_s
-        total += count * look.span_s
-        while span_s - ongoing[first][0].span_s >= SETTLE_S:
-            span_s -= ongoing[first][0].span_s
-            total -= ongoing[first][0].span_s * ongoing[first][1]
-            first += 1
-        averages.append(max(0.0, total) / span_s)
-    if not averages:
+def _need(window: Window, ongoing: Series, each: float) -> Need:
+    """`ongoing`: requests at the role at the end of each look; they are averaged over `SETTLE_S`."""
+    if not len(ongoing):
         return Need(0, 0, 0.0)
-    return Need(
-        math.ceil(averages[-1] / each - 1e-9),
-        math.ceil(max(averages) / each - 1e-9),
-        averages[-1] / each,
-        from_backlog=True,
-    )
+    begin_s = window.at_s[0] - window.span_s[0]
+    times = np.concatenate([[begin_s], window.at_s])
+    area = np.concatenate([[0.0], np.cumsum(ongoing * window.span_s)])
+    from_s = np.maximum(window.at_s - SETTLE_S, begin_s)
+    averages = (area[1:] - np.interp(from_s, times, area)) / (window.at_s - from_s)
+    now = float(averages[-1]) / each
+    return Need(math.ceil(now - 1e-9), math.ceil(float(averages.max()) / each - 1e-9), now, from_backlog=True)

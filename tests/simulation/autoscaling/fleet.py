@@ -1,0 +1,225 @@
+"""A fleet under load: requests come, workers come and go as a scaler says. Discrete events, times from the start."""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.autoscaling.capacity import typical
+from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
+from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
+
+TRANSFER_S = 0.002
+LAYERS = 32
+"""Of a prompt's KV the last layer's part, at least, can't travel while the prompt is computed."""
+WARM_REQUESTS = 15
+"""A fleet whose workers have ended fewer prompts tells no step costs yet."""
+
+Scaler = Callable[["Fleet"], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A target that became another."""
+
+    at_s: float
+    prefill: int
+    decode: int
+
+
+@dataclass
+class Fleet:
+    """All workers, those that start and drain included, and the counters that a scaler sees."""
+
+    kind: Kind
+    startup_s: float
+    ttft_s: float
+    tpot_s: float
+    prefill: list[PrefillWorker] = field(default_factory=list)
+    decode: list[DecodeWorker] = field(default_factory=list)
+    prefill_target: int = 0
+    decode_target: int = 0
+    now_s: float = 0.0
+    requests: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0
+    output_tokens: int = 0
+    prefilled: int = 0
+    prefilled_tokens: int = 0
+    ended: int = 0
+    changes: list[Change] = field(default_factory=list)
+    gone_worker_s: float = 0.0
+
+    def signals(self) -> Signals:
+        """What the policy is shown."""
+        running_p, running_d = self.running_prefill(), self.running_decode()
+        for worker in self.decode:
+            worker.advance(self.now_s)
+        costs = typical([self.kind.costs if self.prefilled >= WARM_REQUESTS else None])
+        arrived = Arrived(self.requests, self.prompt_tokens, 0.0, self.prompt_pairs, self.output_tokens, self.ended)
+        prefill = RoleSignals(
+            running=len(running_p),
+            target=self.prefill_target,
+            costs=costs,
+            queued_requests=self.requests - self.prefilled,
+            queued_tokens=self.prompt_tokens - self.prefilled_tokens,
+            step_tokens=self.kind.step_tokens,
+        )
+        decode = RoleSignals(
+            running=len(running_d),
+            target=self.decode_target,
+            costs=costs,
+            queued_requests=sum(len(worker.waiting) for worker in self.decode),
+            num_decoding=sum(len(worker.rows) for worker in self.decode),
+            context_tokens=int(sum(worker.context for worker in self.decode)),
+            owned_tokens=sum(worker.held_tokens for worker in self.decode),
+            total_tokens=self.kind.kv_tokens * len(running_d),
+            max_batch=self.kind.max_batch,
+        )
+        return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
+
+    def running_prefill(self) -> list[PrefillWorker]:
+        """Those that take requests now."""
+        return [one for one in self.prefill if one.gone_s is None and one.ready_s <= self.now_s]
+
+    def running_decode(self) -> list[DecodeWorker]:
+        """Those that take requests now."""
+        return [one for one in self.decode if one.gone_s is None and one.ready_s <= self.now_s]
+
+    def scale(self, prefill: int, decode: int, startup_s: float) -> None:
+        """Orders workers, or gives back: first those that start, then those with the least to do, which drain."""
+        if (prefill, decode) == (self.prefill_target, self.decode_target):
+            return
+        self.changes.append(Change(self.now_s, prefill, decode))
+        ready_s = self.now_s + startup_s
+        while self.prefill_target < prefill:
+            self.prefill.append(PrefillWorker(self.kind, self.now_s, ready_s))
+            self.prefill_target += 1
+        while self.decode_target < decode:
+            self.decode.append(DecodeWorker(self.kind, self.now_s, ready_s))
+            self.decode_target += 1
+        while self.prefill_target > prefill:
+            kept_p = [one for one in self.prefill if one.gone_s is None]
+            first = max(kept_p, key=lambda one: (max(one.ready_s, self.now_s), -one.free_s))
+            first.gone_s = max(self.now_s, first.free_s)
+            self.prefill_target -= 1
+        while self.decode_target > decode:
+            kept_d = [one for one in self.decode if one.gone_s is None]
+            least = max(kept_d, key=lambda one: (max(one.ready_s, self.now_s), -len(one.rows) - len(one.waiting)))
+            least.gone_s = math.inf if least.rows or least.waiting else self.now_s
+            self.decode_target -= 1
+
+    def clean(self) -> None:
+        """Forgets workers that have gone; a draining one goes when it is empty."""
+        for one in self.decode:
+            if one.gone_s == math.inf and not one.rows and not one.waiting:
+                one.gone_s = self.now_s
+        for workers in (self.prefill, self.decode):
+            for worker in [one for one in workers if one.gone_s is not None and one.gone_s <= self.now_s]:
+                self.gone_worker_s += worker.gone_s - worker.ordered_s  # type: ignore[operator]
+                workers.remove(worker)  # type: ignore[arg-type]
+
+    def worker_s(self) -> float:
+        """Seconds of workers so far, from their order until they are gone."""
+        there = [*self.prefill, *self.decode]
+        return self.gone_worker_s + sum(self.now_s - one.ordered_s for one in there)
+
+
+def run(
+    fleet: Fleet,
+    requests: Sequence[Request],
+    scaler: Scaler,
+    start: tuple[int, int],
+    until_s: float,
+    look_s: float = 1.0,
+) -> None:
+    """Serves `requests`, in the order of their arrival, until `until_s` and, what has come, to its end.
+
+    `scaler` is asked every `look_s`; the first workers are there at once. After `until_s` nobody is paid.
+    """
+    fleet.scale(*start, startup_s=0.0)
+    fleet.changes.clear()
+    _Run(fleet, requests, scaler).go(until_s, look_s)
+
+
+class _Run:
+    def __init__(self, fleet: Fleet, requests: Sequence[Request], scaler: Scaler) -> None:
+        self.fleet = fleet
+        self.requests = requests
+        self.scaler = scaler
+        self.prefilled: list[tuple[float, int, Request]] = []  # heap, by when
+        self.arriving: list[tuple[float, int, Request]] = []  # heap: KV under way to a decode worker
+        self.number = 0
+
+    def go(self, until_s: float, look_s: float) -> None:
+        fleet, requests = self.fleet, self.requests
+        next_request, next_look_s = 0, 0.0
+        while True:
+            request_s = requests[next_request].at_s if next_request < len(requests) else math.inf
+            prefilled_s = self.prefilled[0][0] if self.prefilled else math.inf
+            arriving_s = self.arriving[0][0] if self.arriving else math.inf
+            ending_s, ending = math.inf, None
+            for worker in fleet.decode:
+                end_s = worker.next_end_s()
+                if end_s < ending_s:
+                    ending_s, ending = end_s, worker
+            now_s = min(request_s, prefilled_s, arriving_s, ending_s, next_look_s)
+            if now_s > until_s and min(request_s, prefilled_s, arriving_s, ending_s) == math.inf:
+                fleet.now_s = until_s
+                return
+            fleet.now_s = now_s
+            if now_s == next_look_s:
+                self._look()
+                next_look_s += look_s
+            elif now_s == ending_s and ending is not None:
+                self._end(ending)
+            elif now_s == request_s:
+                self._arrive(requests[next_request])
+                next_request += 1
+            elif now_s == prefilled_s:
+                self._first_token(heapq.heappop(self.prefilled)[2])
+            else:
+                self._decode(heapq.heappop(self.arriving)[2])
+
+    def _look(self) -> None:
+        fleet = self.fleet
+        fleet.clean()
+        fleet.scale(*self.scaler(fleet), startup_s=fleet.startup_s)
+
+    def _arrive(self, request: Request) -> None:
+        fleet = self.fleet
+        tokens = request.prompt_tokens
+        fleet.requests += 1
+        fleet.prompt_tokens += tokens
+        fleet.prompt_pairs += tokens * tokens / 2
+        running = fleet.running_prefill()
+        best = min(running, key=lambda one: one.free_s)
+        best.free_s = best.end_of(tokens, fleet.now_s)
+        self.number += 1
+        heapq.heappush(self.prefilled, (best.free_s, self.number, request))
+
+    def _first_token(self, request: Request) -> None:
+        fleet = self.fleet
+        fleet.prefilled += 1
+        fleet.prefilled_tokens += request.prompt_tokens
+        request.first_s = fleet.now_s
+        if request.output_tokens <= 1:
+            request.last_s = fleet.now_s
+            fleet.ended += 1
+            fleet.output_tokens += request.output_tokens
+            return
+        whole_s = request.prompt_tokens * fleet.kind.kv_bytes / fleet.kind.link_bytes_per_s
+        hidden_s = fleet.kind.costs.prompt_s(request.prompt_tokens)
+        late_s = TRANSFER_S + max(whole_s - hidden_s, whole_s / LAYERS)
+        self.number += 1
+        heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
+
+    def _decode(self, request: Request) -> None:
+        fleet = self.fleet
+        best = min(fleet.running_decode(), key=lambda one: one.predicted_step_s(request.prompt_tokens))
+        best.join(request, fleet.now_s)
+
+    def _end(self, worker: DecodeWorker) -> None:
+        request = worker.end_one(self.fleet.now_s)
+        self.fleet.ended += 1
+        self.fleet.output_tokens += request.output_tokens

@@ -1,0 +1,167 @@
+"""One prefill and one decode worker whose time goes by in closed form: nothing happens between two changes.
+
+Simpler than the real ones in four ways, all of them on the slow side or small: prompts are computed one after another
+and not in shared steps (a step's constant is shared where others wait); a decode worker reserves a request's whole
+answer in its KV cache at once instead of preempting; a draining worker ends what it has begun however long that takes;
+and nothing is refused.
+"""
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from protocol.step_costs import StepCosts
+
+
+@dataclass(slots=True)
+class Request:
+    """One, and what became of it."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    first_s: float = math.inf  # when its first token was there
+    last_s: float = math.inf
+
+    @property
+    def ttft_s(self) -> float:
+        """From its arrival."""
+        return self.first_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean, from the first token on; 0 for an answer of one."""
+        return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all workers of a fleet are like."""
+
+    name: str
+    costs: StepCosts
+    kv_bytes: float  # of a token
+    kv_tokens: int  # of a decode worker's cache
+    link_bytes_per_s: float
+    step_tokens: int
+    max_batch: int
+    source: str
+
+
+@dataclass(slots=True)
+class PrefillWorker:
+    """First come, first served. A prompt's end is known when it comes, as nothing overtakes it."""
+
+    kind: Kind
+    ordered_s: float
+    ready_s: float
+    free_s: float = 0.0
+    gone_s: float | None = None
+
+    def end_of(self, tokens: int, now_s: float) -> float:
+        """When a prompt that comes now would be done."""
+        begin_s = max(now_s, self.free_s)
+        costs, step_tokens = self.kind.costs, self.kind.step_tokens
+        alone_s = costs.prefill_s(tokens, 0, step_tokens)
+        if begin_s == now_s:
+            return begin_s + alone_s
+        steps = -(-tokens // step_tokens)
+        return begin_s + alone_s - costs.base_s * (steps - tokens / step_tokens)  # in steps that others are in, too
+
+
+@dataclass(slots=True)
+class Row:
+    """A request that decodes, or waits to."""
+
+    request: Request
+    end_step: float = 0.0
+
+
+class DecodeWorker:
+    """Continuous batching: t = base + B row + K context a step, K growing by B each; steps are real numbers here."""
+
+    def __init__(self, kind: Kind, ordered_s: float, ready_s: float) -> None:
+        self.kind = kind
+        self.ordered_s = ordered_s
+        self.ready_s = ready_s
+        self.gone_s: float | None = None
+        self.step = 0.0
+        self.now_s = ready_s
+        self.context = 0.0
+        self.held_tokens = 0  # reserved in the KV cache
+        self.rows: list[tuple[float, int, Row]] = []  # heap, by the step at which they end
+        self.waiting: deque[Row] = deque()
+        self.waiting_tokens = 0  # of their prompts
+        self._number = 0
+
+    def join(self, request: Request, now_s: float) -> None:
+        """A request whose KV has come."""
+        self.advance(now_s)
+        self.waiting.append(Row(request))
+        self.waiting_tokens += request.prompt_tokens
+        self._admit()
+
+    def next_end_s(self) -> float:
+        """When the next row ends; infinity without any."""
+        if not self.rows:
+            return math.inf
+        return self.now_s + self._seconds(max(0.0, self.rows[0][0] - self.step))
+
+    def end_one(self, now_s: float) -> Request:
+        """Takes out the row whose end has come."""
+        self.advance(now_s)
+        end_step, _, row = heapq.heappop(self.rows)
+        self.step = end_step
+        request = row.request
+        self.context -= request.prompt_tokens + request.output_tokens
+        self.held_tokens -= request.prompt_tokens + request.output_tokens
+        if not self.rows:
+            self.context = 0.0
+        request.last_s = now_s
+        self._admit()
+        return request
+
+    def advance(self, now_s: float) -> None:
+        """Steps go on until `now_s`."""
+        seconds = now_s - self.now_s
+        if seconds > 0:
+            if self.rows:
+                steps = self._steps(seconds)
+                self.step += steps
+                self.context += steps * len(self.rows)
+            self.now_s = now_s
+
+    def predicted_step_s(self, prompt_tokens: int) -> float:
+        """Of the step with one request more, waiting ones included, as it was at the last change."""
+        costs, rows = self.kind.costs, len(self.rows) + len(self.waiting)
+        return (
+            costs.base_s
+            + (rows + 1) * costs.row_s
+            + (self.context + self.waiting_tokens + prompt_tokens) * costs.context_s
+        )
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.rows) < self.kind.max_batch:
+            request = self.waiting[0].request
+            tokens = request.prompt_tokens + request.output_tokens
+            if self.rows and self.held_tokens + tokens > self.kind.kv_tokens:
+                return
+            row = self.waiting.popleft()
+            self.waiting_tokens -= request.prompt_tokens
+            row.end_step = self.step + request.output_tokens - 1
+            self._number += 1
+            heapq.heappush(self.rows, (row.end_step, self._number, row))
+            self.held_tokens += tokens
+            self.context += request.prompt_tokens + 1
+
+    def _seconds(self, steps: float) -> float:
+        costs, rows = self.kind.costs, len(self.rows)
+        first_s = costs.base_s + rows * costs.row_s + self.context * costs.context_s
+        return steps * (first_s + costs.context_s * rows * steps / 2)
+
+    def _steps(self, seconds: float) -> float:
+        costs, rows = self.kind.costs, len(self.rows)
+        first_s = costs.base_s + rows * costs.row_s + self.context * costs.context_s
+        growth_s = costs.context_s * rows
+        return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
