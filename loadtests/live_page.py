@@ -11,7 +11,6 @@ from flask import request
 
 from loadtests.live_series import series
 from loadtests.locust_head import Head
-from loadtests.progress import progress_of
 
 PAGE = Path(__file__).with_name("live_page.html")
 PATH = "/twostroke"
@@ -54,6 +53,6 @@ def figures(head: Head, first: int) -> dict[str, Any]:
         "seconds": plan.seconds,
         "slo": msgspec.to_builtins(plan.slo),
         "lag_limit_s": LAG_SHARE * min(limits) if limits else None,
-        "progress": msgspec.to_builtins(progress_of(head)),
+        "progress": msgspec.to_builtins(head.progress),
         "points": series(head.live, first, head.whole_seconds),
     }

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from loadtests.live import LiveFigures, Second
-from loadtests.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from loadtests.live import LiveFigures, percentile
+from loadtests.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from loadtests.plan import Plan
+from loadtests.progress import Progress
 from loadtests.run_facts import begin_facts, is_ours, models_of
 from loadtests.run_folder import GeneratorHealth, RunFolder
 
@@ -58,6 +59,23 @@ class Head:
             return 0
         return int(self.elapsed_s) + 1 if self.is_over else max(0, int(min(self._elapsed_s.values())))
 
+    @property
+    def progress(self) -> Progress:
+        total = self.live.total()
+        return Progress(
+            elapsed_s=max(0.0, self.elapsed_s),
+            sent=total.sent,
+            under_way=total.sent - total.over,
+            ok=total.ok,
+            refused=total.refused,
+            failed=total.failed,
+            attainment=total.met / total.judged if total.judged else None,
+            ttft_p50_s=percentile([total.ttft], 50),
+            lag_p99_s=percentile([total.lag], 99),
+            is_over=self.is_over,
+            error=self.error,
+        )
+
     def start(self, clients: list[str | None]) -> None:
         """Have these processes prepare their shares; they begin when all have."""
         if len(clients) != self.plan.num_workers:
@@ -83,7 +101,7 @@ class Head:
 
     def on_report(self, content: bytes) -> None:
         report = _REPORT.decode(content)
-        self.live.add(msgspec.convert(report.seconds, dict[int, Second]))
+        self.live.add(report.seconds)
         self._elapsed_s[report.worker] = report.elapsed_s
         self._health[report.worker] = report.health
         self.error = self.error or report.error

@@ -1,7 +1,6 @@
 """The sending side of a Locust process: its share of the plan, and a report of it each second.
 
-It knows Locust by messages alone. The head (loadtests/locust_head.py) sends `prepare` and, when all have done so,
-`begin` with one instant for all; back go `prepared` and reports.
+It knows Locust by messages alone (loadtests/locust_messages.py).
 """
 
 import gc
@@ -21,40 +20,14 @@ from loadtests.errors import LoadTestError
 from loadtests.green import Greenlets
 from loadtests.http_stream import endpoint_of, stream
 from loadtests.live import LiveFigures
-from loadtests.plan import Plan
+from loadtests.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
 from loadtests.records import Record, line_of
 from loadtests.run_facts import api_key
 from loadtests.run_folder import GeneratorHealth, RunFolder
 
-PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
 REPORT_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class PrepareOrder(msgspec.Struct, frozen=True):
-    """What one process is to send."""
-
-    plan: Plan
-    worker: int
-    num_workers: int
-    is_twostroke: bool  # the server
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    worker: int
-    error: str | None = None
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What happened since the last."""
-
-    worker: int
-    elapsed_s: float
-    seconds: dict[int, Any]  # loadtests.live.Second
-    health: GeneratorHealth
-    over: bool = False
-    error: str | None = None
 
 
 class Sender:
@@ -88,7 +61,7 @@ class Sender:
 
     def begin(self, at: float) -> None:
         """Begin at a moment of the wall clock, which machines share; from then on the monotonic clock counts."""
-        # What has been loaded stays: the garbage collector needn't look at it again and again while streams are stamped.
+        # What is loaded stays: the garbage collector needn't look at it again and again while streams are stamped.
         gc.collect()
         gc.freeze()
         self._began = time.monotonic() + (at - time.time())

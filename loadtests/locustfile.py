@@ -18,9 +18,9 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 from loadtests import live_page
 from loadtests.errors import LoadTestError
 from loadtests.locust_head import Head
-from loadtests.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender
+from loadtests.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
+from loadtests.locust_sender import Sender
 from loadtests.plan import Plan
-from loadtests.progress import progress_of
 from loadtests.records import Record
 from loadtests.run_folder import RunFolder, read_plan
 
@@ -74,7 +74,7 @@ def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> 
 
     def tell_progress(head: Head) -> None:
         if progress_fd is not None:
-            os.write(progress_fd, json.dumps(msgspec.to_builtins(progress_of(head))).encode() + b"\n")
+            os.write(progress_fd, json.dumps(msgspec.to_builtins(head.progress)).encode() + b"\n")
 
     head = Head(plan, folder, send_to, tell_progress)
     runner.register_message(PREPARED, lambda environment, msg: head.on_prepared(msg.data))
