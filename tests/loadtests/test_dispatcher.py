@@ -57,7 +57,7 @@ def test_the_shares_of_all_processes_are_the_plan() -> None:
         [record.session for record in dispatched(plan, FakeServer(VirtualCrew()), Share(worker, 3)).records]
         for worker in range(3)
     ]
-    assert sorted(sum(sent, [])) == [session.index for session in sessions(plan)]
+    assert sorted(number for share in sent for number in share) == [session.index for session in sessions(plan)]
     assert all(number % 3 == worker for worker in range(3) for number in sent[worker])
 
 
