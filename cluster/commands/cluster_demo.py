@@ -47,7 +47,7 @@ class Healing:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, help="nodes for prefill workers (default: %(default)s)")
     parser.add_argument("--decode", type=int, default=2, help="nodes for decode workers (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=1.5, help="requests a second (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second (default: %(default)s)")
     parser.add_argument("--victim", choices=("prefill", "decode"), default="decode", help="whose node dies")
     parser.add_argument(
         "--unplug", action="store_true", help="cut the node's cable, instead of killing all of its processes"

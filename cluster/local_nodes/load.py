@@ -36,7 +36,7 @@ class Request:
     model: str
     num_prompts: int = 8
     prompt_tokens: int = 100
-    max_tokens: int = 800
+    max_tokens: int = 400
 
     def body(self, prompt: int) -> dict[str, Any]:
         ids = [_FIRST_TOKEN_ID + (prompt * 37 + i * 11) % _NUM_TOKEN_IDS for i in range(self.prompt_tokens)]

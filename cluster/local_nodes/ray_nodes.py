@@ -9,23 +9,24 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from cluster.haproxy import BINARY_VARIABLE, haproxy_binary, write_unspliced_haproxy
+from cluster.haproxy import haproxy_binary
 from cluster.local_nodes.machines import Machine, Machines
-from cluster.local_ray import free_ports
-from cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES
+from cluster.local_ray import free_ports, haproxy_switches
+from cluster.ray_switches import SWITCHES
 
 HEAD_PORT = 6379
 START_S = 60.0
 STORE_BYTES = 80_000_000
 """Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
 
+# Sockets of Ray and HAProxy have these in their paths, for which there are 97 characters.
+_TEMPORARY, _FOLDERS = Path("/tmp"), "twostroke-n"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UP = b"Ray runtime started."
 
@@ -77,12 +78,18 @@ class RayNodes:
         self._nodes: list[Node] = []
         self._head: Node | None = None
         self._ports: tuple[int, ...] = ()
+        self._switches: dict[str, str] = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}  # without HAProxy
 
     def __enter__(self) -> "RayNodes":
-        # Ray's sockets have this folder in their paths, which must not be long.
-        self._folder = Path(tempfile.mkdtemp(prefix="twostroke-", dir="/tmp"))
+        _remove_stale_folders()
+        self._folder = _TEMPORARY / f"{_FOLDERS}{os.getpid()}"
+        self._folder.mkdir(mode=0o700)
         try:
             self._ports = tuple(free_ports(2))
+            if self._machines.has_own_ports and haproxy_binary() is not None:
+                stats, metrics, fallback = free_ports(3)
+                # Serve adds the node's id to the files' names.
+                self._switches = haproxy_switches(self._folder, stats=stats, metrics=metrics, fallback=fallback)
             self._head = self._start(self._head_spec, is_head=True)
             self.await_up(self._head)
         except BaseException:
@@ -119,7 +126,7 @@ class RayNodes:
     def run_on(self, node: Node, command: list[str], within_s: float = START_S) -> str:
         """What a command says that runs on the node's machine. Raises NodeFailed where it fails or takes longer."""
         log = self._folder / f"command-{time.monotonic_ns()}.log"
-        process = node.machine.start(command, self._environment(node_folder=None), log)
+        process = node.machine.start(command, self._environment(), log)
         try:
             code = process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -162,20 +169,17 @@ class RayNodes:
                 command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
         else:
             command.append(f"--address={self.gcs_address}")
-        node.machine.start(command, self._environment(folder), node.log)
+        node.machine.start(command, self._environment(), node.log)
         return node
 
-    def _environment(self, node_folder: Path | None) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         """Ours, with Ray's switches, and this checkout importable by all that Ray starts."""
         inherited = os.environ.get("PYTHONPATH")
-        switches = {**SWITCHES, **QUICK_NODE_CHECKS}
-        if self._machines.has_own_ports and haproxy_binary() is not None:
-            switches |= {**HAPROXY_SWITCHES, **haproxy_files(node_folder or self._folder)}
-        else:
-            switches["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "0"
         return {
             **os.environ,
-            **switches,
+            **SWITCHES,
+            **self._switches,
+            **QUICK_NODE_CHECKS,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._ray_token,
             "TWOSTROKE_SECRET": self._secret,
@@ -189,14 +193,8 @@ class RayNodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def haproxy_files(folder: Path) -> dict[str, str]:
-    """Where a node's HAProxy keeps its files: the defaults are the same for all nodes of one machine."""
-    return {
-        BINARY_VARIABLE: str(write_unspliced_haproxy(folder)),
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-    }
+def _remove_stale_folders() -> None:
+    """Those of processes that were killed before they could do it."""
+    for folder in _TEMPORARY.glob(f"{_FOLDERS}*"):
+        if not Path("/proc", folder.name.removeprefix(_FOLDERS)).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -57,7 +57,7 @@ def settings(num_prefill: int, num_decode: int, *, share_memory: bool) -> dict[s
         "model": {"dtype": "float32"},  # whose answers don't depend on what else runs
         "prefill": workers("prefill", num_prefill),
         "decode": workers("decode", num_decode),
-        "router": {"node_labels": {ROLE_LABEL: "router"}},
+        "router": {"node_labels": {ROLE_LABEL: "router"}, "decodes_alone": False},  # KV is to travel
         **({"kv_transfer": {"transport": "tcp"}} if share_memory else {}),
     }
 

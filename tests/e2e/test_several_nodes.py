@@ -1,0 +1,108 @@
+"""A Ray cluster of four nodes on this machine: roles on the nodes of their labels, KV between nodes, a node that dies.
+
+In network namespaces where they can be had (root), else on the loopback interface.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.commands.cluster_demo import ISOLATED_PORT, choose_machines
+from cluster.commands.doctor import fetch_report
+from cluster.local_nodes.load import Answer, Request, ask
+from cluster.local_nodes.machines import Machines
+from cluster.local_nodes.ray_nodes import Node, RayNodes
+from cluster.local_nodes.site import Site, Worker, node_for, settings
+from cluster.local_ray import free_ports
+from tests.e2e.conftest import MODEL
+
+SHORT = Request(MODEL, max_tokens=16)
+LONG = Request(MODEL, max_tokens=1500)
+
+
+@dataclass
+class Cluster:
+    machines: Machines
+    rays: RayNodes
+    site: Site
+    nodes: list[Node]  # those of workers that live
+
+    def of(self, role: str) -> list[str]:
+        """The addresses of the nodes with a role's label."""
+        return sorted(node.address for node in self.nodes if node.spec.name == role)
+
+    def workers(self, role: str) -> list[Worker]:
+        return [worker for worker in self.site.workers() if worker.role == role]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with choose_machines(None) as machines, RayNodes(machines, node_for("router")) as rays:
+        nodes = [rays.add(node_for(role)) for role in ("prefill", "decode", "decode")]
+        for node in nodes:
+            rays.await_up(node)
+        site = Site(rays, machines, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
+        site.deploy(settings(1, 2, share_memory=not machines.has_own_ports), tmp_path_factory.mktemp("site"))
+        site.await_workers(1, 2)
+        yield Cluster(machines, rays, site, nodes)
+
+
+def whole(answer: Answer) -> str:
+    assert answer.error is None, answer
+    return answer.text
+
+
+def test_each_role_runs_on_the_nodes_of_its_label(cluster: Cluster) -> None:
+    assert sorted(worker.node for worker in cluster.workers("prefill")) == cluster.of("prefill")
+    assert sorted(worker.node for worker in cluster.workers("decode")) == cluster.of("decode")
+
+
+def test_kv_travels_between_nodes_by_tcp(cluster: Cluster) -> None:
+    def transfers() -> tuple[int, int]:
+        stats = [one["stats"] for one in cluster.site.get("/status")["workers"] if one["role"] == "decode"]
+        return sum(one["transfers_done"] for one in stats), sum(one["transfers_failed"] for one in stats)
+
+    assert transfers() == (0, 0)
+    whole(ask(cluster.site.url, SHORT, prompt=0))
+    cluster.site.await_that("a decode worker has told of the transfer", lambda: transfers() == (1, 0))
+    links = [line for line in fetch_report(cluster.site.url) if line["event"] == "pair"]
+    assert [(link["transport"], link["error"]) for link in links] == [("tcp", None)] * 4
+
+
+def test_every_node_serves_http(cluster: Cluster) -> None:
+    if not cluster.machines.has_own_ports:
+        pytest.skip("on the loopback interface only one node can listen on the port: namespaces need root")
+    for node in cluster.nodes:
+        url = cluster.site.url.replace(cluster.rays.head.address, node.address)
+        assert whole(ask(url, SHORT, prompt=1)) == whole(ask(cluster.site.url, SHORT, prompt=1))
+
+
+def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cluster: Cluster) -> None:
+    expected = whole(ask(cluster.site.url, LONG, prompt=2))
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(cluster.site.url, LONG, prompt=2)))
+    asking.start()
+
+    def busy() -> list[Worker]:
+        return [worker for worker in cluster.workers("decode") if worker.num_running]
+
+    cluster.site.await_that("a decode worker answers", lambda: bool(busy()))
+    (victim,) = busy()
+    (node,) = [node for node in cluster.nodes if node.address == victim.node]
+    node.machine.kill()
+    asking.join()
+    assert [whole(answer) for answer in answers] == [expected]
+
+    successor = cluster.rays.add(node_for("decode"))
+    cluster.nodes = [successor, *(one for one in cluster.nodes if one is not node)]
+    cluster.site.await_that(
+        "a worker runs on the new node",
+        lambda: any(worker.node == successor.address for worker in cluster.workers("decode")),
+    )
+    cluster.site.await_workers(1, 2)
+    assert sorted(worker.node for worker in cluster.workers("decode")) == cluster.of("decode")
+    for prompt in range(4):
+        request = replace(SHORT, max_tokens=8)
+        assert whole(ask(cluster.site.url, request, prompt)) == whole(ask(cluster.site.url, request, prompt))
