@@ -10,13 +10,14 @@
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
 from cluster.autoscaling.autoscaler import ScalingOrder
+from cluster.autoscaling.config import RoleLimits
 from cluster.autoscaling.deployment_options import replica_options
 from cluster.autoscaling.worker_counts import WorkerCounts
 from cluster.config import ClusterConfig, read_config, with_keys_of_file
@@ -73,8 +74,13 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
 def _scaling_order(config: ClusterConfig) -> ScalingOrder | None:
     if not config.autoscaling.enabled:
         return None
+    scaling = config.autoscaling
+    if not config.has_prefill:
+        scaling = replace(
+            scaling, prefill=RoleLimits(min=0, max=1)
+        )  # so that nothing is kept for workers never asked for
     roles = tuple(role for role, counts in config.counts.items() if counts.most > 0)
-    return ScalingOrder(config.autoscaling, config.gpus_each, roles)
+    return ScalingOrder(scaling, config.gpus_each, roles)
 
 
 def cluster_secret() -> bytes:
