@@ -79,7 +79,7 @@ def test_a_bare_host_gets_its_role_by_its_address(addresses: str, started: tuple
         f"--node-ip-address={address}",
         "--metrics-export-port=8085",
         f"--labels={LABEL}={role}",
-        f'--resources={{"{role}": 8}}',
+        f'--resources={{"{role}_slot": 8}}',
         "token=of the cluster",
     ]
 

@@ -55,7 +55,7 @@ def test_two_routers_stand_behind_the_balancer_on_every_node() -> None:
 def test_each_role_is_placed_on_nodes_of_its_own() -> None:
     for role, section in zip(ROLES, (config().prefill, config().decode), strict=True):
         assert section.placement.node_labels == {LABEL: role}
-        assert section.placement.node_resources == {role: 1}
+        assert section.placement.node_resources == {f"{role}_slot": 1}
 
 
 def test_cores_are_said_since_who_deploys_knows_his_own_machine_only() -> None:

@@ -62,7 +62,7 @@ def test_every_unit_has_rays_environment_and_the_secrets() -> None:
 def test_a_worker_node_has_its_instances_role_as_label_and_resource() -> None:
     (start,) = settings(unit("twostroke-ray-worker@"), "ExecStart")
     assert f"--labels={LABEL}=%i" in start
-    assert """'--resources={"%i": ${SLOTS}}'""" in start
+    assert """'--resources={"%i_slot": ${SLOTS}}'""" in start
     assert {role for role in ROLES if role in unit("twostroke-ray-worker@").read_text(encoding="utf-8")} == set(ROLES)
 
 
