@@ -31,6 +31,7 @@ class Search:
     precision: float = 0.1  # the end: the two differ by this share
     least: float = 0.01  # rates beyond these are not tried
     most: float = 10_000.0
+    ceiling: float | None = None  # from here on up nothing can be measured
 
 
 def next_rate(measured: Sequence[Measured], target: float, search: Search) -> float | None:
@@ -38,19 +39,18 @@ def next_rate(measured: Sequence[Measured], target: float, search: Search) -> fl
 
     Noise may have a higher rate meet what a lower one has missed: what was missed at the lowest rate counts.
     """
-    if not measured:
-        return search.start
     met, missed = bracket(measured, target)
-    if missed is None:
-        assert met is not None
-        return None if met.rate >= search.most else min(max(met.rate * search.factor, search.start), search.most)
+    upper = search.ceiling if missed is None else missed.rate
     if met is None:
-        return (
-            None if missed.rate <= search.least else max(min(missed.rate / search.factor, search.start), search.least)
-        )
-    if missed.rate <= met.rate * (1 + search.precision):
+        wanted = search.start if upper is None else min(upper / search.factor, search.start)
+        return None if upper is not None and upper <= search.least else max(wanted, search.least)
+    if upper is None:
+        return None if met.rate >= search.most else min(max(met.rate * search.factor, search.start), search.most)
+    if upper <= met.rate * (1 + search.precision):
         return None
-    return math.sqrt(met.rate * missed.rate)
+    if missed is None and met.rate * search.factor < upper:
+        return met.rate * search.factor
+    return math.sqrt(met.rate * upper)
 
 
 def bracket(measured: Sequence[Measured], target: float) -> tuple[Measured | None, Measured | None]:

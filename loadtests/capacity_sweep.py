@@ -16,7 +16,7 @@ from loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, 
 
 TARGETS = (0.9, 0.99)
 NARROW_FACTOR = 1.25  # between the rates of a search that knows where to look
-DEEPEST = 8.0  # the capacity at 99% is not looked for further below that at 90%: some requests fail at any rate
+DEEPEST = 8.0  # times lower: so far below the capacity at 90% that at 99% is looked for, and a first valid run
 RUNS = "runs"
 ATTEMPTS = 2  # at one rate, until the run is a valid one
 
@@ -46,6 +46,8 @@ class Sweep:
         self._began = self.clock()
         self._longest_run_s = self.plan.seconds
         self._num_runs = 0
+        self._ceiling: float | None = None  # the lowest rate at which all runs were invalid
+        self._invalid: str | None = None  # why
         self._measured: list[Measured] = []  # by the search under way, or the last
         self._found: dict[float, list[Crossing | None]] = {target: [] for target in TARGETS}  # by those that ended
 
@@ -59,19 +61,30 @@ class Sweep:
                 known = self._rates(target)
                 if known:
                     here = replace(here, start=geometric_mean(known), factor=NARROW_FACTOR)
-                while (rate := next_rate(self._measured, target, here)) is not None:
-                    self._measure(rate)
+                self._search(here, target)
                 self._found[target].append(found := crossing(self._measured, target))
                 if found is not None:
-                    least = found.rate / DEEPEST
+                    least = max(least, found.rate / DEEPEST)
             write_sweep(self.folder, self.result)
+            if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in TARGETS):
+                raise SweepEnded(self._invalid)
+
+    def _search(self, search: Search, target: float) -> None:
+        """What can't be measured at one rate may be below it: a server that is asked too much takes the generator's
+        cores, too, where they share a machine."""
+        while (rate := next_rate(self._measured, target, replace(search, ceiling=self._ceiling))) is not None:
+            self._invalid = self._measure(rate) or self._invalid
+            if self._invalid is not None and not self._measured and rate <= search.start / DEEPEST:
+                raise SweepEnded(self._invalid)
 
     def measure(self, rates: Sequence[float], repeats: int) -> None:
         """Measure these rates alone, all of them `repeats` times. Raises SweepEnded, or LoadTestError."""
         for _ in range(repeats):
             self._measured = []
             for rate in rates:
-                self._measure(rate)
+                self._invalid = self._measure(rate)
+                if self._invalid is not None:
+                    raise SweepEnded(self._invalid)
             for target in TARGETS:
                 self._found[target].append(crossing(self._measured, target))
             write_sweep(self.folder, self.result)
@@ -87,18 +100,20 @@ class Sweep:
             num_workers=self.num_workers,
         )
 
-    def _measure(self, rate: float) -> None:
-        """One valid run. An invalid one may have been disturbed: it is made once more, then the sweep ends."""
+    def _measure(self, rate: float) -> str | None:
+        """One valid run. An invalid one may have been disturbed: it is made once more; then the rate, and all above,
+        are given up, and the reason is returned."""
         for _ in range(ATTEMPTS):
             summary = self._run(rate)
             if summary.validity.valid:
                 self._measured.append(Measured(rate, summary.attainment.value if summary.attainment else 0.0))
             write_sweep(self.folder, self.result)
             if summary.validity.valid:
-                return
+                return None
             reasons = "; ".join(summary.validity.reasons)
             self.say(f"  no measurement: {reasons}")
-        raise SweepEnded(f"at {rate:.3g}/s the runs are invalid: {reasons}")
+        self._ceiling = rate
+        return f"at {rate:.3g}/s the runs are invalid: {reasons}"
 
     def _run(self, rate: float) -> Summary:
         began = self.clock()

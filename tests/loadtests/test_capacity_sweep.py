@@ -33,9 +33,15 @@ def summary_of(attainment: float, validity: Validity) -> Summary:
 class FakeServer:
     """Attainment by rate; runs take their time on a clock of their own."""
 
-    def __init__(self, attainment: Callable[[float], float], invalid_runs: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        attainment: Callable[[float], float],
+        invalid_runs: Container[int] = (),
+        invalid_from: float = float("inf"),  # a rate
+    ) -> None:
         self.attainment = attainment
         self.invalid_runs = invalid_runs
+        self.invalid_from = invalid_from
         self.plans: list[Plan] = []
         self.folders: list[Path] = []
         self.said: list[str] = []
@@ -45,8 +51,9 @@ class FakeServer:
         self.now += plan.seconds + 5
         self.plans.append(plan)
         self.folders.append(folder)
-        validity = Validity(False, ("too late",)) if len(self.plans) in self.invalid_runs else Validity(True)
         assert isinstance(plan.arrivals, Gamma)
+        invalid = len(self.plans) in self.invalid_runs or plan.arrivals.rate >= self.invalid_from
+        validity = Validity(False, ("too late",)) if invalid else Validity(True)
         return summary_of(self.attainment(plan.arrivals.rate), validity)
 
     def sweep(self, folder: Path, budget_s: float = 1e9) -> Sweep:
@@ -100,15 +107,44 @@ def test_an_invalid_run_is_made_again_and_does_not_count(tmp_path: Path) -> None
     assert rate.value == pytest.approx(11.0, rel=0.1)
 
 
-def test_a_saturated_generator_ends_the_sweep_with_its_reason(tmp_path: Path) -> None:
-    server = FakeServer(lambda rate: 1.0, invalid_runs={4, 5})
+def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its_reason(tmp_path: Path) -> None:
+    server = FakeServer(lambda rate: 1.0, invalid_from=9.0)
     sweep = server.sweep(tmp_path)
-    with pytest.raises(SweepEnded, match="at 8/s the runs are invalid: too late"):
-        sweep.find(Search(1.0), repeats=1)
+    with pytest.raises(SweepEnded, match="the runs are invalid: too late"):
+        sweep.find(Search(1.0), repeats=3)
     capacity = sweep.result.capacities[0]
     assert capacity.is_lower_bound
-    assert capacity.rate == Estimate(4.0)
+    assert capacity.rate is not None
+    assert 8.0 <= capacity.rate.value < 9.0
     assert read_sweep(tmp_path) == sweep.result
+
+
+def test_a_capacity_below_what_can_be_measured_is_found(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=15.0)
+    sweep = server.sweep(tmp_path)
+    sweep.find(Search(1.0, precision=0.05), repeats=2)
+    capacity = sweep.result.capacities[0]
+    assert not capacity.is_lower_bound
+    assert capacity.rate is not None
+    assert capacity.rate.value == pytest.approx(11.0, rel=0.05)
+    assert [point.rate for point in sweep.points if not point.valid] == [16.0, 16.0]  # tried twice, and never again
+
+
+def test_a_generator_that_is_never_fast_enough_ends_the_sweep_soon(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=0.0)
+    sweep = server.sweep(tmp_path)
+    with pytest.raises(SweepEnded, match=r"at 0\.5/s the runs are invalid"):
+        sweep.find(Search(4.0), repeats=3)
+    assert [capacity.rate for capacity in sweep.result.capacities] == [None, None]
+    assert len(sweep.points) == 8
+
+
+def test_a_list_of_rates_ends_at_the_first_that_cannot_be_measured(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=7.0)
+    sweep = server.sweep(tmp_path)
+    with pytest.raises(SweepEnded, match="at 8/s the runs are invalid"):
+        sweep.measure([4.0, 8.0, 16.0], repeats=2)
+    assert sweep.result.capacities[0].rate == Estimate(4.0)
 
 
 def test_no_run_begins_that_would_end_after_the_budget(tmp_path: Path) -> None:
