@@ -30,7 +30,7 @@ class Choice:
 
     transport: str
     why: str  # in words for people
-    missing: tuple[str, ...]  # for each better transport: what it would need
+    missing: tuple[str, ...]  # for each better transport that could join the two: what it would need
 
 
 def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: Sequence[str] = ()) -> Choice:
@@ -44,10 +44,13 @@ def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: 
     if not usable:
         raise ConfigError(_nothing_in_common(source, target, [text for text in obstacles.values() if text is not None]))
     chosen = next((name for name in usable if name not in without), usable[0])
-    missing = [
-        obstacles[name] or f"{name}: a link by it broke or could not be joined" for name in order[: order.index(chosen)]
-    ]
+    better = [name for name in order[: order.index(chosen)] if not _is_too_far(name, source, target)]
+    missing = [obstacles[name] or f"{name}: a link by it broke or could not be joined" for name in better]
     return Choice(chosen, _why(chosen, source, target), tuple(missing))
+
+
+def _is_too_far(name: str, source: Reach, target: Reach) -> bool:
+    return name in _SAME_MACHINE and source.machine != target.machine
 
 
 def _order(source: Reach, target: Reach) -> list[str]:
@@ -59,7 +62,7 @@ def _order(source: Reach, target: Reach) -> list[str]:
 
 def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> str | None:
     """Why this pair can't use a transport, as a sentence; None where it can."""
-    if name in _SAME_MACHINE and source.machine != target.machine:
+    if _is_too_far(name, source, target):
         return f"{name}: the workers run on different machines ({source.machine} and {target.machine})"
     if name == "torch_distributed" and (source.device == "cpu") != (target.device == "cpu"):
         return f"{name}: one worker is on a CPU and the other on a GPU"
@@ -99,6 +102,8 @@ def _why(name: str, source: Reach, target: Reach) -> str:
         return f"{name}: {_whose(asking)}{_SETTING} asks for it"
     if name == "torch_distributed":
         return f"{name}: {'gloo' if source.device == 'cpu' else 'NCCL'} joins any two workers on such devices"
+    if name == "tcp" and source.machine != target.machine:
+        return "tcp: the workers run on different machines, and it is the fastest that joins them"
     return f"{name}: {_WHY.get(name, 'both workers offer it')}"
 
 
