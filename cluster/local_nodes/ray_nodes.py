@@ -21,7 +21,7 @@ from cluster.local_ray import free_ports, haproxy_switches
 from cluster.ray_switches import SWITCHES
 
 HEAD_PORT = 6379
-START_S = 60.0
+START_S = 120.0
 STORE_BYTES = 80_000_000
 """Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
 
@@ -30,13 +30,14 @@ _TEMPORARY, _FOLDERS = Path("/tmp"), "twostroke-n"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UP = b"Ray runtime started."
 
-# A dead node is noticed after about 3 s, in place of Ray's 14 s. For machines that others keep busy, less would be
-# too nervous.
+# A node that is killed is noticed within 2 s, one that is cut off within 8 s, in place of Ray's 14 s and more. A node
+# on a machine that others keep busy may take a while to start, and to answer.
 QUICK_NODE_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": f"{START_S:g}",
 }
 
 
@@ -58,6 +59,7 @@ class NodeSpec:
 class Node:
     spec: NodeSpec
     machine: Machine
+    process: "subprocess.Popen[bytes]"  # `ray start`
     log: Path
 
     @property
@@ -68,11 +70,10 @@ class Node:
 class RayNodes:
     """A context manager: inside it there is a head; at its end no process and no file is left."""
 
-    def __init__(self, machines: Machines, head: NodeSpec, *, secret: str | None = None):
-        """`secret` is that of our own connections (TWOSTROKE_SECRET); None: a random one."""
+    def __init__(self, machines: Machines, head: NodeSpec):
         self._machines = machines
         self._head_spec = head
-        self._secret = secret or secrets.token_hex(16)
+        self._secret = secrets.token_hex(16)  # of our own connections
         self._ray_token = secrets.token_hex(32)
         self._folder = Path()
         self._nodes: list[Node] = []
@@ -118,9 +119,14 @@ class RayNodes:
     def await_up(self, node: Node) -> None:
         """Raises NodeFailed."""
         deadline = time.monotonic() + START_S
-        while _UP not in (said := node.log.read_bytes()):
-            if time.monotonic() > deadline:
-                raise NodeFailed(f"{node.spec.name} is not up after {START_S:g} s: {said.decode(errors='replace')}")
+        while True:
+            has_ended = node.process.poll() is not None
+            said = node.log.read_bytes()
+            if _UP in said:
+                return
+            if has_ended or time.monotonic() > deadline:
+                when = "has ended" if has_ended else f"is not up after {START_S:g} s"
+                raise NodeFailed(f"{node.spec.name} {when}: {said.decode(errors='replace')}")
             time.sleep(0.05)
 
     def run_on(self, node: Node, command: list[str], within_s: float = START_S) -> str:
@@ -147,15 +153,13 @@ class RayNodes:
         number = len(self._nodes) + 1
         folder = self._folder / str(number)
         folder.mkdir()
-        node = Node(spec, self._machines.add(), self._folder / f"{number}-{spec.name}.log")
-        self._nodes.append(node)
-        node.log.touch()
+        machine, log = self._machines.add(), self._folder / f"{number}-{spec.name}.log"
         command = [
             str(Path(sys.executable).parent / "ray"),
             "start",
             "--block",
             "--disable-usage-stats",
-            f"--node-ip-address={node.address}",
+            f"--node-ip-address={machine.address}",
             f"--temp-dir={folder}",
             f"--num-cpus={spec.num_cpus}",
             "--num-gpus=0",
@@ -169,7 +173,8 @@ class RayNodes:
                 command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
         else:
             command.append(f"--address={self.gcs_address}")
-        node.machine.start(command, self._environment(), node.log)
+        node = Node(spec, machine, machine.start(command, self._environment(), log), log)
+        self._nodes.append(node)
         return node
 
     def _environment(self) -> dict[str, str]:
@@ -187,7 +192,7 @@ class RayNodes:
         }
 
     def _remove(self) -> None:
-        """The machines are their maker's to end; what they have written goes when they have."""
+        """Files go when the machines that write them have."""
         for node in self._nodes:
             node.machine.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
