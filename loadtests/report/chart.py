@@ -107,14 +107,18 @@ def percent_axis(axis: Any) -> None:
 def seconds_axis(axis: Any, values: Floats) -> None:
     """A logarithmic x axis of times in ms or s, from the 0.1th percentile of positive values to their maximum."""
     positive = values[values > 0]
+    if not len(positive):
+        axis.set_xlim(0, 1)
+        axis.set_xticks([])
+        axis.text(0.5, 0.5, "none", color=GREY, ha="center")
+        return
+    low, high = float(np.percentile(positive, 0.1)), float(positive.max())
+    if high / low < 10:  # a decade at least, lest the axis have no label
+        centre = math.sqrt(low * high)
+        low, high = centre / math.sqrt(10), centre * math.sqrt(10)
     axis.set_xscale("log")
-    if len(positive):
-        low, high = float(np.percentile(positive, 0.1)), float(positive.max())
-        if high / low < 10:  # a decade at least, lest the axis have no label
-            centre = math.sqrt(low * high)
-            low, high = centre / math.sqrt(10), centre * math.sqrt(10)
-        axis.set_xlim(low * 0.9, high * 1.1)
-        duration_ticks(axis.xaxis, close=high / low < 20)
+    axis.set_xlim(low * 0.9, high * 1.1)
+    duration_ticks(axis.xaxis, close=high / low < 20)
 
 
 def duration_ticks(axis: Any, *, close: bool) -> None:

@@ -6,9 +6,9 @@ import msgspec
 
 from loadtests.errors import LoadTestError
 from loadtests.report import words
-from loadtests.report.figures import Summary
+from loadtests.report.figures import Summary, summarise
 from loadtests.report.html import render, write_plots
-from loadtests.report.run_report import REPORT_FILE, write_report
+from loadtests.report.run_report import REPORT_FILE
 from loadtests.report.sweep import Capacity, SweepResult, read_sweep
 from loadtests.report.sweep_plots import RatedRun, sweep_plots
 from loadtests.run_folder import RunFolder
@@ -42,11 +42,11 @@ def rated_runs(folder: Path, sweep: SweepResult) -> list[RatedRun]:
 
 
 def read_summary(run: Path) -> Summary:
-    """A run's report.json, made first where there is none, or one of another version."""
+    """A run's report.json; reckoned anew where there is none, or one of another version."""
     try:
         return msgspec.json.decode((run / REPORT_FILE).read_bytes(), type=Summary)
     except (FileNotFoundError, msgspec.DecodeError):
-        return write_report(RunFolder(run))
+        return summarise(RunFolder(run))
     except OSError as error:
         raise LoadTestError(f"{run / REPORT_FILE}: {error.strerror}") from error
 

@@ -63,9 +63,9 @@ def drawn(num_requests: int, seconds: float, seed: int = 0, *, slowness: float =
     """Complete answers with times of exponential distributions."""
     draw = np.random.default_rng(seed)
     records = []
-    for at_s in np.sort(draw.uniform(0, seconds, num_requests)):
+    for at_s in np.sort(draw.uniform(0, seconds, num_requests)).tolist():
         gaps = draw.exponential(0.05 * slowness, tokens - 1)
-        records.append(answer(float(at_s), *np.cumsum([draw.exponential(0.4 * slowness), *gaps]).tolist()))
+        records.append(answer(at_s, *np.cumsum([draw.exponential(0.4 * slowness), *gaps]).tolist()))
     return records
 
 
