@@ -101,7 +101,7 @@ async def phase(
             if sent_at >= fault_at[0]:
                 of_one.new += 1
                 of_one.new_failed += told != "done"
-            elif ended_at >= fault_at[0]:
+            elif told != "done" or ended_at >= fault_at[0]:
                 of_one.old += 1
                 of_one.old_cut += told == "cut"
                 of_one.old_failed += told not in ("done", "cut")
