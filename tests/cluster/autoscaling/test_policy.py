@@ -1,0 +1,256 @@
+"""The policy as a whole; the first tests are what other autoscalers got wrong (docs/autoscaling.md)."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from cluster.autoscaling.capacity import typical
+from cluster.autoscaling.changes import HOUR_S
+from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from cluster.autoscaling.policy import Memory, decide, memory_from_json, memory_to_json
+from cluster.autoscaling.reasons import Reason
+from cluster.autoscaling.signals import Arrived, Signals
+from protocol.step_costs import StepCosts
+from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
+
+
+def test_demand_is_what_arrives_even_when_nothing_ends() -> None:
+    system = System()
+    system.goes_on(MINUTE_S, rate=5)
+    system.goes_on(2 * MINUTE_S, rate=40, ends=False)
+    assert system.prefill.target == 5  # 40 a second x 0.1 s, and 15% to spare
+
+
+def test_a_queue_asks_for_workers_though_nothing_arrives_any_more() -> None:
+    system = System()
+    system.goes_on(MINUTE_S, rate=5)
+    system.prefill = replace(system.prefill, queued_requests=2000, queued_tokens=1_800_000)
+    system.goes_on(5)
+    assert system.prefill.target > 4
+    assert Reason.BACKLOG in system.reasons()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_between_one_worker_and_two_does_not_make_them_come_and_go(seed: int) -> None:
+    rng = random.Random(seed)
+    system = System(config=replace(EIGHT_EACH, cooldown_s=60.0))
+    counts = []
+    for _ in range(2 * int(HOUR_S) // 5):
+        system.goes_on(5, rate=sum(rng.random() < 0.09 for _ in range(500)) / 5)  # 9 a second: 0.9 of a worker
+        counts.append(system.prefill.target)
+    turns = sum(before != after for before, after in pairwise(counts))
+    assert set(counts) == {1, 2}
+    assert turns <= 2 * 2 + 1
+
+
+def test_when_traffic_ends_only_the_fewest_stay_after_two_cooldowns() -> None:
+    system = System()
+    system.goes_on(20 * MINUTE_S, rate=60, output=400)
+    assert system.prefill.target > 4
+    assert system.decode.target > 1
+    system.goes_on(2 * EIGHT_EACH.cooldown_s)
+    assert system.counts == (1, 1)
+
+
+def test_traffic_that_has_ended_is_no_reason_to_stay_though_the_role_has_turned_often() -> None:
+    system = System()
+    for _ in range(3):
+        system.goes_on(10 * MINUTE_S, rate=60)
+        system.goes_on(10 * MINUTE_S)
+    assert system.prefill.target == 1
+    assert Reason.IDLE in system.reasons()
+
+
+def test_cold_workers_costs_count_for_nothing() -> None:
+    slow = StepCosts(base_s=5.0, token_s=0.1, pair_s=0.0, row_s=1.0, context_s=0.0)
+    assert typical([None, COSTS, None]) is COSTS
+    assert typical([None]) is None
+    assert typical([COSTS, slow, COSTS]) is COSTS  # one that is off, warm or not, changes nothing
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=20)
+    before = system.counts
+    system.prefill = replace(system.prefill, costs=None)  # all workers were replaced: what is known stays known
+    system.goes_on(10 * MINUTE_S, rate=20)
+    assert system.counts == before
+
+
+def test_without_any_costs_only_those_that_wait_count() -> None:
+    system = System()
+    system.prefill, system.decode = replace(system.prefill, costs=None), replace(system.decode, costs=None)
+    system.goes_on(10 * MINUTE_S, rate=100)
+    assert system.counts == (1, 1)
+    system.prefill = replace(system.prefill, queued_requests=3)
+    system.goes_on(5, rate=100)
+    assert system.counts == (2, 1)
+    assert Reason.COSTS_UNKNOWN in system.reasons()
+
+
+def test_both_roles_follow_the_load_in_the_ratio_of_their_work() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=10, output=400)
+    few = system.counts
+    system.goes_on(10 * MINUTE_S, rate=40, output=400)
+    assert few == (2, 2)
+    assert system.counts == (5, 5)
+
+
+def test_longer_answers_ask_for_decode_workers_alone() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=10, output=100)
+    before = system.counts
+    system.goes_on(10 * MINUTE_S, rate=10, output=1600)
+    assert system.prefill.target == before[0]
+    assert system.decode.target > before[1]
+
+
+def test_decode_workers_see_a_burst_as_slowly_as_it_is_prefilled() -> None:
+    slow_prompts = replace(System().prefill, costs=StepCosts(0.01, 2e-3, 0.0, 0.0, 0.0))
+    behind_few, behind_many = System(), System()
+    for system, most in ((behind_few, 2), (behind_many, 64)):
+        system.config = AutoscalingConfig(prefill=RoleLimits(most, most), decode=RoleLimits(1, 8))
+        system.prefill = replace(slow_prompts, running=most, target=most)
+        system.goes_on(MINUTE_S, rate=0.1, output=400)
+        system.goes_on(3, rate=200, output=400, every_s=1.0)
+        system.goes_on(30, rate=0.1, output=400)
+    assert behind_few.decode.target < behind_many.decode.target
+
+
+def test_a_short_burst_in_a_quiet_hour_does_not_order_all_there_are() -> None:
+    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(1, 64)))
+    system.goes_on(10 * MINUTE_S, rate=5)
+    system.goes_on(2, rate=100, every_s=1.0)
+    system.goes_on(MINUTE_S, rate=5)
+    assert system.prefill.target < 12
+
+
+def test_a_role_shrinks_to_what_the_whole_cooldown_needed_and_not_before_it_is_over() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=40)
+    system.goes_on(4 * MINUTE_S, rate=10)
+    assert system.prefill.target == 5
+    system.goes_on(7 * MINUTE_S, rate=10)
+    assert system.prefill.target == 2
+    assert Reason.SPARE in system.reasons()
+
+
+def test_nothing_shrinks_while_a_change_is_under_way_but_more_may_be_asked_for() -> None:
+    system = System(workers_come=False)
+    system.goes_on(MINUTE_S, rate=5)
+    system.goes_on(MINUTE_S, rate=40)
+    first = system.prefill.target
+    assert first > system.prefill.running
+    system.goes_on(MINUTE_S, rate=60)
+    assert system.prefill.target > first
+    most = system.prefill.target
+    system.goes_on(4 * MINUTE_S, rate=1)
+    assert system.prefill.target == most
+
+
+def test_a_role_that_went_down_and_up_again_stays_up_for_an_hour() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=40)
+    system.goes_on(12 * MINUTE_S, rate=10)  # the first reversal
+    assert system.prefill.target == 2
+    system.goes_on(2 * MINUTE_S, rate=40)  # the second
+    system.goes_on(50 * MINUTE_S, rate=10)
+    assert system.prefill.target == 5
+    assert Reason.REVERSALS in system.reasons()
+    system.goes_on(20 * MINUTE_S, rate=10)
+    assert system.prefill.target == 2
+
+
+def test_where_gpus_are_few_both_roles_are_served_alike() -> None:
+    system = System(config=replace(EIGHT_EACH, budget=6.0))
+    system.prefill = replace(system.prefill, gpus_each=1.0)
+    system.decode = replace(system.decode, gpus_each=1.0)
+    system.goes_on(10 * MINUTE_S, rate=80, output=800)
+    assert sum(system.counts) == 6
+    assert min(system.counts) >= 2
+    assert Reason.BUDGET in system.reasons()
+
+
+def test_a_gpu_changes_roles_within_one_decision() -> None:
+    system = System(config=replace(EIGHT_EACH, budget=6.0))
+    system.goes_on(10 * MINUTE_S, rate=40, output=10)
+    assert system.counts == (5, 1)
+    for _ in range(120):
+        system.goes_on(5, rate=10, output=1600)
+        assert sum(system.counts) <= 6
+        if system.decisions[-1].decode_reason is Reason.TAKEN:
+            break
+    assert system.decisions[-1].prefill_reason is Reason.GIVEN
+    assert system.decode.target > 1
+    assert system.prefill.target < 5
+
+
+def test_the_limits_hold_whatever_the_load() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=1000, output=1000)
+    assert system.counts == (8, 8)
+    assert Reason.LIMIT in system.reasons()
+    system.config = replace(EIGHT_EACH, prefill=RoleLimits(1, 3), decode=RoleLimits(1, 4))
+    system.goes_on(5, rate=1000)
+    assert system.counts == (3, 4)
+    system.config = replace(EIGHT_EACH, prefill=RoleLimits(6, 8), decode=RoleLimits(5, 8))
+    system.goes_on(5, rate=1)
+    assert system.counts == (6, 5)
+    assert {Reason.ABOVE_MAX, Reason.BELOW_MIN} <= system.reasons()
+
+
+def test_all_prefill_workers_may_go_and_come_back_from_what_decode_workers_tell() -> None:
+    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(0, 8)))
+    system.goes_on(20 * MINUTE_S, rate=0.5)
+    assert system.counts == (0, 1)
+    system.memory = replace(system.memory, prefill=replace(system.memory.prefill, costs=None))
+    system.prefill = replace(system.prefill, costs=None)
+    system.goes_on(2 * MINUTE_S, rate=30)
+    assert system.prefill.target > 1
+
+
+def test_a_decision_is_made_every_interval_and_not_in_between() -> None:
+    system = System()
+    system.goes_on(12, rate=1, every_s=1.0)
+    between = [one.prefill_reason is Reason.BETWEEN for one in system.decisions]
+    assert between == [False, True, True, True, True, False, True, True, True, True, False, True]
+
+
+def test_what_is_remembered_survives_as_json() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=40)
+    system.goes_on(4 * MINUTE_S, rate=10)
+    again = memory_from_json(json.loads(json.dumps(memory_to_json(system.memory))))
+    assert again == system.memory
+    assert memory_from_json({}) == Memory()
+
+
+def test_counters_that_fall_count_as_standing_still() -> None:
+    system = System()
+    system.goes_on(10 * MINUTE_S, rate=20)
+    before = system.counts
+    system.arrived = Arrived()  # the router was replaced
+    system.goes_on(10 * MINUTE_S, rate=20)
+    assert system.counts == before
+
+
+def test_looks_out_of_order_change_nothing() -> None:
+    system = System()
+    system.goes_on(MINUTE_S, rate=20)
+    late = Signals(system.now_s - 30, Arrived(), system.prefill, system.decode)
+    decision, memory = decide(late, system.memory, system.config)
+    assert memory.history == system.memory.history
+    assert (decision.prefill, decision.decode) == system.counts
+
+
+def test_the_separate_policy_goes_by_each_roles_own_requests_and_needs_no_costs() -> None:
+    limits = RoleLimits(1, 8, ongoing=4)
+    system = System(config=AutoscalingConfig(policy="separate", prefill=limits, decode=limits))
+    system.prefill = replace(system.prefill, costs=None, queued_requests=10)
+    system.decode = replace(system.decode, costs=None, num_decoding=20, queued_requests=1)
+    system.goes_on(MINUTE_S, rate=1)
+    assert system.counts == (3, 6)
+    system.prefill = replace(system.prefill, queued_requests=0)
+    system.goes_on(11 * MINUTE_S, rate=1)
+    assert system.counts == (1, 6)
