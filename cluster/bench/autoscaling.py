@@ -14,8 +14,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TRY_S = 10.0  # at the calm rate, to find that out
 WARM_S = 8.0  # at half of it, for workers to learn what their steps cost
 BLOCK_TOKENS = 16
 LOOK_S = 0.5
+PART_S = 5.0
 BACK_S = 180.0  # for the workers to become as few as they were
 
 
@@ -88,7 +90,9 @@ class Story:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calm-seconds", type=positive, default=20, help="before the step (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=positive, default=75, help="at four times that (default: %(default)s)")
+    parser.add_argument(
+        "--step-seconds", type=positive, default=90, help="at four times that, at most (default: %(default)s)"
+    )
     parser.add_argument("--most", type=positive, default=2, help="workers of each kind (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=positive, default=512, help="tokens a prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive, default=256, help="tokens an answer (default: %(default)s)")
@@ -159,18 +163,26 @@ async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) ->
     began = time.perf_counter()
     watching = asyncio.create_task(_watch(url, began, story.sights))
     try:
-        story.calm = await send_all(url, mix.arrivals(rate, calm_s, seed=1))
+        story.calm = await _send(url, mix, rate, calm_s, lambda: False)
         story.rose_at = time.perf_counter() - began
-        story.step = await send_all(url, mix.arrivals(STEP * rate, step_s, seed=2))
+        story.step = await _send(url, mix, STEP * rate, step_s, lambda: _have_grown(story.sights))
         story.fell_at = time.perf_counter() - began
-        seed = 3
-        while time.perf_counter() - began < story.fell_at + BACK_S and not _is_back(story.sights):
-            story.after += await send_all(url, mix.arrivals(rate, 5.0, seed))
-            seed += 1
+        story.after = await _send(url, mix, rate, BACK_S, lambda: _is_back(story.sights))
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     return story
+
+
+async def _send(url: str, mix: Mix, rate: float, most_s: float, is_over: Callable[[], bool]) -> list[Outcome]:
+    """Requests that come at this rate for so long, or until it is over; returns when all are answered."""
+    began = time.perf_counter()
+    parts: list[asyncio.Task[list[Outcome]]] = []
+    while not is_over() and time.perf_counter() - began < most_s:
+        part = mix.arrivals(rate, PART_S, seed=100 + len(parts))
+        parts.append(asyncio.create_task(send_all(url, part)))
+        await asyncio.sleep(PART_S)
+    return [outcome for part in parts for outcome in await part]
 
 
 async def _watch(url: str, began: float, sights: list[Sight]) -> None:
@@ -185,6 +197,10 @@ async def _watch(url: str, began: float, sights: list[Sight]) -> None:
                 )
             sights.append(sight)
         await asyncio.sleep(LOOK_S)
+
+
+def _have_grown(sights: Sequence[Sight]) -> bool:
+    return bool(sights) and all(_has_more(role, sights[-1]) for role in ROLES)
 
 
 def _is_back(sights: Sequence[Sight]) -> bool:
@@ -203,13 +219,12 @@ def summarise(story: Story) -> dict[str, Any]:
         "first_failure": failures[0].why or failures[0].status if failures else None,
     }
     for role in ROLES:
-        least = LEAST[role]
         figures |= {
             f"{role}_most": max(one.target[role] for one in story.sights),
             f"{role}_ran_most": max(one.running[role] for one in story.sights),
             f"{role}_at_end": story.sights[-1].running[role],
-            f"{role}_asked_after_s": _first(story, lambda one, role=role, least=least: one.target[role] > least),
-            f"{role}_there_after_s": _first(story, lambda one, role=role, least=least: one.running[role] > least),
+            f"{role}_asked_after_s": _first(story, partial(_asks_for_more, role)),
+            f"{role}_there_after_s": _first(story, partial(_has_more, role)),
             f"{role}_changes": sum(a.target[role] != b.target[role] for a, b in pairwise(story.sights)),
             f"{role}_reasons": sorted({one.change[role] or "" for one in story.sights} - {""}),
         }
@@ -221,9 +236,17 @@ def summarise(story: Story) -> dict[str, Any]:
     return figures
 
 
-def _first(story: Story, is_there: Any) -> float | None:
+def _first(story: Story, is_there: Callable[[Sight], bool]) -> float | None:
     """Seconds from the step until a sight is like that."""
     return next((one.at - story.rose_at for one in story.sights if one.at >= story.rose_at and is_there(one)), None)
+
+
+def _asks_for_more(role: str, sight: Sight) -> bool:
+    return sight.target[role] > LEAST[role]
+
+
+def _has_more(role: str, sight: Sight) -> bool:
+    return sight.running[role] > LEAST[role]
 
 
 def holds(figures: Mapping[str, Any]) -> bool:
