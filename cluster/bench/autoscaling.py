@@ -163,23 +163,25 @@ async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) ->
     began = time.perf_counter()
     watching = asyncio.create_task(_watch(url, began, story.sights))
     try:
-        story.calm = await _send(url, mix, rate, calm_s, lambda: False)
+        story.calm = await _send(url, mix, rate, calm_s, lambda: False, seed=1000)
         story.rose_at = time.perf_counter() - began
-        story.step = await _send(url, mix, STEP * rate, step_s, lambda: _have_grown(story.sights))
+        story.step = await _send(url, mix, STEP * rate, step_s, lambda: _have_grown(story.sights), seed=2000)
         story.fell_at = time.perf_counter() - began
-        story.after = await _send(url, mix, rate, BACK_S, lambda: _is_back(story.sights))
+        story.after = await _send(url, mix, rate, BACK_S, lambda: _is_back(story.sights), seed=3000)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     return story
 
 
-async def _send(url: str, mix: Mix, rate: float, most_s: float, is_over: Callable[[], bool]) -> list[Outcome]:
+async def _send(
+    url: str, mix: Mix, rate: float, most_s: float, is_over: Callable[[], bool], *, seed: int
+) -> list[Outcome]:
     """Requests that come at this rate for so long, or until it is over; returns when all are answered."""
     began = time.perf_counter()
     parts: list[asyncio.Task[list[Outcome]]] = []
     while not is_over() and time.perf_counter() - began < most_s:
-        part = mix.arrivals(rate, PART_S, seed=100 + len(parts))
+        part = mix.arrivals(rate, PART_S, seed + len(parts))
         parts.append(asyncio.create_task(send_all(url, part)))
         await asyncio.sleep(PART_S)
     return [outcome for part in parts for outcome in await part]
