@@ -23,7 +23,7 @@ MOST_LOAD = 0.25  # of the cores, by others, for the figures to be the generator
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes",
+        "--workers",
         type=int,
         default=1,
         metavar="N",
@@ -32,19 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="length of the two timed runs each (default: 60)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs' folders here (default: they go)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="keep the runs' folders here (default: they go)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 where all held, 1 where not. Raises LoadTestError where a run can't be carried out."""
-    if arguments.processes < 1:
-        raise LoadTestError(f"--processes {arguments.processes}: give at least 1")
+    if arguments.workers < 1:
+        raise LoadTestError(f"--workers {arguments.workers}: give at least 1")
     if arguments.seconds < 10:
         raise LoadTestError(f"--seconds {arguments.seconds:g}: give at least 10, or too little is measured")
-    if arguments.out is not None:
-        return _check(arguments.out, arguments.seconds, arguments.processes)
+    if arguments.output is not None:
+        return _check(arguments.output, arguments.seconds, arguments.workers)
     with tempfile.TemporaryDirectory(prefix="twostroke-selfcheck-") as folder:
-        return _check(Path(folder), arguments.seconds, arguments.processes)
+        return _check(Path(folder), arguments.seconds, arguments.workers)
 
 
 def _check(folder: Path, seconds: float, processes: int) -> int:
