@@ -35,9 +35,9 @@ from tests.deploy.proxies import Proxy, running
 MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {
     "prefill": {"threads": 1},
-    "decode": {"threads": 1},
-    "router": {"replicas": 2},
-    "autoscaling": {"enabled": True},
+    "decode": {"threads": 1, "replicas": 2},
+    "router": {"replicas": 2, "decodes_alone": False},  # or the small model's prompts would never travel
+    "autoscaling": {"enabled": True, "prefill": {"max": 1}, "decode": {"max": 2, "min": 2}},
     "slo": {
         "classes": [
             {"name": "chat", "ttft_s": 5.0, "tpot_s": 1.0, "priority": 1},
@@ -47,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     },
 }
 START_S = 15.0
+LONG_STREAMS = 24
+LONG_TOKENS = 400
 SHARED = "The quick brown fox jumps over the lazy dog. " * 12
 
 _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10m])'
@@ -54,7 +56,7 @@ _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10
 EMPTY_UNTIL = {
     "Queues by class": "a scrape finds requests that wait",
 }
-"""Panels that may be empty here. Those about errors and refusals are not: we see to both."""
+"""Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""
 
 
 async def load(url: str, rate: float, seconds: float) -> int:
@@ -119,19 +121,31 @@ def _is_ready(url: str) -> bool:
 
 async def values(client: httpx.AsyncClient, expression: str) -> list[float]:
     """What an expression says now; NaN left out."""
+    told = await _asked(client, "query", expression)
+    return [value for value in (float(one["value"][1]) for one in told) if not math.isnan(value)]
+
+
+async def has_data(client: httpx.AsyncClient, expression: str, seconds: float) -> bool:
+    """Whether a panel would show anything of the last `seconds`."""
+    now = time.time()
+    told = await _asked(client, "query_range", expression, start=now - seconds, end=now, step=1)
+    return any(not math.isnan(float(value)) for one in told for _, value in one["values"])
+
+
+async def _asked(client: httpx.AsyncClient, kind: str, expression: str, **more: float) -> list[dict[str, Any]]:
     for name, value in (("$__rate_interval", "1m"), ("$__range", "10m"), ("$job", "twostroke")):
         expression = expression.replace(name, value)
-    answer = await client.post("/api/v1/query", data={"query": expression})
+    answer = await client.post(f"/api/v1/{kind}", data={"query": expression, **more})
     assert answer.status_code == 200, f"{expression}: {answer.text}"
-    told = [float(one["value"][1]) for one in answer.json()["data"]["result"]]
-    return [value for value in told if not math.isnan(value)]
+    result: list[dict[str, Any]] = answer.json()["data"]["result"]
+    return result
 
 
-async def judge(client: httpx.AsyncClient, sound: int) -> dict[str, Any]:
+async def judge(client: httpx.AsyncClient, sound: int, seconds: float) -> dict[str, Any]:
     """Which panels have data, whether counters add up over routers, and what the rules and the targets say."""
     without: dict[str, list[str]] = {}
     for panel in panels():
-        empty = [one["expr"] for one in panel["targets"] if not await values(client, one["expr"])]
+        empty = [one["expr"] for one in panel["targets"] if not await has_data(client, one["expr"], seconds)]
         if empty:
             without[panel["title"]] = empty
     groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
@@ -151,9 +165,7 @@ async def judge(client: httpx.AsyncClient, sound: int) -> dict[str, Any]:
         "router_counter_resets": sum(await values(client, "sum(resets(twostroke:prompt_tokens_total[10m]))")),
         "choices_sent": sound,
         "choices_counted": int(begun),
-        "scrape_ms_max": round(
-            1000 * max(await values(client, 'max_over_time(scrape_duration_seconds{job="twostroke"}[10m])'))
-        ),
+        "scrape_ms_p50": round(1000 * max(await values(client, _SCRAPE_S))),
         "scrape_samples": int(max(await values(client, 'scrape_samples_scraped{job="twostroke"}'))),
     }
 
@@ -163,13 +175,19 @@ async def measure(
 ) -> dict[str, Any]:
     loading = asyncio.create_task(load(proxy.url, rate, seconds))
     await asyncio.sleep(seconds / 2)
+    long = {"model": MODEL, "max_tokens": LONG_TOKENS, "ignore_eos": True}
+    amid = [
+        asyncio.create_task(stream_completion(proxy.url, long | {"prompt": f"{number}: {SHARED}"}))
+        for number in range(LONG_STREAMS)
+    ]
+    await asyncio.sleep(0.3)  # until both decode workers have some of them
     victims = processes_named("ServeReplica:twostroke:DecodeWorker", descendants(server.pid))
-    for pid in victims[:1]:
-        os.kill(pid, signal.SIGKILL)
-    sound = await loading
+    os.kill(victims[0], signal.SIGKILL)
+    sound = await loading + LONG_STREAMS
+    await asyncio.gather(*amid)
     await asyncio.sleep(3.0)  # some scrapes
     async with httpx.AsyncClient(base_url=prometheus_url, timeout=30) as client:
-        return await judge(client, sound)
+        return await judge(client, sound, seconds)
 
 
 def main() -> int:
