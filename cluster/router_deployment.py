@@ -147,8 +147,11 @@ class RouterReplica:
         app.state.doctor = self._doctor
         return app
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks for this where there is an autoscaler, and hands it to the policy."""
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for this where there is an autoscaler, and hands it to the policy.
+
+        A coroutine, since Serve would call a plain method on another thread, while the numbers change.
+        """
         return {} if self._service is None else self._service.demand()
 
     def _scaling(self) -> Scaling | None:
