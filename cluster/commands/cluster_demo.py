@@ -5,12 +5,10 @@ Progress goes to people; the last line is one JSON object.
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rich import box
@@ -111,7 +109,6 @@ class _Demo:
         kind = "namespaces of their own" if self._machines.has_own_ports else "the loopback interface"
         self._say(f"Starting {1 + sum(self._num.values())} nodes on this machine, on {kind} ...")
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="twostroke-demo-")))
             stack.enter_context(self._machines)
             cluster = stack.enter_context(RayNodes(self._machines, node_for("router")))
             nodes = [cluster.add(node_for(role)) for role, count in self._num.items() for _ in range(count)]
@@ -120,7 +117,7 @@ class _Demo:
             self._say("All nodes are up. Deploying, each role to the nodes of its label ...")
             port = ISOLATED_PORT if self._machines.has_own_ports else free_ports(1)[0]
             site = Site(cluster, self._machines, port)
-            site.deploy(settings(**self._counts(), share_memory=not self._machines.has_own_ports), folder)
+            site.deploy(settings(**self._counts(), share_memory=not self._machines.has_own_ports))
             workers = site.await_workers(**self._counts())
             self._show([cluster.head, *nodes], workers)
             self._show_links(site)

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import yaml
 
 from cluster.haproxy import haproxy_binary
 from cluster.local_nodes.machines import Machine, Machines
@@ -144,10 +147,12 @@ class RayNodes:
             raise NodeFailed(f"{' '.join(command)} on {node.spec.name} ended with {code}: {said}")
         return said
 
-    def serve_run(self, config: Path) -> None:
-        """Deploy what a Serve configuration file says, as `serve run` on the head does. Raises NodeFailed."""
+    def serve_run(self, config: Mapping[str, Any]) -> None:
+        """Deploy what a Serve configuration file would say, as `serve run` on the head does. Raises NodeFailed."""
+        path = self._folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
         serve = str(Path(sys.executable).parent / "serve")
-        self.run_on(self.head, [serve, "run", "--non-blocking", "--address", self.gcs_address, str(config)])
+        self.run_on(self.head, [serve, "run", "--non-blocking", "--address", self.gcs_address, str(path)])
 
     def _start(self, spec: NodeSpec, *, is_head: bool) -> Node:
         number = len(self._nodes) + 1
@@ -163,6 +168,7 @@ class RayNodes:
             f"--temp-dir={folder}",
             f"--num-cpus={spec.num_cpus}",
             "--num-gpus=0",
+            "--include-log-monitor=false",
             f"--object-store-memory={STORE_BYTES}",
             f"--labels={','.join(f'{name}={value}' for name, value in spec.labels.items())}",
             f"--resources={json.dumps(dict(spec.resources))}",
@@ -185,6 +191,7 @@ class RayNodes:
             **SWITCHES,
             **self._switches,
             **QUICK_NODE_CHECKS,
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that is told to end waits for nobody
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._ray_token,
             "TWOSTROKE_SECRET": self._secret,

@@ -6,10 +6,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from cluster.local_nodes.machines import Machines
 from cluster.local_nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
@@ -71,27 +68,25 @@ class Site:
         self._port = port
         self.url = f"http://{nodes.head.address}:{port}"
 
-    def deploy(self, sections: dict[str, Any], folder: Path) -> None:
-        """Hand the configuration to Serve, as a file in `folder`. Raises NodeFailed."""
-        path = folder / "serve.yaml"
-        everywhere = "0.0.0.0"  # of the machines' own network, or of the loopback interface below
-        serve = {
-            "proxy_location": "EveryNode" if self._has_own_ports else "HeadOnly",
-            "http_options": {
-                "host": everywhere if self._has_own_ports else self._nodes.head.address,
-                "port": self._port,
-            },
-            "applications": [
-                {
-                    "name": "twostroke",
-                    "route_prefix": "/",
-                    "import_path": "cluster.serve_app:build_app",
-                    "args": sections,
-                }
-            ],
-        }
-        path.write_text(yaml.safe_dump(serve, sort_keys=False), encoding="utf-8")
-        self._nodes.serve_run(path)
+    def deploy(self, sections: dict[str, Any]) -> None:
+        """Hand the configuration to Serve. Raises NodeFailed."""
+        self._nodes.serve_run(
+            {
+                "proxy_location": "EveryNode" if self._has_own_ports else "HeadOnly",
+                "http_options": {
+                    "host": "0.0.0.0" if self._has_own_ports else self._nodes.head.address,
+                    "port": self._port,
+                },
+                "applications": [
+                    {
+                        "name": "twostroke",
+                        "route_prefix": "/",
+                        "import_path": "cluster.serve_app:build_app",
+                        "args": sections,
+                    }
+                ],
+            }
+        )
 
     def get(self, path: str, node: Node | None = None) -> Any:
         """The JSON that a node's entry, by default the head's, answers. Raises OSError, HTTPException or ValueError."""

@@ -6,6 +6,7 @@ In network namespaces where they can be had (root), else on the loopback interfa
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,7 @@ from cluster.commands.cluster_demo import ISOLATED_PORT, choose_machines
 from cluster.commands.doctor import fetch_report
 from cluster.local_nodes.load import Answer, Request, ask
 from cluster.local_nodes.machines import Machines
-from cluster.local_nodes.ray_nodes import Node, RayNodes
+from cluster.local_nodes.ray_nodes import Node, NodeSpec, RayNodes
 from cluster.local_nodes.site import Site, Worker, node_for, settings
 from cluster.local_ray import free_ports
 from tests.e2e.conftest import MODEL
@@ -37,14 +38,19 @@ class Cluster:
         return [worker for worker in self.site.workers() if worker.role == role]
 
 
+def labelled(role: Literal["prefill", "decode"]) -> NodeSpec:
+    """A node that has room for either role: its label decides."""
+    return replace(node_for(role), resources={"prefill_slot": 1, "decode_slot": 1})
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     with choose_machines(None) as machines, RayNodes(machines, node_for("router")) as rays:
-        nodes = [rays.add(node_for(role)) for role in ("prefill", "decode", "decode")]
+        nodes = [rays.add(labelled(role)) for role in ("prefill", "decode", "decode")]
         for node in nodes:
             rays.await_up(node)
         site = Site(rays, machines, ISOLATED_PORT if machines.has_own_ports else free_ports(1)[0])
-        site.deploy(settings(1, 2, share_memory=not machines.has_own_ports), tmp_path_factory.mktemp("site"))
+        site.deploy(settings(1, 2, share_memory=not machines.has_own_ports))
         site.await_workers(1, 2)
         yield Cluster(machines, rays, site, nodes)
 
@@ -95,7 +101,7 @@ def test_a_dead_nodes_requests_go_on_elsewhere_and_a_new_node_takes_its_place(cl
     asking.join()
     assert [whole(answer) for answer in answers] == [expected]
 
-    successor = cluster.rays.add(node_for("decode"))
+    successor = cluster.rays.add(labelled("decode"))
     cluster.nodes = [successor, *(one for one in cluster.nodes if one is not node)]
     cluster.site.await_that(
         "a worker runs on the new node",
