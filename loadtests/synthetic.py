@@ -23,7 +23,7 @@ from loadtests.seeds import seed_of
 _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.9999)
 BLOCK_TOKENS = 512  # of Mooncake's hashes
 RATE_HOLDS_S = 60.0  # so long a slowly changing rate stays as it is
-RECENT = 500  # requests back that one may continue; half of Mooncake's are within 230 to 260
+RECENT = 500  # requests back that one may continue; half of Mooncake's continue one of the last 260 to 420
 
 
 def _percentiles(*tokens: float) -> Quantiles:

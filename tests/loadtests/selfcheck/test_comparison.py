@@ -12,12 +12,14 @@ from loadtests.selfcheck.stub_server import Served
 SLO_OF_BOTH = SLO(ttft_s=1.0, tpot_s=0.1)
 
 
-def record(token_s: tuple[float, ...], *, request_id: str = "ff", scheduled_s: float = 0.0) -> Record:
+def record(
+    token_s: tuple[float, ...], *, request_id: str = "ff", scheduled_s: float = 0.0, lag_s: float = 0.0
+) -> Record:
     return Record(
         session=0,
         turn=0,
         scheduled_s=scheduled_s,
-        sent_s=scheduled_s,
+        sent_s=scheduled_s + lag_s,
         end_s=9.0,
         status="ok",
         output_tokens=len(token_s),
@@ -35,7 +37,7 @@ def test_errors_are_those_of_durations_whatever_the_clocks_begin_with() -> None:
 
 def test_late_sending_is_an_error_of_ttft() -> None:
     served = Served(0xFF, arrived_s=1000.3, token_s=[1000.8])  # sent 0.3 s after it was due
-    assert timing_errors([record((2.8,), scheduled_s=2.0)], [served]).ttft_s == pytest.approx([0.3])
+    assert timing_errors([record((2.8,), scheduled_s=2.0, lag_s=0.3)], [served]).ttft_s == pytest.approx([0.3])
 
 
 @pytest.mark.parametrize("served", [Served(0xFE, 0.0, [1.0]), Served(0xFF, 0.0, [1.0, 2.0])], ids=["unknown", "lost"])
