@@ -23,6 +23,7 @@ from cluster.model_folder import resolve_model_folder, served_name
 from cluster.other_routers import OtherRouters
 from cluster.process_logs import LoggingConfig, log_as_replica
 from cluster.ray_switches import forgotten_switches
+from cluster.worker_directory import directory_of
 from protocol.clock import draw_epoch
 from protocol.stats import Role
 from protocol.tcp_network import TcpNetwork
@@ -108,6 +109,9 @@ class RouterReplica:
             )
             await self._decisions.look()  # a router that is new knows how many workers there are to be
             self._decisions.start()
+            for handle in (decode, prefill):
+                if handle is not None:  # a worker that leaves may do so because of a decision
+                    directory_of(handle.deployment_name).watch(lambda _workers, _how: self._look_soon())
         self._expected = settings.expected
         self._service = RouterService(
             config=ServiceConfig(
@@ -153,6 +157,10 @@ class RouterReplica:
         A coroutine, since Serve would call a plain method on another thread, while the numbers change.
         """
         return {} if self._service is None else self._service.demand()
+
+    def _look_soon(self) -> None:
+        if self._decisions is not None:
+            self._decisions.look_soon()
 
     def _scaling(self) -> Scaling | None:
         return None if self._decisions is None else self._decisions.latest()

@@ -1,6 +1,7 @@
 """What the autoscaler decided last, as a router knows it: looked up again and again, in the background."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,13 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionWatch:
-    """Use it on one event loop. `published` asks for the last decision, and may take a while."""
+    """Made and used on one event loop. `published` asks for the last decision, and may take a while."""
 
     def __init__(self, published: Callable[[], Scaling | None], *, interval_s: float, wall_clock: Clock = time.time):
         self._published = published
         self._oldest_s = STALE_S + interval_s
         self._wall_clock = wall_clock
         self._latest: Scaling | None = None
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._is_lost = False
 
@@ -36,6 +39,10 @@ class DecisionWatch:
     def start(self) -> None:
         """Look it up from now on."""
         self._looking = asyncio.create_task(self._follow())
+
+    def look_soon(self) -> None:
+        """Something has happened that may come of a decision. On any thread."""
+        self._loop.call_soon_threadsafe(self._wake.set)
 
     async def close(self) -> None:
         """Stop."""
@@ -61,4 +68,6 @@ class DecisionWatch:
     async def _follow(self) -> None:
         while True:
             await self.look()
-            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_S)
+            self._wake.clear()

@@ -1,8 +1,12 @@
 """How a router follows what is decided elsewhere."""
 
+import asyncio
+import threading
+
 import pytest
 from ray.exceptions import RpcError
 
+from cluster.autoscaling import decision_watch
 from cluster.autoscaling.decision_watch import STALE_S, DecisionWatch
 from router.scaling import RoleScaling, Scaling
 
@@ -63,8 +67,23 @@ async def test_what_is_known_stays_while_nothing_can_be_learnt_and_that_is_said_
     assert watch.latest() == head.entry
 
 
-async def test_it_looks_by_itself_until_it_is_closed() -> None:
-    watch = watch_of(Head(decided(NOW)))
+async def test_it_looks_by_itself_at_once_when_it_is_told_to_and_no_more_when_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision_watch, "LOOK_S", 3600.0)
+    looked = [threading.Event(), threading.Event()]
+    count = 0
+
+    def published() -> Scaling:
+        nonlocal count
+        looked[count].set()
+        count += 1
+        return decided(NOW)
+
+    watch = DecisionWatch(published, interval_s=5.0, wall_clock=lambda: NOW)
     watch.start()
+    assert await asyncio.to_thread(looked[0].wait, 5)
+    await asyncio.to_thread(watch.look_soon)
+    assert await asyncio.to_thread(looked[1].wait, 5)
     await watch.close()
     await watch.close()
