@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler._private.command_runner import _with_interactive
+from ray.autoscaler._private.util import prepare_config, validate_config, with_head_node_ip
 
 from tests.deploy.files import DEPLOY, INSTALLED, LABEL, ROLES, SETTINGS, serve_config
 from tests.deploy.ray_autoscaler import launched_for
@@ -126,9 +127,13 @@ def _start_worker(addresses: str, folder: Path) -> "subprocess.CompletedProcess[
     script = script.replace(f"{INSTALLED}/bin/ray", str(folder / "ray")).replace(str(SETTINGS), str(folder))
     # A limit that this shell may not be allowed to raise.
     script = script.replace("ulimit -n 65536", "true")
+    (folder / ".bashrc").write_text(f"PATH={folder}:$PATH\n", encoding="utf-8")
+    (command,) = with_head_node_ip([script], HEAD)
+    # What `ray up` hands to SSH, and a host's shell is given by its daemon.
     return subprocess.run(
-        ["bash", "-c", f"export RAY_HEAD_IP={HEAD}; ({script})"],
-        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        ["sh", "-c", " ".join(_with_interactive(command))],
+        env={**os.environ, "HOME": str(folder)},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=30,
