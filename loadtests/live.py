@@ -83,12 +83,6 @@ class LiveFigures:
         for at_s, second in seconds.items():
             self._second(at_s).add(second)
 
-    def total(self) -> Second:
-        total = Second()
-        for second in self.seconds.values():
-            total.add(second)
-        return total
-
     def _second(self, at_s: float) -> Second:
         return self.seconds.setdefault(max(0, int(at_s)), Second())
 

@@ -2,12 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Set
 
 import msgspec
 
-from loadtests.live import LiveFigures, percentile
+from loadtests.live import LiveFigures, Second, percentile
 from loadtests.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from loadtests.plan import Plan
 from loadtests.progress import Progress
@@ -33,7 +32,6 @@ class Head:
     ):
         self.plan = plan
         self.live = LiveFigures()
-        self._elapsed_s: dict[int, float] = {}
         self.is_over = False
         self.error: str | None = None
         self._folder = folder
@@ -42,6 +40,8 @@ class Head:
         models = models_of(plan.url)
         self._is_ours = is_ours(models)
         self._facts = begin_facts(plan.url, models)
+        self._total = Second()  # of all seconds: adding them up anew each time would take ever longer
+        self._elapsed_s: dict[int, float] = {}
         self._waited_for: set[int] = set()
         self._running: set[int] = set()
         self._health: dict[int, GeneratorHealth] = {}
@@ -61,7 +61,7 @@ class Head:
 
     @property
     def progress(self) -> Progress:
-        total = self.live.total()
+        total = self._total
         return Progress(
             elapsed_s=max(0.0, self.elapsed_s),
             sent=total.sent,
@@ -102,6 +102,8 @@ class Head:
     def on_report(self, content: bytes) -> None:
         report = _REPORT.decode(content)
         self.live.add(report.seconds)
+        for second in report.seconds.values():
+            self._total.add(second)
         self._elapsed_s[report.worker] = report.elapsed_s
         self._health[report.worker] = report.health
         self.error = self.error or report.error
@@ -111,8 +113,8 @@ class Head:
             self._write_facts(ended_early=bool(self._running or self.error))
         self._on_progress(self)
 
-    def lose(self, clients: Mapping[str, Any]) -> None:
-        """Give up where one of the processes is not among those that are there any more."""
+    def lose_all_but(self, clients: Set[str | None]) -> None:
+        """Give up where a process that still has to send is none of those that are there."""
         lost = [worker for worker in self._running if self._clients[worker] not in clients]
         if lost:
             self._give_up(f"sending process {lost[0]} is gone")

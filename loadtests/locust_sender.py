@@ -1,18 +1,13 @@
-"""The sending side of a Locust process: its share of the plan, and a report of it each second.
-
-It knows Locust by messages alone (loadtests/locust_messages.py).
-"""
+"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/locust_messages.py)."""
 
 import gc
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import gevent
 import msgspec
-from gevent.event import Event
+from gevent.event import AsyncResult
 
 from loadtests.conversation import Conversation, Line, check_prompts
 from loadtests.dispatcher import Dispatcher, Share
@@ -27,69 +22,56 @@ from loadtests.run_folder import GeneratorHealth, RunFolder
 
 REPORT_INTERVAL_S = 1.0
 
+SendMessage = Callable[[str, bytes], None]
+OnRecord = Callable[[Record, str], None]
+
 _log = logging.getLogger(__name__)
 
 
 class Sender:
-    """A process's share of a run. `run` is the work of its one Locust user."""
+    """Does what the head says. `run` is the work of the process's one Locust user."""
 
-    def __init__(
-        self,
-        folder: Path,
-        send_message: Callable[[str, Any], None],
-        on_record: Callable[[Record, str], None],
-    ):
-        self._folder = RunFolder(folder)
+    def __init__(self, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
+        self._folder = folder
         self._send_message = send_message
-        self._on_record = on_record  # beside the file: Locust's own table
-        self._begin_asked = Event()
-        self._began = 0.0
-        self._began_cpu = 0.0
-        self._live = LiveFigures()
-        self._num_sent = 0
+        self._on_record = on_record  # is told each record and the run's name, beside the file
+        self._prepared: AsyncResult[ShareRun] = AsyncResult()
+        self._begins_at: AsyncResult[float] = AsyncResult()
 
     def prepare(self, order: PrepareOrder) -> None:
         """Compute the share's schedule and its first requests."""
-        self._order = order
         try:
-            self._dispatcher = self._dispatcher_of(order)
-            self._dispatcher.prepare()
+            share = ShareRun(order, self._folder, self._send_message, self._on_record)
         except LoadTestError as error:
-            self._tell(PREPARED, Prepared(order.worker, str(error)))
+            self._tell(Prepared(order.worker, str(error)))
         else:
-            self._tell(PREPARED, Prepared(order.worker))
+            self._prepared.set(share)
+            self._tell(Prepared(order.worker))
 
     def begin(self, at: float) -> None:
         """Begin at a moment of the wall clock, which machines share; from then on the monotonic clock counts."""
         # What is loaded stays: the garbage collector needn't look at it again and again while streams are stamped.
         gc.collect()
         gc.freeze()
-        self._began = time.monotonic() + (at - time.time())
-        self._begin_asked.set()
+        self._begins_at.set(time.monotonic() + (at - time.time()))
 
     def run(self) -> None:
-        """Send the share, once `begin` was called. Ended from outside, it still reports all."""
-        self._begin_asked.wait()
-        self._began_cpu = time.process_time()
-        reporter = gevent.spawn(self._report_each_second)
-        error: str | None = "ended from outside"
-        try:
-            self._dispatcher.run(self._began)
-            error = None
-        except Exception as crash:
-            _log.exception("this share of the run is lost")
-            error = f"{type(crash).__name__}: {crash}"
-        finally:
-            reporter.kill()
-            self._report(over=True, error=error)
-            self._records.close()
+        """Send the share, once told to begin. Ended from outside, it still reports all."""
+        began = self._begins_at.get()
+        self._prepared.get().run(began)
 
-    def _dispatcher_of(self, order: PrepareOrder) -> Dispatcher:
+    def _tell(self, prepared: Prepared) -> None:
+        self._send_message(PREPARED, msgspec.msgpack.encode(prepared))
+
+
+class ShareRun:
+    """One share of a plan, ready to be sent: its records, and a report of it each second."""
+
+    def __init__(self, order: PrepareOrder, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
+        """Raises LoadTestError for a plan that can't be carried out here."""
         plan = order.plan
         check_prompts(plan)
         endpoint = endpoint_of(plan.url, api_key())
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        self._records = self._folder.records_path(order.worker).open("ab", buffering=0)
         line = Line(
             post=lambda path, body, exchange: stream(
                 endpoint, endpoint.request(path, body), exchange, plan.request_limit_s
@@ -99,12 +81,40 @@ class Sender:
             on_send=self._sent,
             on_record=self._record,
         )
-        return Dispatcher(
+        self._order = order
+        self._send_message = send_message
+        self._on_record = on_record
+        self._live = LiveFigures()
+        self._num_sent = 0
+        self._dispatcher = Dispatcher(
             plan,
             Share(order.worker, order.num_workers),
             lambda session: Conversation(plan, session, line),
             Greenlets(),
         )
+        self._dispatcher.prepare()
+        path = folder.records_path(order.worker)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._records = path.open("ab", buffering=0)
+        except OSError as error:
+            raise LoadTestError(f"{path}: {error.strerror}") from error
+
+    def run(self, began: float) -> None:
+        """Send all. `began` is a moment of the monotonic clock, and may lie ahead. What goes wrong is in the report."""
+        began_cpu = time.process_time()
+        reporter = gevent.spawn(self._report_each_second, began, began_cpu)
+        error: str | None = "ended from outside"
+        try:
+            self._dispatcher.run(began)
+            error = None
+        except Exception as crash:
+            _log.exception("this share of the run is lost")
+            error = f"{type(crash).__name__}: {crash}"
+        finally:
+            reporter.kill()
+            self._report(began, began_cpu, over=True, error=error)
+            self._records.close()
 
     def _sent(self, at_s: float) -> None:
         self._num_sent += 1
@@ -116,26 +126,20 @@ class Sender:
         self._live.record(record, plan.slo, plan.warm_up_s)
         self._on_record(record, plan.name)
 
-    def _report_each_second(self) -> None:
+    def _report_each_second(self, began: float, began_cpu: float) -> None:
         while True:
             gevent.sleep(REPORT_INTERVAL_S)
-            self._report()
+            self._report(began, began_cpu)
 
-    def _report(self, *, over: bool = False, error: str | None = None) -> None:
-        elapsed_s = time.monotonic() - self._began
-        cpu_seconds = time.process_time() - self._began_cpu
-        self._tell(
-            REPORT,
-            Report(
-                worker=self._order.worker,
-                elapsed_s=elapsed_s,
-                seconds=self._live.take(float("inf") if over else elapsed_s),
-                health=GeneratorHealth(self._order.worker, self._num_sent, cpu_seconds, elapsed_s),
-                over=over,
-                error=error,
-            ),
+    def _report(self, began: float, began_cpu: float, *, over: bool = False, error: str | None = None) -> None:
+        elapsed_s = time.monotonic() - began
+        cpu_seconds = time.process_time() - began_cpu
+        report = Report(
+            worker=self._order.worker,
+            elapsed_s=elapsed_s,
+            seconds=self._live.take(float("inf") if over else elapsed_s),
+            health=GeneratorHealth(self._order.worker, self._num_sent, cpu_seconds, elapsed_s),
+            over=over,
+            error=error,
         )
-
-    def _tell(self, kind: str, content: msgspec.Struct) -> None:
-        # As bytes: Locust's own coding knows no numbers as keys.
-        self._send_message(kind, msgspec.msgpack.encode(content))
+        self._send_message(REPORT, msgspec.msgpack.encode(report))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
 from loadtests import live_page
 from loadtests.errors import LoadTestError
@@ -44,7 +44,7 @@ def _init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
     # Strings: the master sends its options to workers.
     folder = Path(options.folder) if options.folder else Path(options.plan or "").parent
     if not isinstance(runner, MasterRunner):
-        _senders.append(_make_sender(environment, runner, folder))
+        _senders.append(_make_sender(environment, runner, RunFolder(folder)))
     if not isinstance(runner, WorkerRunner):
         if options.plan is None:
             raise SystemExit("locustfile: name the plan: --plan plan.json")
@@ -58,7 +58,7 @@ def _init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
             live_page.add_to(web_ui, head)
 
 
-def _make_sender(environment: Any, runner: Any, folder: Path) -> Sender:
+def _make_sender(environment: Any, runner: Any, folder: RunFolder) -> Sender:
     sender = Sender(folder, runner.send_message, lambda record, name: _tell_locust(environment, record, name))
     decode = msgspec.msgpack.Decoder(PrepareOrder).decode
     runner.register_message(PREPARE, lambda environment, msg: sender.prepare(decode(msg.data)))
@@ -120,7 +120,7 @@ class Shares(LoadTestShape):  # type: ignore[misc]
     def tick(self) -> tuple[int, float] | None:
         head = _heads[0]
         if isinstance(self.runner, MasterRunner):
-            head.lose(self.runner.clients)
+            head.lose_all_but({name for name, node in self.runner.clients.items() if node.state != STATE_MISSING})
         if head.is_over:
             self.runner.environment.process_exit_code = 0 if head.error is None else 1
             return None

@@ -22,7 +22,7 @@ class Record(msgspec.Struct, frozen=True):
     session: int
     turn: int
     scheduled_s: float  # when it was to be sent: of later turns the end of the one before, and the time to think
-    sent_s: float  # when its first byte was
+    sent_s: float  # when it began to connect: what comes after is the server's and the network's
     end_s: float  # when all had come, or it was given up
     status: Status
     kind: str = ""
