@@ -122,6 +122,7 @@ def figures_of(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "valid": not comparison.invalid_runs,
         "figures": {
             figure.name: {
+                "unit": figure.unit,
                 "values": [value.value if value else None for value in figure.values],
                 "ratios": [ratio.median if ratio else None for ratio in figure.ratios],
                 "verdicts": list(figure.verdicts),

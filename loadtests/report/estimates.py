@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 CONFIDENCE = 0.95
 NUM_SLICES = 30  # of the window: long enough to hold a burst whole, enough of them to draw from
 NUM_RESAMPLES = 1000
-MOST_CANDIDATES = 4000  # values among which a resample's percentile is sought; all where there are no more
+MOST_CANDIDATES = 2000  # values among which a resample's percentile is sought; all where there are no more
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -70,8 +70,9 @@ class Slices:
     def __init__(self, begin_s: float, end_s: float, seed: int = 0):
         self._begin_s = begin_s
         self._width_s = (end_s - begin_s) / NUM_SLICES
-        draws = np.random.default_rng(seed).integers(NUM_SLICES, size=(NUM_RESAMPLES, NUM_SLICES))
-        self._weights = np.stack([np.bincount(draw, minlength=NUM_SLICES) for draw in draws]).astype(np.float64)
+        # How often each slice is in each resample: that many draws of slices, with replacement.
+        draws = np.random.default_rng(seed).multinomial(NUM_SLICES, [1 / NUM_SLICES] * NUM_SLICES, NUM_RESAMPLES)
+        self._weights = draws.astype(np.float64)
 
     def of(self, at_s: Floats) -> Ints:
         """The slice of each moment of the window."""
@@ -104,8 +105,8 @@ class Slices:
         for index in np.unique(slices):
             at_most[index] = np.searchsorted(np.sort(values[slices == index]), candidates, side="right")
         counts = self._weights @ at_most
-        counts = counts[counts[:, -1] > 0]  # a resample may have drawn empty slices only
-        found = np.argmax(counts >= counts[:, -1:] * percent / 100, axis=1)
+        # A resample may have drawn empty slices only.
+        found = [np.searchsorted(row, row[-1] * percent / 100) for row in counts if row[-1] > 0]
         return _estimate(value, candidates[found])
 
 

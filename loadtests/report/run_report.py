@@ -52,7 +52,7 @@ def _rates(summary: Summary) -> list[tuple[str, str]]:
         ("Goodput", f"{words.number_estimate(summary.goodput)} requests/s"),
         ("Output", f"{words.number_estimate(summary.output_rate)} tokens/s"),
         ("Prompts", f"{words.number(summary.input_rate)} tokens/s"),
-        ("Prompt tokens found cached", words.percent(summary.cached_share)),
+        ("Prompt tokens cached", words.percent(summary.cached_share)),
         ("What a user sees", f"{words.number(summary.user_rate)} tokens/s (1 / median TPOT)"),
     ]
 

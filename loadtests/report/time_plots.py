@@ -25,6 +25,7 @@ from loadtests.report.words import duration
 from loadtests.run_folder import Sample
 
 MOST_BINS = 60
+LEAST_ANSWERS = 20  # in a step, about: of fewer, percentiles are all alike
 MOST_MEANS = 150  # of the server's samples: a point each
 BIN_WIDTHS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ROLE_COLOURS = {"prefill": BLUE, "decode": ORANGE}
@@ -80,8 +81,9 @@ def load_over_time(plan: Plan, seen: Observations) -> Plot:
 @in_our_style
 def latency_over_time(plan: Plan, seen: Observations) -> Plot:
     figure, axes = panels(2)
-    edges = bin_edges(max(plan.seconds, float(seen.scheduled_s.max()) + 1e-9))
     complete = seen.is_status("ok")
+    most = max(5, min(MOST_BINS, int(complete.sum()) // LEAST_ANSWERS))
+    edges = bin_edges(max(plan.seconds, float(seen.scheduled_s.max()) + 1e-9), most)
     columns = (
         ("TTFT, by when it was scheduled", plan.slo.ttft_s, seen.ttft_s),
         ("TPOT, by when it was scheduled", plan.slo.tpot_s, seen.tpot_s),
@@ -144,9 +146,9 @@ def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
     )
 
 
-def bin_edges(seconds: float) -> Floats:
-    """From 0 to at least `seconds`, in equal steps that are easy to name."""
-    width_s = next((width for width in BIN_WIDTHS_S if seconds / width <= MOST_BINS), BIN_WIDTHS_S[-1])
+def bin_edges(seconds: float, most: int = MOST_BINS) -> Floats:
+    """From 0 to at least `seconds`, in equal steps that are easy to name, about `most` of them at the most."""
+    width_s = next((width for width in BIN_WIDTHS_S if seconds / width <= most), BIN_WIDTHS_S[-1])
     return np.arange(int(np.ceil(seconds / width_s)) + 1, dtype=np.float64) * width_s
 
 

@@ -6,10 +6,11 @@ import numpy as np
 from loadtests.plan import Plan
 from loadtests.report.estimates import percentile
 from loadtests.report.observations import Bools, Observations
-from loadtests.run_folder import RunFacts
+from loadtests.run_folder import GeneratorHealth, RunFacts
 
 MOST_LAG_OF_SLO = 0.05  # P99 of the lag, of the tightest SLO
 MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
+IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work
 
 
 class Validity(msgspec.Struct, frozen=True):
@@ -29,13 +30,12 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
         reasons.append(
             f"the generator sent late: P99 of the lag is {lag_s * 1e3:.3g} ms, above {MOST_LAG_OF_SLO:.0%} of the "
-            f"tightest SLO ({lag_limit_s * 1e3:.3g} ms); use more generator processes or machines, or a lower rate"
+            f"tightest SLO ({lag_limit_s * 1e3:.3g} ms); {_remedy(facts)}"
         )
     for generator in facts.generators:
-        load = generator.cpu_seconds / generator.wall_seconds if generator.wall_seconds > 0 else 0.0
-        if load > MOST_CPU:
+        if _load(generator) > MOST_CPU:
             reasons.append(
-                f"generator process {generator.worker} was saturated: {load:.0%} of a core over the run, above "
+                f"generator process {generator.worker} was saturated: {_load(generator):.0%} of a core, above "
                 f"{MOST_CPU:.0%}; use more generator processes"
             )
     num_sent = sum(generator.num_sent for generator in facts.generators)
@@ -53,3 +53,19 @@ def lag_limit(plan: Plan) -> float | None:
     """Seconds; None without an SLO."""
     limits = [limit_s for limit_s in (plan.slo.ttft_s, plan.slo.tpot_s) if limit_s is not None]
     return MOST_LAG_OF_SLO * min(limits) if limits else None
+
+
+def _load(generator: GeneratorHealth) -> float:
+    """Cores that it used, mean over the run."""
+    return generator.cpu_seconds / generator.wall_seconds if generator.wall_seconds > 0 else 0.0
+
+
+def _remedy(facts: RunFacts) -> str:
+    """Against sending late: it depends on whether the generator was busy itself."""
+    loads = [_load(generator) for generator in facts.generators]
+    if loads and max(loads) < IDLE_CPU:
+        return (
+            f"its processes used {max(loads):.0%} of a core, so something else kept the machine busy: use "
+            "another machine for the generator, or leave it a core"
+        )
+    return "use more generator processes or machines, or a lower rate"

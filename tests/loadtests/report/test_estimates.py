@@ -59,14 +59,14 @@ def test_a_percentile_has_no_interval_where_all_values_come_from_one_moment() ->
 def test_a_percentiles_interval_holds_the_true_one_about_as_often_as_it_says() -> None:
     draw = np.random.default_rng(5)
     hits = 0
-    for _ in range(100):
-        slices = Slices(0.0, 30.0, seed=7)
+    slices = Slices(0.0, 30.0)
+    for _ in range(60):
         found = slices.percentile(draw.exponential(size=400), slices.of(draw.uniform(0, 30, 400)), 50)
         assert found is not None
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= np.log(2) <= found.high
-    assert 88 <= hits <= 100
+    assert 51 <= hits <= 60
 
 
 def test_values_that_are_late_together_have_a_wider_interval_than_values_on_their_own() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.errors import LoadTestError
@@ -234,6 +234,7 @@ def records(draw: Any) -> list[Record]:
     return made
 
 
+@settings(deadline=None, max_examples=50)  # each reckons a whole summary
 @given(records())
 def test_sums_match_and_shares_are_shares(made: list[Record]) -> None:
     found = summary(*made)

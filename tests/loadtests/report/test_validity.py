@@ -40,6 +40,14 @@ def test_lag_above_it_at_p99_makes_a_run_invalid() -> None:
     assert "P99 of the lag is 6 ms, above 5% of the tightest SLO (5 ms)" in found.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("cpu_seconds", "advice"), [(0.5, "something else kept the machine busy"), (6.0, "more generator")]
+)
+def test_what_helps_against_lag_depends_on_who_was_busy(cpu_seconds: float, advice: str) -> None:
+    found = verdict(*answers(10, lag_s=0.1), generators=(GeneratorHealth(0, 10, cpu_seconds, 10.0),))
+    assert advice in found.reasons[0]
+
+
 def test_one_late_request_in_a_hundred_is_forgiven() -> None:
     assert verdict(*answers(99), answer(5.0, 0.5, lag_s=0.4)).valid
 
@@ -56,7 +64,7 @@ def test_a_saturated_generator_makes_a_run_invalid() -> None:
     healths = (GeneratorHealth(0, 5, cpu_seconds=7.9, wall_seconds=10.0), GeneratorHealth(1, 5, 8.1, 10.0))
     found = verdict(*answers(10), generators=healths)
     assert found.reasons == (
-        "generator process 1 was saturated: 81% of a core over the run, above 80%; use more generator processes",
+        "generator process 1 was saturated: 81% of a core, above 80%; use more generator processes",
     )
 
 
