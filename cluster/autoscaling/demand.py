@@ -13,10 +13,10 @@ from cluster.autoscaling.signals import RoleSignals, Signals
 from protocol.step_costs import StepCosts
 
 RATE_S = 60.0
-"""Rates are taken over so long, and over what a worker takes to start, if that is less."""
+"""A rate of late is taken over so long, and over what a worker takes to start, if that is less."""
 SHORTEST_RATE_S = 5.0
 SURE = 2.0
-"""Standard deviations by which a shorter time's rate must be above the rest to be believed."""
+"""Standard deviations by which a rate of late must be above the rest to be believed."""
 SETTLE_S = 15.0
 """Requests that decode are averaged over so long: the promise a token is about an answer's mean."""
 UNPROMISED_TTFT = 5.0
@@ -71,9 +71,10 @@ def prefill_need(
     load = sure_rate(window, work, startup_s)
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
-    backlog = _backlog(margin * queued_tokens * _token_s(role, work, window), load, role.running, startup_s)
-    if margin * queued_tokens * _token_s(role, work, window) <= role.running * config.slack * ttft_s:
-        backlog = 0.0  # in time as it is
+    waiting_s = margin * queued_tokens * _token_s(role, work, window)
+    in_time_s = role.running * config.slack * ttft_s
+    # What will wait too long when a worker that is asked for now can help.
+    backlog = max(0.0, waiting_s - in_time_s + (load - role.running) * startup_s) if waiting_s > in_time_s else 0.0
     clear_s = max(config.slack * ttft_s, startup_s, SHORTEST_RATE_S)
     busy = 1 - config.spare
     now = _ceil((load + backlog / clear_s) / busy)
@@ -119,37 +120,28 @@ def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: 
 
 
 def sure_rate(window: Window, amounts: Series, startup_s: float) -> float:
-    """What comes a second, of amounts per look: the mean of a minute, or of a shorter time what chance doesn't explain.
+    """What comes a second, of amounts per look: the window's mean, or of late as far as chance doesn't explain it.
 
-    The shorter time is what a worker takes to start: a burst that is over before it could help asks for nothing here,
-    and is left to the replay of the window, which knows how often such bursts come. Chance is what the looks themselves
-    vary by (their index of dispersion), so steady arrivals are believed sooner than bursty ones.
+    Of late is a minute, or what a worker takes to start: a burst that is over before it could help asks for nothing
+    here, and is left to the replay of the window, which knows how often such bursts come. Chance is what successive
+    looks differ by, which a load that has become another and stays so does not raise.
     """
     whole_s = float(window.span_s.sum())
     if whole_s <= 0:
         return 0.0
-    minute = _rate(window, amounts, RATE_S)
-    count = window.count_of_last(min(RATE_S, max(SHORTEST_RATE_S, startup_s)))
-    span_s = float(window.span_s[-count:].sum())
-    if span_s >= whole_s:
-        return minute
-    variance = float(((amounts - amounts.sum() / whole_s * window.span_s) ** 2).sum()) / whole_s
-    return max(minute, float(amounts[-count:].sum()) / span_s - SURE * math.sqrt(variance / span_s))
-
-
-def _rate(window: Window, amounts: Series, span_s: float) -> float:
-    count = window.count_of_last(span_s)
-    return float(amounts[-count:].sum() / window.span_s[-count:].sum())
+    rates = amounts / window.span_s
+    variance = float((np.diff(rates) ** 2).mean()) / 2 if len(rates) > 1 else 0.0
+    best = float(amounts.sum()) / whole_s
+    for of_late_s in (min(RATE_S, max(SHORTEST_RATE_S, startup_s)), RATE_S):
+        count = window.count_of_last(of_late_s)
+        rate = float(amounts[-count:].sum() / window.span_s[-count:].sum())
+        best = max(best, rate - SURE * math.sqrt(variance / count))
+    return best
 
 
 def _wait_s(config: AutoscalingConfig, ttft_s: float, mean_s: float) -> float:
     """How long a prompt of average length may wait; where promises are hardly longer than prompts, part of them."""
     return max(config.slack * ttft_s, ttft_s - mean_s)
-
-
-def _backlog(waiting_s: float, load: float, running: int, startup_s: float) -> float:
-    """Work that will still wait when a worker that is asked for now can help."""
-    return max(0.0, waiting_s + (load - running) * startup_s)
 
 
 def _token_s(role: RoleSignals, work: Series, window: Window) -> float:

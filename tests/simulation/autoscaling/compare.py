@@ -1,7 +1,11 @@
-"""One trace, several scalers: a fixed fleet for the peak, our policy, Ray Serve's."""
+"""One trace, several scalers: fixed fleets for the peak, our policy, Ray Serve's."""
 
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cluster.autoscaling.capacity import decode_capacity
 from cluster.autoscaling.config import AutoscalingConfig
 from tests.simulation.autoscaling.fleet import Fleet, Scaler, run
 from tests.simulation.autoscaling.outcome import Outcome, outcome
@@ -10,7 +14,9 @@ from tests.simulation.autoscaling.traffic import Trace
 from tests.simulation.autoscaling.workers import Kind
 
 PEAK_ATTAINMENT = 0.99
-"""A fixed fleet is enough for the peak, and no larger, when it serves so many in time over the whole trace."""
+"""With hindsight, a fixed fleet is enough, and no larger, when it serves so many in time over the whole trace."""
+BUSIEST_S = 10
+"""Without a replay, who provisions for the peak counts what came in the busiest so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +45,49 @@ def serve_with_fleet(
     return outcome(fleet, requests, start, ends_s), fleet
 
 
-def fixed_for_peak(trace: Trace, setting: Setting, config: AutoscalingConfig) -> tuple[tuple[int, int], Outcome]:
-    """The smallest fixed fleet that is enough, each role found beside as many of the other as there may be."""
-    p = _least(
-        trace, setting, config, lambda workers: (workers, config.decode.max), config.prefill.max, "ttft_attainment"
+def fleet_for_busiest(trace: Trace, setting: Setting, config: AutoscalingConfig) -> tuple[int, int]:
+    """(prefill, decode) workers that do the work of the busiest `BUSIEST_S` seconds within as long, less `spare`."""
+    costs = setting.kind.costs
+    work: dict[int, float] = defaultdict(float)
+    tokens: dict[int, float] = defaultdict(float)
+    context = 0
+    for at_s, prompt, output in trace.requests:
+        work[int(at_s)] += costs.prefill_s(prompt, 0, setting.kind.step_tokens)
+        tokens[int(at_s)] += output
+        context += prompt + output
+    each = decode_capacity(
+        costs,
+        context / len(trace.requests),
+        setting.tpot_s,
+        setting.kind.kv_tokens,
+        setting.kind.max_batch,
+        config.spare,
     )
-    d = _least(trace, setting, config, lambda workers: (p, workers), config.decode.max, "attainment")
-    return (p, d), serve(trace, setting, Fixed(p, d), (p, d))
+    prefill = _busiest(work) / BUSIEST_S / (1 - config.spare)
+    return math.ceil(prefill), math.ceil(_busiest(tokens) / BUSIEST_S / each.tokens_per_s)
 
 
-def _least(trace, setting, config, fleet_of, most, figure):  # type: ignore[no-untyped-def]
+def fleet_in_hindsight(trace: Trace, setting: Setting, most: tuple[int, int]) -> tuple[int, int]:
+    """The smallest fixed fleet that is enough, each role found beside as many of the other as there may be."""
+    prefill = _least(most[0], lambda count: _attained(trace, setting, (count, most[1])).ttft_attainment)
+    decode = _least(most[1], lambda count: _attained(trace, setting, (prefill, count)).attainment)
+    return prefill, decode
+
+
+def _attained(trace: Trace, setting: Setting, fleet: tuple[int, int]) -> Outcome:
+    return serve(trace, setting, Fixed(*fleet), fleet)
+
+
+def _least(most: int, attained: Callable[[int], float]) -> int:
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
-        result = serve(trace, setting, Fixed(*fleet_of(middle)), fleet_of(middle))
-        if getattr(result, figure) >= PEAK_ATTAINMENT:
+        if attained(middle) >= PEAK_ATTAINMENT:
             high = middle
         else:
             low = middle + 1
     return low
+
+
+def _busiest(by_second: Mapping[int, float]) -> float:
+    return max(sum(by_second.get(at_s + one, 0.0) for one in range(BUSIEST_S)) for at_s in list(by_second))
