@@ -79,7 +79,7 @@ class Head:
     def start(self, clients: list[str | None]) -> None:
         """Have these processes prepare their shares; they begin when all have."""
         if len(clients) != self.plan.num_workers:
-            self._give_up(f"the plan is for {self.plan.num_workers} processes, and {len(clients)} are there")
+            self.give_up(f"the plan is for {self.plan.num_workers} processes, and {len(clients)} are there")
             return
         self._clients = dict(enumerate(clients))
         self._waited_for = set(self._clients)
@@ -90,7 +90,7 @@ class Head:
     def on_prepared(self, content: bytes) -> None:
         prepared = _PREPARED.decode(content)
         if prepared.error is not None:
-            self._give_up(prepared.error)
+            self.give_up(prepared.error)
             return
         self._waited_for.discard(prepared.worker)
         if not self._waited_for and not self.is_over:
@@ -117,9 +117,10 @@ class Head:
         """Give up where a process that still has to send is none of those that are there."""
         lost = [worker for worker in self._running if self._clients[worker] not in clients]
         if lost:
-            self._give_up(f"sending process {lost[0]} is gone")
+            self.give_up(f"sending process {lost[0]} is gone")
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """End the run early; what is under way is recorded as unfinished."""
         _log.error("%s", reason)
         self.error = self.error or reason
         self.is_over = True

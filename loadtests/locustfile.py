@@ -5,7 +5,6 @@ measured, is ours (loadtests/dispatcher.py, loadtests/http_stream.py): each proc
 process's share of the plan.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,13 @@ def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> 
         runner.send_message(kind, content, client)
 
     def tell_progress(head: Head) -> None:
-        if progress_fd is not None:
-            os.write(progress_fd, json.dumps(msgspec.to_builtins(head.progress)).encode() + b"\n")
+        if progress_fd is None:
+            return
+        try:
+            os.write(progress_fd, msgspec.json.encode(head.progress) + b"\n")
+        except BrokenPipeError:
+            if not head.is_over:
+                head.give_up("who started this run is gone")
 
     head = Head(plan, folder, send_to, tell_progress)
     runner.register_message(PREPARED, lambda environment, msg: head.on_prepared(msg.data))

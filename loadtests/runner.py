@@ -26,7 +26,8 @@ from loadtests.workloads import sessions
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LOOK_INTERVAL_S = 0.5
 START_LIMIT_S = 60.0  # until the first word of a run: Locust's processes find each other, and compute the schedule
-STOP_LIMIT_S = 20.0  # for Locust's processes to end after they were told to
+END_LIMIT_S = 3.0  # for a process to end by itself when the run is over
+STOP_LIMIT_S = 20.0  # to end after it was told to
 
 
 def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | None = None) -> RunFolder:
@@ -37,6 +38,8 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     """
     check_prompts(plan)
     sessions(plan)  # raises here rather than in each process
+    if web_port is not None:
+        _check_free(web_port)
     result = RunFolder(folder)
     _begin_folder(result, plan)
     with ExitStack() as ending:
@@ -45,8 +48,12 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
         display = ending.enter_context(ProgressDisplay(plan, show))
         sampler = ending.enter_context(Sampler(plan.url, result.samples_path))
         last = _watch(processes, display, sampler)
-    if last is None or last.error is not None:
-        raise LoadTestError((last.error if last else None) or processes.last_words())
+    if last is None or not last.is_over:
+        raise LoadTestError(
+            f"Locust ended before the run did, with {processes.head.returncode}: {processes.last_words()}"
+        )
+    if last.error is not None:
+        raise LoadTestError(last.error)
     return result
 
 
@@ -117,14 +124,12 @@ class _Processes:
 
     def interrupt(self) -> None:
         """As Ctrl-C: all that is under way is given up and recorded. Waits until the head has ended."""
-        if self.head.poll() is None:
-            self.head.send_signal(signal.SIGINT)
-        _wait(self.head)
+        _end(self.head, at_once=True)
 
     def end(self) -> None:
         """Whatever happened, none of them stays."""
         for process in (self.head, *self.workers):
-            _wait(process)
+            _end(process)
         os.close(self.pipe)
 
     def last_words(self, name: str = "head") -> str:
@@ -137,8 +142,10 @@ class _Processes:
 def _start(plan: Plan, folder: RunFolder, web_port: int | None) -> _Processes:
     reading, writing = os.pipe()
     head = ["--progress-fd", str(writing), "--only-summary"]
-    head += ["--headless"] if web_port is None else ["--autostart", "--autoquit", "0", "--web-port", str(web_port)]
-    head += ["--web-host", "127.0.0.1"] if web_port is not None else []
+    if web_port is None:
+        head += ["--headless"]
+    else:
+        head += ["--autostart", "--autoquit", "0", "--web-host", "127.0.0.1", "--web-port", str(web_port)]
     if plan.num_workers == 1:
         processes = _Processes(_locust(folder, "head", head, writing), [], reading, folder)
     else:
@@ -175,12 +182,24 @@ def log_path(folder: RunFolder, name: str) -> Path:
     return folder.path / f"locust-{name}.log"
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
+    """Wait until it has ended; where it does not by itself, tell it to, and at last make it."""
+    for limit_s, stop in ((0.0 if at_once else END_LIMIT_S, signal.SIGINT), (STOP_LIMIT_S, signal.SIGKILL)):
+        try:
+            process.wait(limit_s)
+            return
+        except subprocess.TimeoutExpired:
+            process.send_signal(stop)
+    process.wait()
+
+
+def _check_free(web_port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", web_port))
+        except (OSError, OverflowError) as error:
+            raise LoadTestError(f"--web {web_port}: {error}; name another port") from error
 
 
 def _free_port() -> int:
