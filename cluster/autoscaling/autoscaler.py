@@ -68,7 +68,7 @@ def look(before: State | None, seen: Look, order: ScalingOrder) -> tuple[State, 
     if not fresh:
         return _blind(state, seen), False
     counted = count(state.counted, fresh, seen.routers)
-    signals = signals_of(fresh, counted, seen.targets, order.gpus_each, seen.at_s)
+    signals = signals_of(fresh, counted, seen.targets, order.gpus_each)
     decision, memory = decide(signals, state.memory, order.config)
     state = replace(state, counted=counted, memory=memory, told_s=seen.at_s)
     if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):

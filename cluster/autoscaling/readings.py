@@ -6,6 +6,7 @@ router counts that sees most of them, and of those the one that told last.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
 from protocol.stats import Role
@@ -25,25 +26,36 @@ class Reading:
         return self.numbers.get("prefill.running", 0.0) + self.numbers.get("decode.running", 0.0)
 
 
+class Told(NamedTuple):
+    """A router's counters, and when it told them: seconds since 1970, of its own clock."""
+
+    at: float
+    arrived: Arrived
+
+
 @dataclass(frozen=True)
 class Counted:
     """The counters of all routers together, which go on growing where routers come and go."""
 
     begun_at: float  # seconds since 1970: nobody knows when what had arrived before did
     arrived: Arrived = field(default_factory=Arrived)
-    last: Mapping[str, Arrived] = field(default_factory=dict)  # of each router, by its replica's id
+    # Of time that the routers have told of. A reading that comes late is not taken for a burst, whatever clocks say.
+    elapsed_s: float = 0.0
+    last: Mapping[str, Told] = field(default_factory=dict)  # of each router, by its replica's id
 
 
 def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str]) -> Counted:
     """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately."""
-    last = {router: counters for router, counters in before.last.items() if router in routers}
-    arrived = before.arrived
+    last = {router: told for router, told in before.last.items() if router in routers}
+    arrived, elapsed_s = before.arrived, 0.0
     for router, reading in readings.items():
-        now = _arrived(reading)
+        now = Told(reading.at, _arrived(reading))
         is_new = reading.numbers.get("started_at", 0.0) >= before.begun_at
-        arrived = _plus(arrived, _growth(last.get(router, Arrived() if is_new else now), now))
+        known = last.get(router, Told(now.at, Arrived() if is_new else now.arrived))
+        arrived = _plus(arrived, _growth(known.arrived, now.arrived))
+        elapsed_s = max(elapsed_s, now.at - known.at)
         last[router] = now
-    return Counted(before.begun_at, arrived, last)
+    return Counted(before.begun_at, arrived, before.elapsed_s + elapsed_s, last)
 
 
 def signals_of(
@@ -51,7 +63,6 @@ def signals_of(
     counted: Counted,
     targets: Mapping[Role, int],
     gpus_each: Mapping[Role, float],
-    at_s: float,
 ) -> Signals:
     """One look. `readings` must have one at least; a role without a target has no workers at all."""
     seen = max(readings.values(), key=lambda reading: (reading.num_workers, reading.at)).numbers
@@ -66,7 +77,7 @@ def signals_of(
         )
 
     return Signals(
-        at_s=at_s,
+        at_s=counted.elapsed_s,
         arrived=counted.arrived,
         prefill=role_signals("prefill"),
         decode=role_signals("decode"),

@@ -38,28 +38,39 @@ def test_the_sum_goes_on_where_a_router_takes_anothers_place() -> None:
     assert set(counted.last) == {"c"}  # those that are gone are not kept
 
 
+def test_a_reading_that_comes_late_is_no_burst() -> None:
+    """Serve's controller may be held up, and then hears all at once what routers have told meanwhile."""
+    counted = count(Counted(BEGUN), {"a": reading(100.0, requests=50)}, {"a"})
+    counted = count(counted, {"a": reading(115.0, requests=200)}, {"a"})
+    signals = signals_of({"a": reading(115.0)}, counted, {}, {})
+    assert (signals.at_s, signals.arrived.requests) == (15.0, 200)
+    counted = count(counted, {"a": reading(115.0, requests=200), "ahead": reading(900.0)}, {"a", "ahead"})
+    assert counted.elapsed_s == 15.0  # another machine's clock
+    counted = count(counted, {"a": reading(116.0), "ahead": reading(901.0)}, {"a", "ahead"})
+    assert counted.elapsed_s == 16.0
+
+
 def test_workers_count_once_as_the_router_sees_them_that_reaches_most() -> None:
     readings = {
         "old": reading(1.0, prefill__running=1, decode__running=2, decode__queued_tokens=70, decode__max_batch=64),
         "newer": reading(2.0, prefill__running=1, decode__running=2, decode__queued_tokens=90, decode__max_batch=64),
         "new": reading(3.0, prefill__running=0, decode__running=0),  # has just started
     }
-    signals = signals_of(readings, Counted(BEGUN), {"prefill": 1, "decode": 3}, {"decode": 1.0}, at_s=5.0)
+    signals = signals_of(readings, Counted(BEGUN), {"prefill": 1, "decode": 3}, {"decode": 1.0})
     assert (signals.decode.running, signals.decode.target, signals.decode.queued_tokens) == (2, 3, 90)
     assert (signals.decode.max_batch, signals.decode.gpus_each, signals.prefill.gpus_each) == (64, 1.0, 0.0)
-    assert signals.at_s == 5.0
 
 
 def test_costs_are_there_once_a_worker_knows_its_own() -> None:
     told = {"base_s": 0.1, "token_s": 0.2, "pair_s": 0.3, "row_s": 0.4, "context_s": 0.5, "num_samples": 9}
     known = reading(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
-    signals = signals_of({"a": known}, Counted(BEGUN), {"decode": 1}, {}, at_s=0.0)
+    signals = signals_of({"a": known}, Counted(BEGUN), {"decode": 1}, {})
     assert signals.decode.costs == StepCosts(0.1, 0.2, 0.3, 0.4, 0.5, 9)
     assert signals.prefill == replace(signals.prefill, running=0, target=0, costs=None)
 
 
 def test_the_tightest_promise_is_that_of_whichever_router_is_asked_for_it() -> None:
     readings = {"a": reading(ttft_s=0.0, tpot_s=0.1), "b": reading(ttft_s=2.0, tpot_s=0.05)}
-    signals = signals_of(readings, Counted(BEGUN), {}, {}, at_s=0.0)
+    signals = signals_of(readings, Counted(BEGUN), {}, {})
     assert (signals.ttft_s, signals.tpot_s) == (2.0, 0.05)
-    assert signals_of({"a": reading()}, Counted(BEGUN), {}, {}, at_s=0.0).ttft_s is None
+    assert signals_of({"a": reading()}, Counted(BEGUN), {}, {}).ttft_s is None
