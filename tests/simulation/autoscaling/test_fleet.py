@@ -40,21 +40,21 @@ def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> 
 @pytest.mark.parametrize(("workers", "load"), [(1, 0.6), (4, 0.8)])
 def test_exponential_prompts_wait_as_erlangs_formula_says(workers: int, load: float) -> None:
     rng = random.Random(1)
-    count, mean_s = 60_000, 1.0
+    count, mean_s = 30_000, 1.0
     lengths = [1 + round(rng.expovariate(TOKEN_S / mean_s)) for _ in range(count)]
     gaps = [rng.expovariate(workers * load / mean_s) for _ in range(count)]
     offered = workers * load
     tail = offered**workers / math.factorial(workers) / (1 - load)
     waits = tail / (sum(offered**k / math.factorial(k) for k in range(workers)) + tail)
-    assert mean_wait_s(lengths, gaps, workers) == pytest.approx(waits * mean_s / (workers * (1 - load)), rel=0.1)
+    assert mean_wait_s(lengths, gaps, workers) == pytest.approx(waits * mean_s / (workers * (1 - load)), rel=0.12)
 
 
 def test_equal_prompts_wait_half_as_long_as_exponential_ones() -> None:
     rng = random.Random(2)
-    count, load = 60_000, 0.7
+    count, load = 30_000, 0.7
     gaps = [rng.expovariate(load) for _ in range(count)]
     expected = load / (2 * (1 - load))  # M/D/1
-    assert mean_wait_s([round(1 / TOKEN_S)] * count, gaps, 1) == pytest.approx(expected, rel=0.1)
+    assert mean_wait_s([round(1 / TOKEN_S)] * count, gaps, 1) == pytest.approx(expected, rel=0.12)
 
 
 def test_decoding_takes_the_sum_of_its_steps() -> None:
