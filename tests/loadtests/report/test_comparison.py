@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from loadtests.report.comparison import (
 from loadtests.report.comparison_report import Entry, write_comparison
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import summarise
+from loadtests.report.run_plots import Times, tail_plot
 from loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
 from loadtests.report.sweep_report import read_summary
 from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
@@ -129,6 +131,12 @@ def test_a_comparison_of_runs_is_a_page_with_both_names_and_the_warnings(tmp_pat
     assert "b against a: no difference shown." in page
     assert msgspec.json.decode((tmp_path / "out" / "comparison.json").read_bytes(), type=Comparison) == found
     assert (tmp_path / "out" / "latency-cdfs.png").exists()
+
+
+def test_a_kind_does_not_choose_where_files_are_written() -> None:
+    one = np.array([0.1, 0.2])
+    plot = tail_plot({"a": Times(one, one, one, one)}, "../../Up there")
+    assert (plot.name, plot.title) == ("tail-tbt--up-there", "Tail TBT: ../../Up there")
 
 
 def test_sweeps_are_compared_by_capacity_and_at_the_rates_that_both_have(tmp_path: Path) -> None:
