@@ -44,21 +44,16 @@ class LoopbackMachine:
 
     def kill(self) -> None:
         """As Machine.kill."""
-        killed: set[int] = set()
+        stopped: list[int] = []
         for process in self._processes:
-            # One may start another while we look: again, until there are none.
-            while pids := {pid for pid in [process.pid, *descendants(process.pid)] if pid not in killed}:
-                if process.poll() is not None:
-                    pids.discard(process.pid)
-                killed |= pids
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):  # it has just ended
-                        os.kill(pid, signal.SIGKILL)
-                if not pids:
-                    break
+            if process.poll() is None:
+                stopped += _stopped_tree(process.pid)
+        for pid in stopped:
+            _send(pid, signal.SIGKILL)
+        for process in self._processes:
             process.wait()
         self._processes.clear()
-        while any(_runs(pid) for pid in killed):
+        while any(_runs(pid) for pid in stopped):
             time.sleep(0.01)
 
 
@@ -82,6 +77,21 @@ class LoopbackMachines:
         machine = LoopbackMachine(f"{_PREFIX}{len(self._machines) + 1}")
         self._machines.append(machine)
         return machine
+
+
+def _stopped_tree(root: int) -> list[int]:
+    """A process and all below it, stopped first: killed one by one, a parent could leave us a child that none has."""
+    stopped: list[int] = []
+    while new := [pid for pid in (root, *descendants(root)) if pid not in stopped]:
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        stopped += new
+    return stopped
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def _runs(pid: int) -> bool:

@@ -78,6 +78,7 @@ async def test_status_lists_the_workers_and_their_numbers(site_of, until):
         assert status["ready"]
         assert status["places_held"] == 0
         assert [worker["role"] for worker in status["workers"]] == ["prefill", "decode"]
+        assert [worker["node"] for worker in status["workers"]] == ["127.0.0.1", "127.0.0.1"]
         assert status["workers"][1]["stats"]["total_blocks"] == 100
 
 
