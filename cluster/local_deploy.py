@@ -30,7 +30,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
     try:
         if config.autoscaling.enabled:
             cluster_secret()  # raises here, not in a process of Serve's
-            _deploy_as_config(_arguments(config, settings))
+            _deploy_as_config(arguments_of(config, settings))
         else:
             serve.run(application(config, cluster_secret()), name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
@@ -45,7 +45,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
 
-def _arguments(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """For `build_local_app`: the settings with all keys that there are, of which none but hashes are known."""
     auth = {"keys": [asdict(key) for key in config.auth.keys]}
     return {**settings, "auth": auth} if config.auth.keys else settings
