@@ -1,7 +1,7 @@
 """What Locust is given: `locust -f loadtests/locustfile.py --plan plan.json [--master | --worker]`.
 
 Locust gives processes, messages between them, its web page and its table. When requests are sent, and how they are
-measured, is ours (loadtests/dispatcher.py, loadtests/http_stream.py): each process has one user, who sends the
+measured, is ours (loadtests/generator: dispatcher.py, http_stream.py): each process has one user, who sends the
 process's share of the plan.
 """
 
@@ -14,11 +14,11 @@ from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
-from loadtests import live_page
 from loadtests.errors import LoadTestError
-from loadtests.locust_head import Head
-from loadtests.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
-from loadtests.locust_sender import Sender
+from loadtests.generator import live_page
+from loadtests.generator.locust_head import Head
+from loadtests.generator.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
+from loadtests.generator.locust_sender import Sender
 from loadtests.plan import Plan
 from loadtests.records import Record
 from loadtests.run_folder import RunFolder, read_plan

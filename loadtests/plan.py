@@ -60,7 +60,7 @@ Arrivals = Poisson | Gamma | Constant | Ramp | Step | Replay | Closed
 class Synthetic(msgspec.Struct, frozen=True, tag="synthetic", forbid_unknown_fields=True):
     """Lengths drawn from distributions fitted to a public trace; prompts that share nothing, but for `shape`'s own."""
 
-    shape: str  # azure-conv, azure-code, mooncake-conversation, ... : loadtests/synthetic.py
+    shape: str  # azure-conv, azure-code, mooncake-conversation, ... : loadtests/workloads/synthetic.py
 
 
 class Fixed(msgspec.Struct, frozen=True, tag="fixed", forbid_unknown_fields=True):
@@ -110,11 +110,23 @@ class LongPrompts(msgspec.Struct, frozen=True, tag="long-prompts", forbid_unknow
 Workload = Synthetic | Fixed | TraceFile | Chat | SharedPrompt | LongPrompts
 
 
+MOST_LAG_OF_SLO = 0.05
+
+
 class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request must get to count as met: both times, in seconds; None: nothing is asked."""
 
     ttft_s: float | None = None  # from the scheduled arrival to the first text
     tpot_s: float | None = None  # (last token - first token) / (tokens - 1)
+
+    @property
+    def lag_limit_s(self) -> float | None:
+        """How late the generator may send at P99 for the run to be valid; None without an SLO.
+
+        A late request adds its lag to its TTFT and to nothing else, so the limit goes by the TTFT, where one is asked.
+        """
+        limit_s = self.tpot_s if self.ttft_s is None else self.ttft_s
+        return None if limit_s is None else MOST_LAG_OF_SLO * limit_s
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,12 +17,12 @@ import msgspec
 from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
 from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
 from loadtests.errors import LoadTestError
+from loadtests.generator.runner import run_plan
 from loadtests.plan import Plan
 from loadtests.report import words
 from loadtests.report.comparison import Comparison
 from loadtests.report.comparison_report import PAGE_FILE, Entry, write_comparison
 from loadtests.report.run_report import write_report
-from loadtests.runner import run_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

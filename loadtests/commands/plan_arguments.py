@@ -8,9 +8,9 @@ import msgspec
 from loadtests.commands.arrival_arguments import add_arrival_arguments, arrivals_of
 from loadtests.commands.workload_arguments import add_workload_arguments, workload_of
 from loadtests.errors import LoadTestError
+from loadtests.generator.served_model import served_model
 from loadtests.plan import SLO, Arrivals, Plan
 from loadtests.run_folder import read_plan
-from loadtests.served_model import served_model
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
 from loadtests.commands.report import run_figures, run_lines
 from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from loadtests.generator.runner import run_plan
 from loadtests.report.run_report import write_report
 from loadtests.run_folder import RunFolder
-from loadtests.runner import run_plan
 
 INTERRUPTED_EXIT = 130
 

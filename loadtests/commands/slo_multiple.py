@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from loadtests.capacity.slowdown import measure_slo, parse_multiples
 from loadtests.errors import LoadTestError
 from loadtests.plan import SLO, Plan
-from loadtests.slowdown import measure_slo, parse_multiples
 
 FOLDER = "uncontended"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from loadtests.errors import LoadTestError
 from loadtests.plan import Chat, Fixed, LongPrompts, SharedPrompt, Synthetic, TraceFile, Workload
-from loadtests.synthetic import SHAPES
+from loadtests.workloads.synthetic import SHAPES
 
 _OPTIONS: dict[str, tuple[type, str]] = {
     "input_tokens": (int, "of a request; of chat of a turn, of shared-prompt the request's own"),

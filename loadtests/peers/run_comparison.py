@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadtests.compare_servers import Plan, compare, has_errors, table
-from loadtests.http_workload import Target
 from loadtests.peers.commands import COMMANDS, MODEL_NAME, Folders
-from loadtests.server_process import Command, ServerProcess
+from loadtests.peers.compare_servers import Plan, compare, has_errors, table
+from loadtests.peers.http_workload import Target
+from loadtests.peers.server_process import Command, ServerProcess
 
 PLANS = {
     "small": Plan(

@@ -3,12 +3,11 @@
 import msgspec
 import numpy as np
 
-from loadtests.plan import Plan
+from loadtests.plan import MOST_LAG_OF_SLO, Plan
 from loadtests.report.estimates import percentile
 from loadtests.report.observations import Bools, Observations
 from loadtests.run_folder import GeneratorHealth, RunFacts
 
-MOST_LAG_OF_SLO = 0.05  # P99 of the lag, of the tightest SLO
 MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
 IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work
 
@@ -25,12 +24,12 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
     reasons = []
     if not inside.any():
         reasons.append("no request was scheduled in the window, so nothing was measured")
-    lag_limit_s = lag_limit(plan)
+    lag_limit_s = plan.slo.lag_limit_s
     lag_s = percentile((seen.sent_s - seen.scheduled_s)[inside], 99)
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
         reasons.append(
             f"the generator sent late: P99 of the lag is {lag_s * 1e3:.3g} ms, above {MOST_LAG_OF_SLO:.0%} of the "
-            f"tightest SLO ({lag_limit_s * 1e3:.3g} ms); {_remedy(facts)}"
+            f"SLO ({lag_limit_s * 1e3:.3g} ms); {_remedy(facts)}"
         )
     for generator in facts.generators:
         if _load(generator) > MOST_CPU:
@@ -47,12 +46,6 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
         last_s = float(np.max(seen.scheduled_s)) if len(seen) else 0.0
         reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
     return Validity(not reasons, tuple(reasons))
-
-
-def lag_limit(plan: Plan) -> float | None:
-    """Seconds; None without an SLO."""
-    limits = [limit_s for limit_s in (plan.slo.ttft_s, plan.slo.tpot_s) if limit_s is not None]
-    return MOST_LAG_OF_SLO * min(limits) if limits else None
 
 
 def _load(generator: GeneratorHealth) -> float:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loadtests.errors import LoadTestError
-from loadtests.figures import percentile
+from loadtests.peers.figures import percentile
 from loadtests.plan import Plan
-from loadtests.prompts import token_ids
 from loadtests.records import Record
 from loadtests.schedule import Session
 from loadtests.selfcheck.script import Script, key_of, script_of
 from loadtests.selfcheck.stub_server import Served
+from loadtests.workloads.prompts import token_ids
 
 
 @dataclass(frozen=True)

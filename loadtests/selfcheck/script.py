@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loadtests.plan import SLO
-from loadtests.seeds import seed_of
+from loadtests.workloads.seeds import seed_of
 
 KEY_TOKENS = 16  # of the prompt's beginning, that tell requests apart
 

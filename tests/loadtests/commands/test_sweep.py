@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests import slowdown
+from loadtests.capacity import slowdown
 from loadtests.commands import slo_multiple, sweep
 from loadtests.errors import LoadTestError
 from loadtests.plan import SLO, Closed, Plan
@@ -13,7 +13,7 @@ from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Counts, Spread, Summary
 from loadtests.report.validity import Validity
 from loadtests.run_folder import RunFolder
-from tests.loadtests.test_capacity_sweep import PLAN, summary_of
+from tests.loadtests.capacity.test_capacity_sweep import PLAN, summary_of
 
 NO_SLO = Plan("http://127.0.0.1:1", "m", 4096, PLAN.arrivals, PLAN.workload, SLO(), seconds=20.0, seed=100)
 

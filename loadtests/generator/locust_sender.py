@@ -1,0 +1,145 @@
+"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/generator/locust_messages.py)."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+import gevent
+import msgspec
+from gevent.event import AsyncResult
+
+from loadtests.errors import LoadTestError
+from loadtests.generator.conversation import Conversation, Line, check_prompts
+from loadtests.generator.dispatcher import Dispatcher, Share
+from loadtests.generator.green import Greenlets
+from loadtests.generator.http_stream import endpoint_of, stream
+from loadtests.generator.live import LiveFigures
+from loadtests.generator.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
+from loadtests.generator.run_facts import api_key
+from loadtests.records import Record, line_of
+from loadtests.run_folder import GeneratorHealth, RunFolder
+
+REPORT_INTERVAL_S = 1.0
+
+SendMessage = Callable[[str, bytes], None]
+OnRecord = Callable[[Record, str], None]
+
+_log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Does what the head says. `run` is the work of the process's one Locust user."""
+
+    def __init__(self, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
+        self._folder = folder
+        self._send_message = send_message
+        self._on_record = on_record  # is told each record and the run's name, beside the file
+        self._prepared: AsyncResult[ShareRun] = AsyncResult()
+        self._begins_at: AsyncResult[float] = AsyncResult()
+
+    def prepare(self, order: PrepareOrder) -> None:
+        """Compute the share's schedule and its first requests."""
+        try:
+            share = ShareRun(order, self._folder, self._send_message, self._on_record)
+        except LoadTestError as error:
+            self._tell(Prepared(order.worker, str(error)))
+        else:
+            self._prepared.set(share)
+            self._tell(Prepared(order.worker))
+
+    def begin(self, at: float) -> None:
+        """Begin at a moment of the wall clock, which machines share; from then on the monotonic clock counts."""
+        # What is loaded stays: the garbage collector needn't look at it again and again while streams are stamped.
+        gc.collect()
+        gc.freeze()
+        self._begins_at.set(time.monotonic() + (at - time.time()))
+
+    def run(self) -> None:
+        """Send the share, once told to begin. Ended from outside, it still reports all."""
+        began = self._begins_at.get()
+        self._prepared.get().run(began)
+
+    def _tell(self, prepared: Prepared) -> None:
+        self._send_message(PREPARED, msgspec.msgpack.encode(prepared))
+
+
+class ShareRun:
+    """One share of a plan, ready to be sent: its records, and a report of it each second."""
+
+    def __init__(self, order: PrepareOrder, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
+        """Raises LoadTestError for a plan that can't be carried out here."""
+        plan = order.plan
+        check_prompts(plan)
+        endpoint = endpoint_of(plan.url, api_key())
+        line = Line(
+            post=lambda path, body, exchange: stream(
+                endpoint, endpoint.request(path, body), exchange, plan.request_limit_s
+            ),
+            asks_stages=order.is_twostroke,
+            pause=lambda: gevent.sleep(0),
+            on_send=self._sent,
+            on_record=self._record,
+        )
+        self._order = order
+        self._send_message = send_message
+        self._on_record = on_record
+        self._live = LiveFigures()
+        self._num_sent = 0
+        self._dispatcher = Dispatcher(
+            plan,
+            Share(order.worker, order.num_workers),
+            lambda session: Conversation(plan, session, line),
+            Greenlets(),
+        )
+        self._dispatcher.prepare()
+        path = folder.records_path(order.worker)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._records = path.open("ab", buffering=0)
+        except OSError as error:
+            raise LoadTestError(f"{path}: {error.strerror}") from error
+
+    def run(self, began: float) -> None:
+        """Send all. `began` is a moment of the monotonic clock, and may lie ahead. What goes wrong is in the report."""
+        began_cpu = time.process_time()
+        reporter = gevent.spawn(self._report_each_second, began, began_cpu)
+        error: str | None = "ended from outside"
+        try:
+            self._dispatcher.run(began)
+            error = None
+        except Exception as crash:
+            _log.exception("this share of the run is lost")
+            error = f"{type(crash).__name__}: {crash}"
+        finally:
+            reporter.kill()
+            self._report(began, began_cpu, over=True, error=error)
+            self._records.close()
+
+    def _sent(self, at_s: float) -> None:
+        self._num_sent += 1
+        self._live.sent(at_s)
+
+    def _record(self, record: Record) -> None:
+        self._records.write(line_of(record))
+        plan = self._order.plan
+        self._live.record(record, plan.slo, plan.warm_up_s)
+        self._on_record(record, plan.name)
+
+    def _report_each_second(self, began: float, began_cpu: float) -> None:
+        while True:
+            gevent.sleep(REPORT_INTERVAL_S)
+            self._report(began, began_cpu)
+
+    def _report(self, began: float, began_cpu: float, *, over: bool = False, error: str | None = None) -> None:
+        elapsed_s = time.monotonic() - began
+        cpu_seconds = time.process_time() - began_cpu
+        report = Report(
+            worker=self._order.worker,
+            elapsed_s=elapsed_s,
+            seconds=self._live.take(float("inf") if over else elapsed_s),
+            health=GeneratorHealth(self._order.worker, self._num_sent, cpu_seconds, elapsed_s),
+            over=over,
+            error=error,
+        )
+        self._send_message(REPORT, msgspec.msgpack.encode(report))

@@ -1,0 +1,172 @@
+"""A sweep against a server of known capacity: what it runs, when it ends, and what it leaves."""
+
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadtests.capacity.bisection import Search
+from loadtests.capacity.capacity_sweep import Sweep, SweepEnded
+from loadtests.errors import LoadTestError
+from loadtests.plan import SLO, Closed, Fixed, Gamma, Plan
+from loadtests.report.estimates import Estimate
+from loadtests.report.figures import Summary
+from loadtests.report.sweep import read_sweep
+from loadtests.report.validity import Validity
+from tests.loadtests.capacity.test_bisection import curve
+
+PLAN = Plan("http://127.0.0.1:1", "m", 4096, Gamma(1.0, 2.0), Fixed(10, 10), SLO(ttft_s=1.0), seconds=60.0, seed=100)
+
+
+def summary_of(attainment: float, validity: Validity) -> Summary:
+    known = {
+        "name": "run",
+        "attainment": Estimate(attainment),
+        "goodput": Estimate(1.0),
+        "num_workers": {"prefill": 1.0, "decode": 3.0},
+        "validity": validity,
+    }
+    return Summary(**(dict.fromkeys(Summary.__struct_fields__) | known))
+
+
+class FakeServer:
+    """Attainment by rate; runs take their time on a clock of their own."""
+
+    def __init__(
+        self,
+        attainment: Callable[[float], float],
+        invalid_runs: Container[int] = (),
+        invalid_from: float = float("inf"),  # a rate
+    ) -> None:
+        self.attainment = attainment
+        self.invalid_runs = invalid_runs
+        self.invalid_from = invalid_from
+        self.plans: list[Plan] = []
+        self.folders: list[Path] = []
+        self.said: list[str] = []
+        self.now = 0.0
+
+    def run_at(self, plan: Plan, folder: Path) -> Summary:
+        self.now += plan.seconds + 5
+        self.plans.append(plan)
+        self.folders.append(folder)
+        assert isinstance(plan.arrivals, Gamma)
+        invalid = len(self.plans) in self.invalid_runs or plan.arrivals.rate >= self.invalid_from
+        validity = Validity(False, ("too late",)) if invalid else Validity(True)
+        return summary_of(self.attainment(plan.arrivals.rate), validity)
+
+    def sweep(self, folder: Path, budget_s: float = 1e9) -> Sweep:
+        return Sweep(PLAN, folder, self.run_at, self.said.append, budget_s, clock=lambda: self.now)
+
+
+def test_capacities_are_found_with_intervals_and_per_worker(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0))
+    sweep = server.sweep(tmp_path)
+    sweep.find(Search(1.0, precision=0.05), repeats=3)
+    at_90, at_99 = sweep.result.capacities
+    assert at_90.rate is not None
+    assert at_90.rate.value == pytest.approx(11.0, rel=0.03)
+    assert at_90.rate.low is not None
+    assert at_90.rate.low <= at_90.rate.value
+    assert at_90.rate_per_worker is not None
+    assert at_90.rate_per_worker.value == pytest.approx(11.0 / 4, rel=0.03)
+    assert at_99.rate is not None
+    assert curve(11.0)(at_99.rate.value) == pytest.approx(0.99, abs=0.005)
+    assert read_sweep(tmp_path) == sweep.result
+    assert len(server.plans) == len(sweep.result.points) < 40
+
+
+def test_each_run_has_a_folder_and_prompts_of_its_own_and_the_plans_burstiness(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0))
+    server.sweep(tmp_path).find(Search(1.0), repeats=2)
+    assert len({plan.seed for plan in server.plans}) == len(server.plans)
+    assert len(set(server.folders)) == len(server.folders)
+    assert all(folder.parent == tmp_path / "runs" for folder in server.folders)
+    assert {msgspec.structs.replace(plan.arrivals, rate=1.0) for plan in server.plans} == {Gamma(1.0, 2.0)}
+
+
+def test_a_list_of_rates_is_measured_as_it_is(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0))
+    sweep = server.sweep(tmp_path)
+    sweep.measure([4.0, 8.0, 16.0], repeats=2)
+    assert [point.rate for point in sweep.result.points] == [4, 4, 8, 8, 16, 16]
+    rate = sweep.result.capacities[0].rate
+    assert rate is not None
+    assert 8 < rate.value < 16
+
+
+def test_an_invalid_run_is_made_again_and_does_not_count(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_runs={2})
+    sweep = server.sweep(tmp_path)
+    sweep.find(Search(1.0), repeats=1)
+    assert [point.valid for point in sweep.points].count(False) == 1
+    assert server.plans[1].arrivals == server.plans[2].arrivals
+    rate = sweep.result.capacities[0].rate
+    assert rate is not None
+    assert rate.value == pytest.approx(11.0, rel=0.1)
+
+
+def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its_reason(tmp_path: Path) -> None:
+    server = FakeServer(lambda rate: 1.0, invalid_from=9.0)
+    sweep = server.sweep(tmp_path)
+    with pytest.raises(SweepEnded, match="the runs are invalid: too late"):
+        sweep.find(Search(1.0), repeats=3)
+    capacity = sweep.result.capacities[0]
+    assert capacity.is_lower_bound
+    assert capacity.rate is not None
+    assert 8.0 <= capacity.rate.value < 9.0
+    assert read_sweep(tmp_path) == sweep.result
+
+
+def test_a_capacity_below_what_can_be_measured_is_found(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=15.0)
+    sweep = server.sweep(tmp_path)
+    sweep.find(Search(1.0, precision=0.05), repeats=2)
+    capacity = sweep.result.capacities[0]
+    assert not capacity.is_lower_bound
+    assert capacity.rate is not None
+    assert capacity.rate.value == pytest.approx(11.0, rel=0.05)
+    assert [point.rate for point in sweep.points if not point.valid] == [16.0, 16.0]  # tried twice, and never again
+
+
+def test_a_generator_that_is_never_fast_enough_ends_the_sweep_soon(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=0.0)
+    sweep = server.sweep(tmp_path)
+    with pytest.raises(SweepEnded, match=r"at 0\.5/s the runs are invalid"):
+        sweep.find(Search(4.0), repeats=3)
+    assert [capacity.rate for capacity in sweep.result.capacities] == [None, None]
+    assert len(sweep.points) == 8
+
+
+def test_a_list_of_rates_ends_at_the_first_that_cannot_be_measured(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0), invalid_from=7.0)
+    sweep = server.sweep(tmp_path)
+    with pytest.raises(SweepEnded, match="at 8/s the runs are invalid"):
+        sweep.measure([4.0, 8.0, 16.0], repeats=2)
+    assert sweep.result.capacities[0].rate == Estimate(4.0)
+
+
+def test_no_run_begins_that_would_end_after_the_budget(tmp_path: Path) -> None:
+    server = FakeServer(curve(11.0))
+    sweep = server.sweep(tmp_path, budget_s=200.0)
+    with pytest.raises(SweepEnded, match="budget of 200 s"):
+        sweep.find(Search(1.0), repeats=3)
+    assert server.now <= 200.0
+    assert len(sweep.points) == 3
+    assert sweep.result.capacities[0].rate == Estimate(4.0)
+    assert read_sweep(tmp_path) == sweep.result
+
+
+def test_a_server_that_fails_some_requests_at_any_rate_has_no_capacity_at_99_percent(tmp_path: Path) -> None:
+    server = FakeServer(lambda rate: min(0.97, curve(11.0)(rate)))
+    sweep = server.sweep(tmp_path)
+    sweep.find(Search(4.0), repeats=1)
+    assert sweep.result.capacities[0].rate is not None
+    assert sweep.result.capacities[1].rate is None
+    assert min(plan.arrivals.rate for plan in server.plans) >= 1.0
+
+
+def test_arrivals_without_a_rate_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(LoadTestError, match="use poisson, gamma or constant"):
+        Sweep(msgspec.structs.replace(PLAN, arrivals=Closed(1)), tmp_path, FakeServer(curve(1.0)).run_at, print, 1e9)

@@ -1,0 +1,119 @@
+"""When requests are sent, on virtual time."""
+
+import pytest
+
+from loadtests.generator.conversation import Conversation
+from loadtests.generator.dispatcher import Dispatcher, Share
+from loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Poisson, Workload
+from loadtests.workloads.sessions import sessions
+from tests.loadtests.generator.fake_server import FakeServer
+from tests.loadtests.generator.virtual_crew import VirtualCrew
+
+ALL = Share(0, 1)
+BEGAN = 100.0
+
+
+def plan_with(arrivals: Arrivals, workload: Workload | None = None, seconds: float = 10.0) -> Plan:
+    return Plan(
+        url="http://nowhere",
+        model="m",
+        max_context=4096,
+        arrivals=arrivals,
+        workload=workload or Fixed(5, 2),
+        slo=SLO(),
+        seconds=seconds,
+        vocabulary=4096,
+    )
+
+
+def dispatched(plan: Plan, server: FakeServer, share: Share = ALL, until: float | None = None) -> FakeServer:
+    dispatcher = Dispatcher(plan, share, lambda session: Conversation(plan, session, server.line), server.crew)
+    dispatcher.prepare()
+    worker = server.crew.run(lambda: dispatcher.run(BEGAN), until)
+    if not worker.dead:  # ended from outside
+        worker.throw()
+    return server
+
+
+def test_requests_are_sent_at_their_instants_however_slow_the_server_is() -> None:
+    plan = plan_with(Poisson(5.0))
+    server = dispatched(plan, FakeServer(VirtualCrew(), takes_s=60.0))
+    scheduled = [session.at_s for session in sessions(plan)]
+    assert len(scheduled) > 32  # more than are prepared ahead
+    assert [at - BEGAN for at, _, _ in server.asked] == pytest.approx(scheduled)
+    assert [record.scheduled_s for record in server.records] == scheduled
+    assert all(record.lag_s == pytest.approx(0.0, abs=1e-9) for record in server.records)
+
+
+def test_a_late_generator_is_seen_in_the_lag_and_in_the_time_to_first_token() -> None:
+    server = dispatched(plan_with(Constant(1.0)), FakeServer(VirtualCrew(late_s=0.03)))
+    assert all(record.lag_s >= 0.03 for record in server.records)
+    assert all(record.ttft_s == pytest.approx(record.lag_s) for record in server.records)
+
+
+def test_the_shares_of_all_processes_are_the_plan() -> None:
+    plan = plan_with(Poisson(3.0))
+    sent = [
+        [record.session for record in dispatched(plan, FakeServer(VirtualCrew()), Share(worker, 3)).records]
+        for worker in range(3)
+    ]
+    assert sorted(number for share in sent for number in share) == [session.index for session in sessions(plan)]
+    assert all(number % 3 == worker for worker in range(3) for number in sent[worker])
+
+
+def test_a_user_of_a_closed_loop_asks_again_when_it_has_its_answer_and_has_thought() -> None:
+    server = dispatched(plan_with(Closed(users=2, think_s=0.5)), FakeServer(VirtualCrew(), takes_s=1.0))
+    sent = [at - BEGAN for at, _, _ in server.asked]
+    assert sent == pytest.approx([at for at in (0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 9.0) for _ in range(2)])
+    assert [record.scheduled_s for record in server.records] == pytest.approx(sent)
+
+
+def test_users_are_shared_out_among_the_processes() -> None:
+    plan = plan_with(Closed(users=5), seconds=0.5)
+    for worker, users in ((0, 3), (1, 2)):
+        assert len(dispatched(plan, FakeServer(VirtualCrew()), Share(worker, 2)).records) == users
+
+
+def test_turns_follow_each_other_with_the_answers_between_and_time_to_think() -> None:
+    plan = plan_with(Constant(0.1), Chat(turns=4.0, think_s=2.0), seconds=1000.0)
+    server = dispatched(plan, FakeServer(VirtualCrew(), takes_s=3.0))
+    session = next(session for session in sessions(plan) if len(session.turns) > 2)
+    records = [record for record in server.records if record.session == session.index]
+    assert [record.turn for record in records] == list(range(len(session.turns)))
+    for before, after, turn in zip(records, records[1:], session.turns[1:], strict=False):
+        assert after.scheduled_s == pytest.approx(before.end_s + turn.think_s)
+        assert after.sent_s == pytest.approx(after.scheduled_s)
+
+
+def test_nothing_is_sent_after_the_run_s_time_but_answers_are_awaited() -> None:
+    plan = plan_with(Constant(0.5), Chat(turns=50.0, think_s=1.0))
+    server = dispatched(plan, FakeServer(VirtualCrew(), takes_s=4.0))
+    assert max(record.sent_s for record in server.records) < plan.seconds
+    assert max(record.end_s for record in server.records) > plan.seconds
+    assert {record.status for record in server.records} == {"ok"}
+
+
+def test_who_is_refused_asks_no_more() -> None:
+    plan = plan_with(Constant(0.001), Chat(turns=50.0, think_s=1.0), seconds=1000.5)
+    server = dispatched(plan, FakeServer(VirtualCrew(), refuses=frozenset({1})))
+    first = server.records[0].session
+    assert [record.status for record in server.records if record.session == first] == ["ok", "refused"]
+
+
+def test_a_run_that_is_ended_has_a_record_of_all_that_was_sent() -> None:
+    server = dispatched(plan_with(Constant(1.0)), FakeServer(VirtualCrew(), takes_s=2.5), until=BEGAN + 5.2)
+    assert [record.status for record in server.records].count("unfinished") == 3
+    assert len(server.records) == len(server.asked)
+    unfinished = [record for record in server.records if record.status == "unfinished"]
+    assert all(len(record.token_s) == 1 and record.end_s == pytest.approx(5.0, abs=0.3) for record in unfinished)
+
+
+def test_what_goes_wrong_within_a_session_is_not_swallowed() -> None:
+    server = FakeServer(VirtualCrew())
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    server.post = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a bug"):
+        dispatched(plan_with(Constant(1.0)), server)

@@ -1,0 +1,92 @@
+"""Figures while a run goes on: counted by second, added up over processes."""
+
+import msgspec
+import pytest
+
+from loadtests.generator.live import LEAST_S, Histogram, LiveFigures, Second, count, met, percentile
+from loadtests.generator.live_series import WINDOW_S, series
+from loadtests.plan import SLO
+from loadtests.records import Record
+
+GOOD = Record(0, 0, 1.0, 1.01, 3.0, "ok", output_tokens=5, token_s=(1.5, 2.0, 2.5))
+REFUSED = Record(1, 0, 1.0, 1.0, 1.2, "refused")
+
+
+def of(values: list[float]) -> Histogram:
+    histogram: Histogram = {}
+    for value in values:
+        count(histogram, value)
+    return histogram
+
+
+@pytest.mark.parametrize("percent", [1, 50, 90, 99, 100])
+def test_a_percentile_is_right_within_one_percent(percent: int) -> None:
+    values = [0.001 * 1.01**number for number in range(1000)]
+    exact = sorted(values)[10 * percent - 1]
+    together = percentile([of(values[::2]), of(values[1::2])], percent)
+    assert together == pytest.approx(exact, rel=0.0101)
+
+
+def test_of_nothing_there_is_no_percentile_and_what_is_early_counts_as_the_least() -> None:
+    assert percentile([], 50) is None
+    assert percentile([of([-0.5, 0.0])], 50) == LEAST_S
+
+
+@pytest.mark.parametrize(
+    ("record", "slo", "verdict"),
+    [
+        (GOOD, SLO(), True),
+        (GOOD, SLO(ttft_s=0.5, tpot_s=0.25), True),
+        (GOOD, SLO(ttft_s=0.49), False),
+        (GOOD, SLO(tpot_s=0.24), False),
+        (REFUSED, SLO(), False),
+        (msgspec.structs.replace(GOOD, status="unfinished"), SLO(), False),
+        (msgspec.structs.replace(GOOD, output_tokens=1, token_s=(1.5,)), SLO(tpot_s=0.001), True),
+    ],
+)
+def test_both_times_must_hold_and_a_single_token_has_no_time_between(record: Record, slo: SLO, verdict: bool) -> None:
+    assert met(record, slo) is verdict
+
+
+def test_a_request_counts_when_it_is_over_and_the_warm_up_is_not_judged() -> None:
+    live = LiveFigures()
+    live.sent(1.01)
+    live.record(GOOD, SLO(), warm_up_s=0.5)
+    live.record(REFUSED, SLO(), warm_up_s=1.5)
+    assert live.seconds.keys() == {1, 3}
+    assert (live.seconds[1].sent, live.seconds[1].refused, live.seconds[1].judged) == (1, 1, 0)
+    assert (live.seconds[3].ok, live.seconds[3].judged, live.seconds[3].met) == (1, 1, 1)
+    assert sum(live.seconds[3].itl.values()) == 2
+
+
+def test_processes_tell_each_whole_second_once_and_their_sum_is_the_run() -> None:
+    head, sender = LiveFigures(), LiveFigures()
+    for _ in range(2):
+        sender.record(GOOD, SLO(), 0.0)
+        sender.record(REFUSED, SLO(), 0.0)
+        assert sender.take(1.9) == {}
+        head.add(sender.take(3.5))
+        head.add(sender.take(float("inf")))
+        assert sender.seconds == {}
+    total = Second()
+    for second in head.seconds.values():
+        total.add(second)
+    assert (total.ok, total.refused, total.met, total.output_tokens) == (2, 2, 2, 10)
+    assert sum(total.ttft.values()) == 2
+
+
+def test_curves_are_of_a_moving_window_and_go_on_from_any_second() -> None:
+    live = LiveFigures()
+    live.seconds = {
+        0: Second(sent=4, ok=1, judged=1, met=1, ttft=of([0.1])),
+        1: Second(sent=1, ok=1, refused=1, judged=2, met=0, ttft=of([0.4, 0.4])),
+        WINDOW_S: Second(ok=2, judged=2, met=2),
+    }
+    points = series(live, 0, WINDOW_S + 1)
+    assert [point["at_s"] for point in points] == list(range(1, WINDOW_S + 2))
+    assert [point["under_way"][0] for point in points] == [3, 2, 2, 2, 2, 0]
+    assert points[0]["attainment"] == [1.0]
+    assert points[1]["attainment"] == [pytest.approx(1 / 3)]
+    assert points[WINDOW_S]["attainment"] == [0.5]  # the first second is out of the window
+    assert points[1]["ttft"][0] == pytest.approx(0.4, rel=0.0101)
+    assert series(live, 2, WINDOW_S + 1) == points[2:]

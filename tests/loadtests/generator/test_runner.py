@@ -1,0 +1,128 @@
+"""Whole runs, by Locust's own processes against the stub server. Two processes, since one is the selfcheck's test."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from loadtests.errors import LoadTestError
+from loadtests.generator.progress import Progress
+from loadtests.generator.progress_display import ProgressDisplay
+from loadtests.generator.runner import run_plan
+from loadtests.plan import SLO, Constant, Fixed, Plan
+from loadtests.records import read_records
+from loadtests.run_folder import RunFolder
+from loadtests.selfcheck.stub_process import MODEL, VOCABULARY, stub_server
+from loadtests.workloads.sessions import sessions
+
+PLAN = Plan(
+    url="",
+    model=MODEL,
+    max_context=4096,
+    arrivals=Constant(20.0),
+    workload=Fixed(8, 4),
+    slo=SLO(ttft_s=30.0),
+    seconds=1.0,
+    vocabulary=VOCABULARY,
+    num_workers=2,
+)
+
+
+def run(plan: Plan, scenario: str, folder: Path) -> RunFolder:
+    with stub_server(scenario, folder.with_suffix(".stub.jsonl")) as stub:
+        return run_plan(msgspec.structs.replace(plan, url=stub.url), folder, show=False)
+
+
+def when_sent(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Have something happen as soon as requests are told to be under way."""
+    shown: list[Progress] = []
+
+    def show(_: ProgressDisplay, progress: Progress) -> None:
+        shown.append(progress)
+        if [each.sent > 0 for each in shown].count(True) == 1:
+            act()
+
+    monkeypatch.setattr(ProgressDisplay, "show", show)
+
+
+def locusts() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "locust" in " ".join(child.cmdline())]
+
+
+def test_processes_send_a_plan_between_them_and_leave_a_whole_folder(tmp_path: Path) -> None:
+    folder = run(PLAN, "immediate", tmp_path / "run")
+    planned = [session.index for session in sessions(PLAN)]
+    records = list(folder.records())
+    assert sorted(record.session for record in records) == planned
+    assert {record.status for record in records} == {"ok"}
+    assert [len(list(read_records(folder.records_path(worker)))) for worker in (0, 1)] == [len(planned) / 2] * 2
+    facts = folder.facts()
+    assert not facts.ended_early
+    assert [generator.worker for generator in facts.generators] == [0, 1]
+    assert sum(generator.num_sent for generator in facts.generators) == len(planned)
+    assert all(generator.cpu_seconds > 0 for generator in facts.generators)
+    assert facts.server["models"][0]["id"] == MODEL
+    assert facts.versions.keys() == {"twostroke", "locust", "python"}
+    assert folder.samples() == []
+    assert folder.plan().seconds == PLAN.seconds
+    assert locusts() == []
+    with pytest.raises(LoadTestError, match="has a run already"):
+        run_plan(PLAN, folder.path, show=False)
+
+
+def test_a_run_that_ctrl_c_ends_has_a_record_of_everything_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    when_sent(monkeypatch, interrupt)
+    endless = msgspec.structs.replace(PLAN, seconds=600.0, workload=Fixed(8, 250))
+    with pytest.raises(KeyboardInterrupt):
+        run(endless, "steady", tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    facts, records = folder.facts(), list(folder.records())
+    assert facts.ended_early
+    assert sum(generator.num_sent for generator in facts.generators) == len(records) > 0
+    assert "unfinished" in {record.status for record in records}
+    assert locusts() == []
+
+
+def test_a_lost_process_ends_the_run_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill_one() -> None:
+        worker = next(process for process in locusts() if "--worker" in process.cmdline())
+        os.kill(worker.pid, signal.SIGKILL)
+
+    when_sent(monkeypatch, kill_one)
+    endless = msgspec.structs.replace(PLAN, seconds=600.0)
+    with pytest.raises(LoadTestError, match=r"sending process \d is gone"):
+        run(endless, "immediate", tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert folder.facts().ended_early
+    assert list(folder.records())
+    assert locusts() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ({"arrivals": Constant(-1.0)}, "rate -1"),
+        ({"vocabulary": 0}, "--vocabulary"),
+        ({"workload": Fixed(5000, 1)}, "don't fit"),
+    ],
+)
+def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path: Path, wrong: dict[str, Any], fault: str) -> None:
+    with pytest.raises(LoadTestError, match=fault):
+        run_plan(msgspec.structs.replace(PLAN, **wrong), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_no_server_answers_the_reason_is_locust_s_last_word(tmp_path: Path) -> None:
+    nowhere = msgspec.structs.replace(PLAN, url="http://127.0.0.1:9", num_workers=1)
+    with pytest.raises(LoadTestError, match=r"no server answers at http://127\.0\.0\.1:9: Connection refused"):
+        run_plan(nowhere, tmp_path / "run", show=False)

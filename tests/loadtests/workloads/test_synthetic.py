@@ -1,0 +1,63 @@
+"""Synthetic requests against the parameters of the traces that they stand for."""
+
+from collections import Counter
+from itertools import islice, takewhile
+from statistics import mean, median, pvariance
+
+import pytest
+
+from loadtests.workloads.synthetic import SHAPES, shape_times, shape_turns
+from tests.loadtests.workloads.test_sessions import hit_rate
+
+WHOLE = 200_000  # a context that everything fits into
+
+# The traces' own means and medians, and the share of tokens that an unlimited prefix cache would have.
+KNOWN = [
+    ("azure-conv", 1155, 1020, 211, 0.0),
+    ("azure-code", 2048, 1469, 28, 0.0),
+    ("mooncake-conversation", 12035, 6909, 343, 0.37),
+    ("mooncake-synthetic", 15325, 11587, 149, 0.64),
+    ("servegen", 920, 620, 156, 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "mean_input", "median_input", "mean_output", "hits"), KNOWN)
+def test_lengths_and_shared_prefixes_are_the_traces(
+    name: str, mean_input: float, median_input: float, mean_output: float, hits: float
+) -> None:
+    turns = list(islice(shape_turns(SHAPES[name], WHOLE, seed=1), 3000))
+    inputs = [sum(piece.tokens for piece in turn.prompt) for turn in turns]
+    assert mean(inputs) == pytest.approx(mean_input, rel=0.15)
+    assert median(inputs) == pytest.approx(median_input, rel=0.1)
+    assert mean(turn.output_tokens for turn in turns) == pytest.approx(mean_output, rel=0.25)
+    assert hit_rate(turn.prompt for turn in turns) == pytest.approx(hits, abs=0.03)
+
+
+def test_shared_prefixes_stay_shared_in_a_small_context() -> None:
+    turns = list(islice(shape_turns(SHAPES["mooncake-conversation"], 4096, seed=1), 3000))
+    assert hit_rate(turn.prompt for turn in turns) == pytest.approx(0.37, abs=0.03)
+
+
+def dispersion(times: list[float], window_s: float) -> float:
+    """Variance of the counts in windows, by their mean: 1 for Poisson arrivals."""
+    counts = Counter(int(at // window_s) for at in times)
+    every = [counts[index] for index in range(int(times[-1] // window_s))]
+    return pvariance(every) / mean(every)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "second", "ten_seconds", "minute"),
+    [
+        ("azure-conv", 5.53, 1.39, 3.86, 16.1),
+        ("azure-code", 2.567, 13.2, 71.6, 164.0),
+        ("mooncake-synthetic", 3.907, 1.09, 1.18, 1.19),
+    ],
+)
+def test_arrivals_are_as_bursty_as_the_traces(
+    name: str, rate: float, second: float, ten_seconds: float, minute: float
+) -> None:
+    times = list(takewhile(lambda at: at < 40_000, shape_times(SHAPES[name], seed=1)))
+    assert len(times) / 40_000 == pytest.approx(rate, rel=0.1)
+    assert dispersion(times, 1.0) == pytest.approx(second, rel=0.15)
+    assert dispersion(times, 10.0) == pytest.approx(ten_seconds, rel=0.2)
+    assert dispersion(times, 60.0) == pytest.approx(minute, rel=0.25)
