@@ -27,7 +27,7 @@ CONFIG = {
         "prefill": {"min": 1, "max": 2},
         "decode": {"min": 1, "max": 2},
         "interval_s": 0.5,
-        "cooldown_s": 4,
+        "cooldown_s": 3,
         "reversals_per_hour": 100,  # of a busy machine's noise
     },
 }
@@ -75,7 +75,7 @@ async def out_and_in(server: Server) -> list[tuple[StreamResult, int]]:
             group.create_task(client())
     async with asyncio.TaskGroup() as group:
         for _ in range(LONG_ANSWERS):
-            group.create_task(ask(30, 4000))
+            group.create_task(ask(30, 3000))
     return results
 
 
