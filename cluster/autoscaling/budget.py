@@ -40,8 +40,8 @@ def share(prefill: Claim, decode: Claim, budget: float | None) -> tuple[int, int
 def _filled(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
     """From the minima up, one worker at a time for whoever is served worse, while the budget lasts."""
     p, d = prefill.limits.min, decode.limits.min
-    if p == 0 and prefill.needs > 0:
-        p = 1
+    if p == 0 and prefill.needs > 0 and _cost(prefill, decode, 1, d) <= budget + 1e-9:
+        p = 1  # none at all would be served worst
     while True:
         may_p = p < min(prefill.limits.max, max(prefill.needs, p)) and (
             _cost(prefill, decode, p + 1, d) <= budget + 1e-9

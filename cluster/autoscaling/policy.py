@@ -6,9 +6,6 @@ I/O, reads a clock or knows Ray.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import msgspec
 
 from cluster.autoscaling import separate
 from cluster.autoscaling.budget import Claim, share
@@ -31,17 +28,6 @@ class Memory:
     decided_s: float | None = None
     prefill: RoleMemory = field(default_factory=RoleMemory)
     decode: RoleMemory = field(default_factory=RoleMemory)
-
-
-def memory_to_json(memory: Memory) -> dict[str, Any]:
-    """As plain dictionaries, lists and numbers."""
-    plain: dict[str, Any] = msgspec.to_builtins(memory)
-    return plain
-
-
-def memory_from_json(plain: dict[str, Any]) -> Memory:
-    """What `memory_to_json` made; empty for an empty dictionary. Raises msgspec.ValidationError for anything else."""
-    return msgspec.convert(plain, Memory)
 
 
 def decide(signals: Signals, memory: Memory, config: AutoscalingConfig) -> tuple[Decision, Memory]:

@@ -47,15 +47,21 @@ class Counted:
 def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[str]) -> Counted:
     """What has arrived meanwhile is added. `routers` are all that run, also those that have told nothing lately."""
     last = {router: told for router, told in before.last.items() if router in routers}
-    arrived, elapsed_s = before.arrived, 0.0
-    for router, reading in readings.items():
-        now = Told(reading.at, _arrived(reading))
-        is_new = reading.numbers.get("started_at", 0.0) >= before.begun_at
-        known = last.get(router, Told(now.at, Arrived() if is_new else now.arrived))
-        arrived = _plus(arrived, _growth(known.arrived, now.arrived))
-        elapsed_s = max(elapsed_s, now.at - known.at)
-        last[router] = now
-    return Counted(before.begun_at, arrived, before.elapsed_s + elapsed_s, last)
+    told = {router: Told(one.at, _arrived(one)) for router, one in readings.items() if router in routers}
+    arrived = before.arrived
+    for router, now in told.items():
+        is_new = readings[router].numbers.get("started_at", 0.0) >= before.begun_at
+        known = last[router].arrived if router in last else Arrived() if is_new else now.arrived
+        arrived = _plus(arrived, _growth(known, now.arrived))
+    elapsed_s = _elapsed_s({router: last[router].at for router in told if router in last}, told)
+    return Counted(before.begun_at, arrived, before.elapsed_s + elapsed_s, {**last, **told})
+
+
+def _elapsed_s(before: Mapping[str, float], told: Mapping[str, Told]) -> float:
+    """From the newest to the newest of the same routers: the longest of their own steps would add up to too much."""
+    if not before:
+        return 0.0
+    return max(0.0, max(told[router].at for router in before) - max(before.values()))
 
 
 def signals_of(

@@ -1,6 +1,5 @@
 """The policy as a whole; the first tests are what other autoscalers got wrong (docs/autoscaling.md)."""
 
-import json
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ import pytest
 from cluster.autoscaling.capacity import typical
 from cluster.autoscaling.changes import HOUR_S
 from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from cluster.autoscaling.policy import Memory, decide, memory_from_json, memory_to_json
+from cluster.autoscaling.policy import decide
 from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import Arrived, Signals
 from protocol.step_costs import StepCosts
@@ -186,6 +185,14 @@ def test_a_gpu_changes_roles_within_one_decision() -> None:
     assert system.prefill.target < 5
 
 
+def test_a_budget_that_decode_workers_use_up_leaves_prompts_to_them() -> None:
+    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(0, 8), budget=1.0))
+    system.prefill = replace(system.prefill, running=0, target=0)
+    system.goes_on(10 * MINUTE_S, rate=40)
+    assert system.counts == (0, 1)
+    assert system.decisions[-1].prefill_reason in (Reason.BUDGET, Reason.BETWEEN)
+
+
 def test_the_limits_hold_whatever_the_load() -> None:
     system = System()
     system.goes_on(10 * MINUTE_S, rate=1000, output=1000)
@@ -215,15 +222,6 @@ def test_a_decision_is_made_every_interval_and_not_in_between() -> None:
     system.goes_on(12, rate=1, every_s=1.0)
     between = [one.prefill_reason is Reason.BETWEEN for one in system.decisions]
     assert between == [False, True, True, True, True, False, True, True, True, True, False, True]
-
-
-def test_what_is_remembered_survives_as_json() -> None:
-    system = System()
-    system.goes_on(10 * MINUTE_S, rate=40)
-    system.goes_on(4 * MINUTE_S, rate=10)
-    again = memory_from_json(json.loads(json.dumps(memory_to_json(system.memory))))
-    assert again == system.memory
-    assert memory_from_json({}) == Memory()
 
 
 def test_counters_that_fall_count_as_standing_still() -> None:

@@ -50,6 +50,22 @@ def test_a_reading_that_comes_late_is_no_burst() -> None:
     assert counted.elapsed_s == 16.0
 
 
+def test_routers_that_tell_out_of_step_make_time_no_faster() -> None:
+    routers = {"a", "b"}
+    counted = count(Counted(BEGUN), {"a": reading(100.0), "b": reading(99.5)}, routers)
+    for second in range(101, 121):
+        late = {"a": 0.5, "b": 0.0} if second % 2 else {"a": 0.0, "b": 0.5}
+        counted = count(counted, {name: reading(second - late[name]) for name in routers}, routers)
+    assert counted.elapsed_s == 20.0
+
+
+def test_a_router_that_has_ended_is_not_counted_again_by_what_it_told_last() -> None:
+    counted = count(Counted(BEGUN), {"a": reading(requests=10)}, {"a"})
+    for _ in range(3):
+        counted = count(counted, {"a": reading(requests=10), "b": reading(requests=1)}, {"b"})
+    assert counted.arrived.requests == 11
+
+
 def test_workers_count_once_as_the_router_sees_them_that_reaches_most() -> None:
     readings = {
         "old": reading(1.0, prefill__running=1, decode__running=2, decode__queued_tokens=70, decode__max_batch=64),
