@@ -55,7 +55,7 @@ class DecisionWatch:
         """Once. Where there is no answer, what is known stays."""
         try:
             newest = await asyncio.to_thread(self._published)
-        except (RayError, msgspec.ValidationError) as error:
+        except (RayError, msgspec.DecodeError) as error:
             if not self._is_lost:
                 _log.warning("can't learn what the autoscaler decides: %s", error)
             self._is_lost = True

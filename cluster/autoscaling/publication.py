@@ -18,8 +18,8 @@ def publish(app_name: str, scaling: Scaling) -> None:
 
 
 def published(app_name: str) -> Scaling | None:
-    """What was published last. Takes a round trip to Ray's head. Raises msgspec.ValidationError for an entry of
-    another version of ours."""
+    """What was published last. Takes a round trip to Ray's head. Raises RayError where it doesn't answer, and
+    msgspec.DecodeError for an entry of another version of ours."""
     entry = _internal_kv_get(_key(app_name), namespace=_NAMESPACE)
     return None if entry is None else msgspec.json.decode(entry, type=Scaling)
 

@@ -46,14 +46,15 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
         return {}, {decode.deployment_id: kept}
     state: State | None = kept.get(_STATE)
     decisions: Decisions = {}
-    try:
+    try:  # what is raised here would keep Serve from looking after any of its applications
         state, has_decided = _look(state, named, at_s)
         if has_decided and state.scaling is not None:
-            publish(str(decode.app_name), state.scaling)
             targets = state.scaling.targets
             decisions = {named[DEPLOYMENTS[role]].deployment_id: target for role, target in targets.items()}
-    except Exception:  # else Serve would look after none of its applications any more
-        _log.exception("autoscaling: a decision failed; the number of workers stays")
+            publish(str(decode.app_name), state.scaling)  # last: what nobody is told of holds all the same
+    except Exception:
+        outcome = "nobody is told of a decision" if decisions else "a decision failed, the number of workers stays"
+        _log.exception("autoscaling: %s", outcome)
     return decisions, {decode.deployment_id: {_STATE: state, _LOOKED: at_s}}
 
 

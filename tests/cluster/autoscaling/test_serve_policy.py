@@ -123,17 +123,30 @@ def test_an_application_that_is_not_whole_is_left_alone(clock: list[float]) -> N
 def test_a_decision_that_fails_is_logged_and_all_stays(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(app_name: str, scaling: Scaling) -> None:
-        raise RuntimeError("no way to the head")
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(serve_policy, "publish", fails)
+    monkeypatch.setattr(serve_policy, "look", fails)
     decisions, states = joint_policy(contexts(clock))
     assert decisions == {}
-    assert "no way to the head" in caplog.text
+    assert "the number of workers stays" in caplog.text
+    assert "a bug of ours" in caplog.text
     clock.append(clock[-1] + 0.1)
     caplog.clear()
     joint_policy(contexts(clock, states[DECODE]))
     assert caplog.text == ""  # tried again a second later, not ten times a second
+
+
+def test_a_decision_holds_though_nobody_can_be_told_of_it(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(app_name: str, scaling: Scaling) -> None:
+        raise RuntimeError("no way to the head")
+
+    monkeypatch.setattr(serve_policy, "publish", fails)
+    decisions, _ = joint_policy(contexts(clock))
+    assert decisions == {PREFILL: 1, DECODE: 2}
+    assert "nobody is told of a decision" in caplog.text
 
 
 def test_deployments_of_an_application_without_the_policy_keep_their_workers_and_say_what_is_missing(
