@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.haproxy import BINARY_VARIABLE, write_unspliced_haproxy
-from cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES
+from cluster.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
 
@@ -73,8 +73,7 @@ def ray_environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
     if options.haproxy:
         stats, metrics, fallback = free_ports(3)
         return switches | haproxy_switches(folder, stats=stats, metrics=metrics, fallback=fallback)
-    # Without HAProxy the option for throughput would start no proxy at all.
-    return switches | {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    return {**switches, **NO_HAPROXY_SWITCHES}
 
 
 @contextlib.contextmanager
@@ -87,8 +86,8 @@ def local_ray(options: LocalRayOptions) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="twostroke-") as folder:
         # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
         os.environ.pop("RAY_AUTH_MODE", None)
-        for name, value in ray_environment(options, Path(folder)).items():
-            os.environ.setdefault(name, value)
+        # Over what a shell or deploy/Dockerfile has for the nodes of a cluster.
+        os.environ.update(ray_environment(options, Path(folder)))
         import ray
         from ray import serve
 

@@ -22,6 +22,12 @@ HAPROXY_SWITCHES: Mapping[str, str] = {
 }
 """Where HAProxy is the proxy: everywhere that Ray brings one for."""
 
+NO_HAPROXY_SWITCHES: Mapping[str, str] = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else the option for throughput would start no proxy at all
+}
+"""Where Serve's own proxy is."""
+
 
 def forgotten_switches(environment: Mapping[str, str]) -> str | None:
     """What to say of an environment that lacks switches, or has others; None where it is as it should be.

@@ -21,7 +21,7 @@ import yaml
 from cluster.haproxy import haproxy_binary
 from cluster.local_nodes.machines import Machine, Machines
 from cluster.local_ray import free_ports, haproxy_switches
-from cluster.ray_switches import SWITCHES
+from cluster.ray_switches import NO_HAPROXY_SWITCHES, SWITCHES
 
 HEAD_PORT = 6379
 START_S = 120.0
@@ -82,7 +82,7 @@ class RayNodes:
         self._nodes: list[Node] = []
         self._head: Node | None = None
         self._ports: tuple[int, ...] = ()
-        self._switches: dict[str, str] = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}  # without HAProxy
+        self._switches: Mapping[str, str] = NO_HAPROXY_SWITCHES
 
     def __enter__(self) -> "RayNodes":
         _remove_stale_folders()

@@ -14,6 +14,11 @@ def test_a_server_of_ours_forgets_no_switch(haproxy: bool, tmp_path: Path) -> No
     assert forgotten_switches(ray_environment(options, tmp_path)) is None
 
 
+def test_a_shell_with_the_clusters_switches_changes_nothing_for_a_server_without_haproxy(tmp_path: Path) -> None:
+    options = LocalRayOptions("127.0.0.1", 8000, num_cpus=1, num_gpus=0, haproxy=False, verbose=False)
+    assert ray_environment(options, tmp_path)["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+
+
 def test_a_bare_ray_is_told_what_it_lacks_and_where_that_is() -> None:
     said = forgotten_switches({"PATH": "/bin"})
     assert said is not None
