@@ -4,6 +4,9 @@ All moments are seconds after the run's beginning, by the sender's monotonic clo
 """
 
 from collections.abc import Iterator
+from errno import ENOSPC
+from io import FileIO
+from os import strerror
 from pathlib import Path
 from typing import Literal
 
@@ -49,10 +52,15 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None for one token, which has no time between."""
-        if not self.token_s or self.output_tokens is None or self.output_tokens < 2:
+        """Mean time per token after the first; None for one token, which has no time between.
+
+        Where the server tells no number of tokens its events are counted: one may hold several, so that the true figure
+        is at most that.
+        """
+        tokens = len(self.token_s) if self.output_tokens is None else self.output_tokens
+        if not self.token_s or tokens < 2:
             return None
-        return (self.token_s[-1] - self.token_s[0]) / (self.output_tokens - 1)
+        return (self.token_s[-1] - self.token_s[0]) / (tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -67,6 +75,20 @@ _DECODER = msgspec.json.Decoder(Record)
 def line_of(record: Record) -> bytes:
     """With its line end."""
     return _ENCODER.encode(record) + b"\n"
+
+
+def append(file: FileIO, record: Record) -> None:
+    """Unbuffered, and a whole line or none. Raises LoadTestError where the disk has no room."""
+    line = line_of(record)
+    try:
+        written = file.write(line)
+        if written < len(line):
+            file.truncate(file.tell() - written)
+            raise OSError(ENOSPC, strerror(ENOSPC))
+    except OSError as error:
+        raise LoadTestError(
+            f"{file.name}: {error.strerror}, so the run ends: make room, or name another folder"
+        ) from error
 
 
 def read_records(path: Path) -> Iterator[Record]:

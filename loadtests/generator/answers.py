@@ -4,13 +4,63 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtests.generator.completions import Exchange, message_of
-from loadtests.generator.sse import BadResponse, Piece, events_of, response_of, text_of
+import msgspec
+
+from loadtests.generator.completions import Exchange
+from loadtests.generator.sse import BadResponse, Event, Piece, events_of, response_of, text_of
 from loadtests.records import Status
 
 REFUSED = (429, 503)
 PIECES_AT_ONCE = 64
 MAX_ERROR_CHARACTERS = 300
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the server says that it took; None: it doesn't say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    stages: list[dict[str, float]] | None = None  # of each choice; we ask for one
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+    @property
+    def choice_stages(self) -> dict[str, float] | None:
+        """The server's own durations."""
+        return self.stages[0] if self.stages else None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None  # what a model thinks before it answers, by two names
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def new_text(self) -> str:
+        """Of a completion's or a chat's chunk; what a model thinks is text that a user sees."""
+        delta = self.delta or Delta()
+        return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What is read of an event; servers add more. Another type of one of these is no answer of an OpenAI server."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
 
 
 @dataclass
@@ -23,19 +73,10 @@ class StreamedAnswer:
     request_id: str | None = None
     token_times: list[float] = field(default_factory=list)  # the first: of the first text
     text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
 
-    @property
-    def cached_tokens(self) -> int | None:
-        details = self.usage.get("prompt_tokens_details") or {}
-        cached: int | None = details.get("cached_tokens")
-        return cached
 
-    @property
-    def stages(self) -> dict[str, float] | None:
-        """The server's own durations, of one choice."""
-        stages = self.usage.get("stages")
-        return stages[0] if stages else None
+_DECODE = msgspec.json.Decoder(Chunk).decode
 
 
 def read_stream(exchange: Exchange, pause: Callable[[], None] = lambda: None) -> StreamedAnswer:
@@ -66,14 +107,14 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
             if event.data == b"[DONE]":
                 complete = True
                 break
-            message = message_of(event)
-            answer.usage = message.get("usage") or answer.usage
-            for choice in message.get("choices", ()):
-                text = _text_of(choice)
-                if text or (answer.token_times and choice.get("finish_reason") is None):
+            chunk = _chunk_of(event)
+            answer.usage = chunk.usage or answer.usage
+            for choice in chunk.choices or ():
+                text = choice.new_text
+                if text or (answer.token_times and choice.finish_reason is None):
                     answer.token_times.append(event.at)
                     texts.append(text)
-                if choice.get("finish_reason") is not None:
+                if choice.finish_reason is not None:
                     ended_at = event.at
     finally:
         answer.text = "".join(texts)
@@ -87,13 +128,15 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     answer.status = "ok"
 
 
-def _text_of(choice: dict[str, Any]) -> str:
-    """Of a completion's or a chat's chunk; what a model thinks before it answers is text that a user sees."""
-    delta = choice.get("delta") or {}
-    text: str = (
-        choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
-    )
-    return text
+def _chunk_of(event: Event) -> Chunk:
+    """Raises BadResponse for anything else, the server's errors too."""
+    try:
+        chunk = _DECODE(event.data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadResponse(f"an event is no chunk of an answer ({error}): {event.data[:100]!r}") from None
+    if chunk.error:
+        raise BadResponse(f"the server says {event.data[:300].decode(errors='replace')}")
+    return chunk
 
 
 def _with_pauses(arrivals: Iterable[Piece], pause: Callable[[], None]) -> Iterator[Piece]:

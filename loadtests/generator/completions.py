@@ -69,7 +69,7 @@ def read_answer(exchange: Exchange) -> Answer:
         if event.data == b"[DONE]":
             complete = True
             break
-        message = message_of(event)
+        message = _message_of(event)
         usage = message.get("usage") or usage
         if any(_has_token(choice) for choice in message.get("choices", ())):
             token_times.append(event.at)
@@ -82,7 +82,7 @@ def read_answer(exchange: Exchange) -> Answer:
     return Answer(exchange.sent_at, tuple(token_times), int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
 
 
-def message_of(event: Event) -> dict[str, Any]:
+def _message_of(event: Event) -> dict[str, Any]:
     """The chunk of an answer that an event holds. Raises BadResponse for anything else, the server's errors too."""
     try:
         message = json.loads(event.data)

@@ -66,7 +66,8 @@ class Dispatcher:
     def run(self, began: float) -> None:
         """Send all, and wait for the answers. `began`, a moment of the crew's clock, may lie ahead.
 
-        Ended from outside, it ends what is under way; those leave their records. Raises what went wrong in a session.
+        Ended from outside, it ends what is under way; those leave their records. Raises what went wrong in a session,
+        and sends nothing more then: a record that can't be written is a request that nobody knows of.
         """
         try:
             match self._plan.arrivals:
@@ -75,14 +76,15 @@ class Dispatcher:
                         self._crew.spawn(self._guarded, self._use, began, closed.think_s)
                 case _:
                     self._send_at_their_instants(began)
-            self._crew.join()
+            if self._crash is None:
+                self._crew.join()
         finally:
             self._crew.kill()
         if self._crash is not None:
             raise self._crash
 
     def _send_at_their_instants(self, began: float) -> None:
-        while self._prepared or self._prepare_one():
+        while self._crash is None and (self._prepared or self._prepare_one()):
             at_s = self._prepared[0].session.at_s
             self._prepare_others_until(began + at_s)
             self._crew.spawn(self._guarded, self._converse, self._prepared.popleft(), at_s, began)
@@ -109,7 +111,7 @@ class Dispatcher:
     def _use(self, began: float, think_s: float) -> None:
         """A user of a closed loop, until the run's time is over."""
         free_s = 0.0
-        while free_s < self._plan.seconds and (self._prepared or self._prepare_one()):
+        while self._crash is None and free_s < self._plan.seconds and (self._prepared or self._prepare_one()):
             conversation = self._prepared.popleft()
             self._sleep_until(began + free_s)
             # A user without time to think asks as soon as it can: what the generator took to get ready is no wait.

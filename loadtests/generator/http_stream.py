@@ -20,6 +20,7 @@ from loadtests.errors import LoadTestError
 from loadtests.generator.completions import Exchange
 
 RECEIVE_BYTES = 65536
+TRIAL_LIMIT_S = 2.0  # to connect to one of several addresses of a name
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ def endpoint_of(url: str, api_key: str | None = None) -> Endpoint:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise LoadTestError(f"url {url}: write http://HOST:PORT or https://HOST:PORT, with a path where there is one")
     try:
-        family, _, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LoadTestError(f"url {url}: {parts.hostname} can't be looked up: {error.strerror}") from error
+    family, address = _first_that_answers([(family, address) for family, _, _, _, address in found])
     head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     if api_key:
         head += f"Authorization: Bearer {api_key}\r\n"
@@ -88,6 +90,16 @@ def stream(
     except OSError as error:  # ssl.SSLError is one
         what = "the connection broke" if arrivals else "no connection"
         exchange.broken = f"{what}: {error.strerror or error}"
+
+
+def _first_that_answers(addresses: list[tuple[socket.AddressFamily, Any]]) -> tuple[socket.AddressFamily, Any]:
+    """`localhost` is ::1, too, where many a server does not listen. Where none answers the first says why, later."""
+    for family, address in addresses if len(addresses) > 1 else ():
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.settimeout(TRIAL_LIMIT_S)
+            if trial.connect_ex(address) == 0:
+                return family, address
+    return addresses[0]
 
 
 def _connect(endpoint: Endpoint, limit_s: float) -> socket.socket:

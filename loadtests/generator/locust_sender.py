@@ -17,7 +17,7 @@ from loadtests.generator.http_stream import endpoint_of, stream
 from loadtests.generator.live import LiveFigures
 from loadtests.generator.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
 from loadtests.generator.run_facts import api_key
-from loadtests.records import Record, line_of
+from loadtests.records import Record, append
 from loadtests.run_folder import GeneratorHealth, RunFolder
 
 REPORT_INTERVAL_S = 1.0
@@ -108,6 +108,8 @@ class ShareRun:
         try:
             self._dispatcher.run(began)
             error = None
+        except LoadTestError as fault:
+            error = str(fault)
         except Exception as crash:
             _log.exception("this share of the run is lost")
             error = f"{type(crash).__name__}: {crash}"
@@ -121,7 +123,7 @@ class ShareRun:
         self._live.sent(at_s)
 
     def _record(self, record: Record) -> None:
-        self._records.write(line_of(record))
+        append(self._records, record)
         plan = self._order.plan
         self._live.record(record, plan.slo, plan.warm_up_s)
         self._on_record(record, plan.name)

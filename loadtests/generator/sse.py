@@ -104,7 +104,9 @@ def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
             try:
                 left = int(line.partition(b";")[0], 16)
             except ValueError:
-                raise BadResponse(f"no length of a chunk: {line[:50]!r}") from None
+                left = -1
+            if left < 0:
+                raise BadResponse(f"no length of a chunk: {line[:50]!r}")
             if left == 0:
                 return
             buffered = rest

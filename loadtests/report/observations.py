@@ -24,17 +24,6 @@ CLOCK_TOLERANCE_S = 1e-3  # a timer may fire a little early
 TAIL_SHARE = 0.1  # of a request's gaps: the longest, which make its tail TBT
 
 
-def tpot_of(record: Record) -> float | None:
-    """Mean time per token after the first; None for one token.
-
-    Where the server tells no number of tokens its events are counted: one may hold several, so that the true figure
-    is at most that.
-    """
-    if record.output_tokens is not None or len(record.token_s) < 2:
-        return record.tpot_s
-    return (record.token_s[-1] - record.token_s[0]) / (len(record.token_s) - 1)
-
-
 def tail_tbt(gaps: Sequence[float] | Floats) -> float | None:
     """Mean of the longest tenth of `gaps`, at least one of them; None without any."""
     if not len(gaps):
@@ -111,7 +100,7 @@ def read_observations(records: Iterable[Record]) -> Observations:
                 record.sent_s,
                 record.end_s,
                 _or_nan(record.ttft_s),
-                _or_nan(tpot_of(record)),
+                _or_nan(record.tpot_s),
                 record.token_s[-1] - record.scheduled_s if complete and record.token_s else NAN,
                 _or_nan(tail_tbt(row_gaps)),
                 _or_nan(record.input_tokens),

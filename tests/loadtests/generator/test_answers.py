@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtests.generator.answers import PIECES_AT_ONCE, read_stream
+from loadtests.generator.answers import PIECES_AT_ONCE, Usage, read_stream
 from loadtests.generator.completions import Exchange
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, token_event
@@ -25,7 +25,8 @@ def test_a_whole_answer() -> None:
     answer = read_stream(came((11.0, token_event("a")), (12.5, token_event("b", "length") + last)))
     assert (answer.status, answer.error, answer.http_status, answer.request_id) == ("ok", None, 200, "r7")
     assert (answer.token_times, answer.text) == ([11.0, 12.5], "ab")
-    assert (answer.usage["completion_tokens"], answer.cached_tokens, answer.stages) == (2, 4, {"prefill_s": 0.25})
+    assert (answer.usage.completion_tokens, answer.usage.cached_tokens) == (2, 4)
+    assert answer.usage.choice_stages == {"prefill_s": 0.25}
 
 
 def test_the_first_time_is_that_of_the_first_text_and_later_tokens_without_text_count() -> None:
@@ -46,9 +47,15 @@ def test_an_answer_without_any_text_has_its_end_as_its_only_time() -> None:
     assert (answer.status, answer.token_times) == ("ok", [12.0])
 
 
+def test_nulls_are_as_what_is_not_there() -> None:
+    nulls = event({"choices": None, "usage": None, "error": None})
+    answer = read_stream(came((11.0, token_event("a", "stop") + nulls + end(7, 1))))
+    assert (answer.status, answer.text) == ("ok", "a")
+
+
 def test_a_server_may_tell_no_usage() -> None:
     answer = read_stream(came((11.0, token_event("a", "stop") + chunk(b"data: [DONE]\n\n"))))
-    assert (answer.status, answer.usage) == ("ok", {})
+    assert (answer.status, answer.usage) == ("ok", Usage())
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(429, "refused"), (503, "refused"), (500, "failed"), (400, "failed")])
@@ -64,7 +71,16 @@ def test_a_status_says_whether_the_server_would_not_or_could_not(status: int, ve
         (b"", None, "the stream has no end"),
         (b"", "the connection broke: reset by peer", "reset by peer"),
         (event({"error": {"message": "worker\nlost"}}), None, "worker"),
-        (chunk(b"data: {broken\n\n"), None, "no JSON"),
+        (chunk(b"data: {broken\n\n"), None, "no chunk"),
+        (chunk(b"data: \xff\n\n"), None, "no chunk"),
+        (
+            event({"choices": "none"}),
+            None,
+            "no chunk of an answer (Expected `array | null`, got `str` - at `$.choices`",
+        ),
+        (event({"choices": [{"delta": {"content": ["a"]}}]}), None, "no chunk"),
+        (event({"usage": {"completion_tokens": "two"}}), None, "no chunk"),
+        (b"-5\r\nhello\r\n", None, "no length"),
     ],
 )
 def test_an_answer_that_breaks_keeps_what_had_come(last: bytes, broken: str | None, fault: str) -> None:

@@ -1,5 +1,7 @@
 """When requests are sent, on virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
 from loadtests.generator.conversation import Conversation
@@ -117,3 +119,19 @@ def test_what_goes_wrong_within_a_session_is_not_swallowed() -> None:
     server.post = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a bug"):
         dispatched(plan_with(Constant(1.0)), server)
+    assert server.crew.now() < BEGAN + 1.5  # at once, not when all is sent
+
+
+def test_users_of_a_closed_loop_stop_when_a_record_can_t_be_written() -> None:
+    server = FakeServer(VirtualCrew())
+    line = replace(server.line, on_record=full)
+    plan = plan_with(Closed(users=2))
+    dispatcher = Dispatcher(plan, ALL, lambda session: Conversation(plan, session, line), server.crew)
+    dispatcher.prepare()
+    with pytest.raises(OSError, match="full"):
+        server.crew.run(lambda: dispatcher.run(BEGAN))
+    assert len(server.asked) == 2
+
+
+def full(_: object) -> None:
+    raise OSError("full")

@@ -32,6 +32,17 @@ async def test_each_piece_has_the_moment_at_which_it_came() -> None:
     assert server.bodies == [{"prompt": [5], "path": "/v1/completions"}]
 
 
+async def test_of_several_addresses_of_a_name_one_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def addresses(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in ("127.0.0.2", "127.0.0.1")]
+
+    async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", addresses)
+        endpoint = endpoint_of(server.base_url.replace("127.0.0.1", "both"))
+    assert endpoint.address[0] == "127.0.0.1"
+    assert endpoint_of(server.base_url).address[0] == "127.0.0.2"  # none answers any more
+
+
 async def test_a_server_may_live_under_a_path() -> None:
     async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
         _, answer = await sent(endpoint_of(server.base_url.replace("/v1", "/models/small/")))

@@ -41,6 +41,8 @@ def test_of_nothing_there_is_no_percentile_and_what_is_early_counts_as_the_least
         (GOOD, SLO(tpot_s=0.24), False),
         (REFUSED, SLO(), False),
         (msgspec.structs.replace(GOOD, status="unfinished"), SLO(), False),
+        (msgspec.structs.replace(GOOD, output_tokens=None), SLO(tpot_s=0.5), True),  # its events are counted
+        (msgspec.structs.replace(GOOD, output_tokens=None), SLO(tpot_s=0.49), False),
         (msgspec.structs.replace(GOOD, output_tokens=1, token_s=(1.5,)), SLO(tpot_s=0.001), True),
     ],
 )
