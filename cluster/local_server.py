@@ -18,8 +18,9 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from cluster.api_keys import OWN_KEY
 from cluster.commands.status import fetch_status
-from cluster.config import OWN_KEY, ClusterConfig, read_config, with_keys_of_file
+from cluster.config import ClusterConfig, read_config, with_keys_of_file
 from cluster.fleet_watch import FleetWatch
 from cluster.local_ray import LocalRayOptions, StartFailed, local_ray
 from cluster.model_folder import resolve_model_folder, served_name

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from cluster.config import BUNDLED_MODEL, ModelSection
+from cluster.config_sections import BUNDLED_MODEL, ModelSection
 from model.bundled import BUNDLED_MODEL_DIR
 from protocol.errors import ConfigError
 

@@ -4,7 +4,8 @@ import errno
 import socket
 from pathlib import Path
 
-from cluster.config import ClusterConfig, DecodeSection, PrefillSection
+from cluster.config import ClusterConfig
+from cluster.config_sections import DecodeSection, PrefillSection
 from cluster.worker_settings import WorkerSettings
 from protocol.errors import ConfigError
 from protocol.stats import Role

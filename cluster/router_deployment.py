@@ -16,7 +16,8 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.autoscaling.decision_watch import DecisionWatch
 from cluster.autoscaling.publication import published
-from cluster.config import ClusterConfig, ModelSection, RouterSection
+from cluster.config import ClusterConfig
+from cluster.config_sections import ModelSection, RouterSection
 from cluster.exposure import exposure_warning
 from cluster.fleet import ServeFleet
 from cluster.model_folder import resolve_model_folder, served_name

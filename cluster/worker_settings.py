@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.config import (
-    ClusterConfig,
+from cluster.config import ClusterConfig
+from cluster.config_sections import (
     DecodeSection,
     ModelSection,
     PrefillSection,

@@ -19,7 +19,7 @@ import torch
 
 from cluster.bench.worker_fleet import Served, serve
 from cluster.bench.worker_process import Settings
-from cluster.config import TransportChoice
+from cluster.config_sections import TransportChoice
 from model.config import load_model_config
 from model.kv_cache import kv_block_bytes
 from protocol.errors import TransferFailed

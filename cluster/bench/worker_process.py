@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from cluster.config import ModelSection, TransportChoice, WorkerResources
+from cluster.config_sections import ModelSection, TransportChoice, WorkerResources
 from cluster.rank_process import start_processes
 from cluster.worker_parts import load_parts
 from cluster.worker_settings import WorkerSettings

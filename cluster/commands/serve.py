@@ -21,7 +21,8 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.config import TransportChoice, load_yaml, read_config, with_keys_of_file
+from cluster.config import read_config, with_keys_of_file
+from cluster.config_sections import TransportChoice
 from cluster.descendants import become_subreaper, end_descendants
 from cluster.exposure import exposure_warning
 from cluster.haproxy import haproxy_binary
@@ -29,6 +30,7 @@ from cluster.interrupts import interrupt_once
 from cluster.local_server import Order, Report, own_url
 from cluster.model_folder import check_model_path
 from cluster.preflight import check_port
+from cluster.yaml_files import load_yaml
 from protocol.errors import ConfigError
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import OWN_KEY, read_config, with_keys_of_file
+from cluster.api_keys import OWN_KEY
+from cluster.config import read_config, with_keys_of_file
 from cluster.local_deploy import arguments_of
 from protocol.errors import ConfigError
 from router.tenants import KeyConfig

@@ -8,10 +8,12 @@ from typing import Literal
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig, kv_cache_size, load_yaml, read_config, with_keys_of_file
+from cluster.config import ClusterConfig, read_config, with_keys_of_file
+from cluster.config_sections import kv_cache_size
 from cluster.router_deployment import RouterSettings
 from cluster.settings import SAME_LEVEL, bounds, bounds_within, read_settings
 from cluster.worker_settings import WorkerSettings
+from cluster.yaml_files import load_yaml
 from protocol.errors import ConfigError
 from router.slo import SLOClass
 from router.tenants import KeyConfig

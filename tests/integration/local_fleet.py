@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ModelSection, WorkerResources
+from cluster.config_sections import ModelSection, WorkerResources
 from cluster.rank_process import start_processes
 from cluster.worker_parts import WorkerParts, load_parts
 from cluster.worker_settings import WorkerSettings
