@@ -5,6 +5,8 @@ prompt tokens, attention over pairs of a prompt token and what it sees, then wha
 its context add.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 LEAST_STRETCH = 1.5
@@ -36,3 +38,16 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
         num_steps = -(-num_new // step_tokens)
         num_read = num_steps * num_before + step_tokens * num_steps * (num_steps - 1) // 2  # before each step's chunk
         return num_steps * self.base_s + num_read * self.context_s + self.prompt_s(num_new, num_before)
+
+
+def typical(costs: Iterable[StepCosts | None]) -> StepCosts | None:
+    """Costs of the worker in the middle, by a step of some prompt and some rows; None, of cold workers, don't count.
+
+    They are one worker's and no means of several: numbers that were fitted together only make sense together.
+    """
+    known = sorted((one for one in costs if one is not None), key=_usual_s)
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def _usual_s(costs: StepCosts) -> float:
+    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from protocol.clock import Clock
 from protocol.requests import GenerateRequest
 from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
+from protocol.step_costs import typical
 from router.slo import SLOClass
 from router.stages import Stages
 
@@ -111,9 +111,8 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
     if workers:
         numbers["max_batch"] = float(statistics.median_low(info.max_batch for info, _ in workers))
         numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
-    known = [stats.costs for _, stats in workers if stats.costs is not None]
-    if known:
-        costs = sorted(known, key=_usual_s)[(len(known) - 1) // 2]
+    costs = typical(stats.costs for _, stats in workers)
+    if costs is not None:
         numbers |= {
             "base_s": costs.base_s,
             "token_s": costs.token_s,
@@ -123,8 +122,3 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
             "num_samples": float(costs.num_samples),
         }
     return numbers
-
-
-def _usual_s(costs: StepCosts) -> float:
-    """Of a step by which workers are compared. Numbers that were fitted together make sense together only."""
-    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)

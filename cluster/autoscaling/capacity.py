@@ -1,25 +1,11 @@
-"""What one worker can do, from what its steps cost. Formulas: section 4 of the cost model in docs/autoscaling.md."""
+"""What one decode worker can do, from what its steps cost. Formulas: docs/autoscaling.md."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.step_costs import LEAST_STRETCH, StepCosts
 
 LEAST_SPARE = 0.05
 """Where nothing is promised a token, a step may take so much longer than an empty one: 1 / this, at most."""
-
-
-def typical(costs: Sequence[StepCosts | None]) -> StepCosts | None:
-    """Costs of the worker in the middle, by a step of some prompt and some rows; None, of cold workers, don't count.
-
-    They are one worker's and no means of several: numbers that were fitted together only make sense together.
-    """
-    known = sorted((one for one in costs if one is not None), key=_usual_s)
-    return known[(len(known) - 1) // 2] if known else None
-
-
-def _usual_s(costs: StepCosts) -> float:
-    return costs.base_s + costs.prompt_s(512) + costs.decode_s(8, 8 * 512)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.capacity import typical
 from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
 from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
 
@@ -55,7 +54,7 @@ class Fleet:
         running_p, running_d = self.running_prefill(), self.running_decode()
         for worker in self.decode:
             worker.advance(self.now_s)
-        costs = typical([self.kind.costs if self.prefilled >= WARM_REQUESTS else None])
+        costs = self.kind.costs if self.prefilled >= WARM_REQUESTS else None
         arrived = Arrived(self.requests, self.prompt_tokens, 0.0, self.prompt_pairs, self.output_tokens, self.ended)
         prefill = RoleSignals(
             running=len(running_p),
