@@ -20,7 +20,7 @@ from cluster.commands.doctor import fetch_report
 from cluster.descendants import become_subreaper, end_descendants
 from cluster.interrupts import interrupt_once
 from cluster.local_nodes import isolated
-from cluster.local_nodes.load import Request, SteadyLoad, Verdict, ask
+from cluster.local_nodes.load import Answer, Request, SteadyLoad, Verdict, ask
 from cluster.local_nodes.loopback import LoopbackMachines
 from cluster.local_nodes.machines import Machines
 from cluster.local_nodes.ray_nodes import Node, NodeFailed, RayNodes
@@ -125,7 +125,7 @@ class _Demo:
 
     def _strike(self, cluster: RayNodes, site: Site, nodes: Sequence[Node]) -> int:
         request = Request(model=site.get("/status")["model"])
-        expected = {prompt: ask(site.url, request, prompt).text for prompt in range(request.num_prompts)}
+        expected = {prompt: _known(ask(site.url, request, prompt)) for prompt in range(request.num_prompts)}
         self._say(f"Load: {self._arguments.rate:g} requests a second, of {request.max_tokens} tokens each ...")
         with SteadyLoad(site.url, request, self._arguments.rate, expected) as load:
             time.sleep(BEFORE_S)
@@ -204,6 +204,13 @@ class _Demo:
 
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/]  {text}", soft_wrap=True, highlight=False)
+
+
+def _known(answer: Answer) -> str:
+    """What is answered while nothing is wrong. Raises NodeFailed."""
+    if answer.error is not None:
+        raise NodeFailed(f"a request failed before any node died: {answer.error}")
+    return answer.text
 
 
 def _ids(workers: Sequence[Worker]) -> set[str]:

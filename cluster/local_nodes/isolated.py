@@ -32,7 +32,8 @@ def why_not() -> str | None:
     probe = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "ip", "link", "add", _BRIDGE, "type", "bridge"]
     tried = subprocess.run(probe, capture_output=True, text=True)
     if tried.returncode != 0:
-        return f"network namespaces need root: {tried.stderr.strip().splitlines()[-1]}"
+        said = tried.stderr.strip().splitlines() or [f"unshare ended with {tried.returncode}"]
+        return f"network namespaces need root: {said[-1]}"
     return None
 
 

@@ -86,7 +86,10 @@ class Verdict:
 
 
 class SteadyLoad:
-    """A context manager that sends requests, so many a second, while it lasts; then it waits for the last answers."""
+    """A context manager that sends requests, so many a second, while it lasts; then it waits for the last answers.
+
+    Left by an error, it waits for none: they end with the server.
+    """
 
     def __init__(self, url: str, request: Request, rate: float, expected: Mapping[int, str]):
         """`expected` has the answer to each prompt."""
@@ -96,7 +99,7 @@ class SteadyLoad:
         self._expected = expected
         self._answers: list[Answer] = []
         self._ending = threading.Event()
-        self._sender = threading.Thread(target=self._send, name="load")
+        self._sender = threading.Thread(target=self._send, name="load", daemon=True)
 
     def __enter__(self) -> "SteadyLoad":
         self._sender.start()
@@ -106,7 +109,8 @@ class SteadyLoad:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ending.set()
-        self._sender.join()
+        if error is None:
+            self._sender.join()
 
     @property
     def num_answered(self) -> int:
@@ -128,7 +132,8 @@ class SteadyLoad:
         began, sent = time.monotonic(), 0
         asking: list[threading.Thread] = []
         while not self._ending.wait(max(0.0, began + sent / self._rate - time.monotonic())):
-            one = threading.Thread(target=self._ask, args=(sent % self._request.num_prompts,), name=f"request {sent}")
+            prompt = sent % self._request.num_prompts
+            one = threading.Thread(target=self._ask, args=(prompt,), name=f"request {sent}", daemon=True)
             one.start()
             asking.append(one)
             sent += 1

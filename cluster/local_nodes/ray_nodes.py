@@ -29,7 +29,7 @@ STORE_BYTES = 80_000_000
 """Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
 
 # Sockets of Ray and HAProxy have these in their paths, for which there are 97 characters.
-_TEMPORARY, _FOLDERS = Path("/tmp"), "twostroke-n"
+_TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UP = b"Ray runtime started."
 
