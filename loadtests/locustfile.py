@@ -6,9 +6,11 @@ process's share of the plan.
 """
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import gevent
 import msgspec
 from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
@@ -52,6 +54,9 @@ def _init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         except LoadTestError as error:
             raise SystemExit(f"locustfile: {error}") from error
         _heads.append(head)
+        # Locust would end a master without its workers' last reports, or, while a shape runs, heed no SIGTERM at all.
+        gevent.signal_handler(signal.SIGTERM, head.give_up, "ended from outside")
+        environment.events.quitting.add_listener(lambda **_: _stop_workers(runner))
         options.expect_workers = head.plan.num_workers
         if web_ui is not None:
             live_page.add_to(web_ui, head)
@@ -92,6 +97,12 @@ def _make_head(environment: Any, runner: Any, plan: Plan, folder: RunFolder) -> 
     return head
 
 
+def _stop_workers(runner: Any) -> None:
+    """Waits for their last reports. A master that quits gives them half a second, whatever they still have to do."""
+    if isinstance(runner, MasterRunner):
+        runner.stop()
+
+
 def _tell_locust(environment: Any, record: Record, name: str) -> None:
     """Requests are Locust's requests; the other times have rows of their own, which don't count as requests."""
     environment.events.request.fire(
@@ -126,6 +137,8 @@ class Shares(LoadTestShape):  # type: ignore[misc]
         if isinstance(self.runner, MasterRunner):
             head.lose_all_but({name for name, node in self.runner.clients.items() if node.state != STATE_MISSING})
         if head.is_over:
+            if head.error is not None:
+                _stop_workers(self.runner)
             self.runner.environment.process_exit_code = 0 if head.error is None else 1
             return None
         return head.plan.num_workers, float(head.plan.num_workers)

@@ -9,6 +9,7 @@ from pathlib import Path
 from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
 from loadtests.commands.report import run_figures, run_lines
 from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from loadtests.generator.locust_processes import check_free
 from loadtests.generator.runner import run_plan
 from loadtests.report.run_report import write_report
 from loadtests.run_folder import RunFolder
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.output or Path(f"loadtest-{datetime.now():%Y%m%d-%H%M%S}")
     plan = with_slo_multiple(plan_of(arguments), arguments, folder)
     if arguments.web is not None:
+        check_free(arguments.web)
         print(f"live charts: http://127.0.0.1:{arguments.web}/twostroke", file=sys.stderr)
     try:
         run_plan(plan, folder, web_port=arguments.web)

@@ -117,8 +117,11 @@ def log_path(folder: RunFolder, name: str) -> Path:
 
 
 def _end(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-    """Wait until it has ended; where it does not by itself, tell it to, and at last make it."""
-    for limit_s, stop in ((0.0 if at_once else END_LIMIT_S, signal.SIGINT), (STOP_LIMIT_S, signal.SIGKILL)):
+    """Wait until it has ended; where it does not by itself, tell it to, and at last make it.
+
+    Not by SIGINT: what is started in the background of a shell's script ignores that, and so do its children.
+    """
+    for limit_s, stop in ((0.0 if at_once else END_LIMIT_S, signal.SIGTERM), (STOP_LIMIT_S, signal.SIGKILL)):
         try:
             process.wait(limit_s)
             return

@@ -3,10 +3,11 @@
 import json
 import os
 import platform
+import re
 import urllib.error
 import urllib.request
 from datetime import UTC, datetime
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,17 @@ def get(url: str, path: str, timeout_s: float = TIMEOUT_S, body: bytes | None = 
 
 def models_of(url: str) -> list[dict[str, Any]]:
     """The models that a server lists. Raises LoadTestError where none answers."""
+    if not re.match("https?://[^/]", url):
+        raise LoadTestError(f"--url {url}: write http://HOST:PORT or https://HOST:PORT, with a path where there is one")
+    if url.rstrip("/").endswith("/v1"):
+        raise LoadTestError(f"--url {url}: leave /v1 away, it is added")
     try:
         return list(json.loads(get(url, "/v1/models"))["data"])
     except urllib.error.HTTPError as error:
         hint = f": set {API_KEY_VARIABLE}" if error.code in (401, 403) else ""
         raise LoadTestError(f"{url}/v1/models answers {error.code}{hint}") from error
+    except InvalidURL as error:
+        raise LoadTestError(f"--url {url}: {error}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)

@@ -61,8 +61,8 @@ def _gamma_gaps(rate: float, cv: float, draw: random.Random) -> Iterator[float]:
 
 def _ramp(first: float, last: float, seconds: float, draw: random.Random) -> Iterator[float]:
     """`first` t + (last - first) t^2 / (2 seconds) arrivals are expected up to t; solved for t."""
-    if first < 0 or last < 0 or first == last == 0:
-        raise LoadTestError(f"ramp from {first} to {last}: rates can't be negative, nor both 0")
+    if not (0 <= first < math.inf and 0 <= last < math.inf) or first == last == 0:
+        raise LoadTestError(f"ramp from {first:g} to {last:g}: give rates from 0 on, not both 0")
     growth = (last - first) / seconds
     expected_in_all = (first + last) / 2 * seconds
     numbers = takewhile(lambda number: number < expected_in_all, _running_sum(_gamma_gaps(1.0, 1.0, draw)))
@@ -72,10 +72,10 @@ def _ramp(first: float, last: float, seconds: float, draw: random.Random) -> Ite
 def _steps(steps: tuple[tuple[float, float], ...], seconds: float, draw: random.Random) -> Iterator[float]:
     if not steps or steps[0][0] != 0:
         raise LoadTestError("step arrivals: the first step is to begin at 0")
-    if any(after[0] <= before[0] for before, after in pairwise(steps)):
+    if any(not before[0] < after[0] < math.inf for before, after in pairwise(steps)):
         raise LoadTestError("step arrivals: each step is to begin later than the one before")
-    if any(rate < 0 for _, rate in steps):
-        raise LoadTestError("step arrivals: a rate can't be negative")
+    if any(not 0 <= rate < math.inf for _, rate in steps):
+        raise LoadTestError("step arrivals: give rates from 0 on")
     ends = (*(begin for begin, _ in steps[1:]), max(seconds, steps[-1][0]))
     lasting = ((end - begin, rate) for (begin, rate), end in zip(steps, ends, strict=True))
     return changed_times(lasting, _running_sum(_gamma_gaps(1.0, 1.0, draw)))
@@ -104,6 +104,6 @@ def _running_sum(gaps: Iterator[float]) -> Iterator[float]:
 
 
 def _positive(kind: str, name: str, value: float) -> float:
-    if not value > 0:
-        raise LoadTestError(f"{kind} arrivals have {name} {value:g}: give one above 0")
+    if not 0 < value < math.inf:
+        raise LoadTestError(f"{kind} arrivals have {name} {value:g}: give a number above 0")
     return value

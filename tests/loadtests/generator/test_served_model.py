@@ -69,3 +69,18 @@ def test_another_server_is_asked_for_its_models_alone() -> None:
 def test_a_server_that_is_none_is_refused(body: bytes, status: int, fault: str) -> None:
     with answering({"/v1/models": body}, status) as url, pytest.raises(LoadTestError, match=fault):
         served_model(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("127.0.0.1:8000", "write http://HOST:PORT"),
+        ("http://", "write http://HOST:PORT"),
+        ("http://127.0.0.1:80x", "nonnumeric port"),
+        ("http://127.0.0.1:9/v1/", "leave /v1 away"),
+        ("http://127.0.0.1:9", "Connection refused; is it started"),
+    ],
+)
+def test_a_url_at_which_no_server_can_be_is_told_with_the_way_out(url: str, fault: str) -> None:
+    with pytest.raises(LoadTestError, match=fault):
+        served_model(url)
