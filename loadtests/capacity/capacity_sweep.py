@@ -40,6 +40,7 @@ class Sweep:
     clock: Callable[[], float] = time.monotonic
     points: list[SweepPoint] = field(default_factory=list)
     num_workers: int | None = None
+    ended_early: str | None = None
 
     def __post_init__(self) -> None:
         at_rate(self.plan, 1.0)  # arrivals without a rate are refused before anything runs
@@ -98,7 +99,15 @@ class Sweep:
             points=tuple(sorted(self.points, key=lambda point: point.rate)),
             capacities=tuple(self._capacity(target) for target in TARGETS),
             num_workers=self.num_workers,
+            ended_early=self.ended_early,
         )
+
+    def end_early(self, reason: str) -> None:
+        """Say in what is left why not all was measured. Raises LoadTestError where nothing was."""
+        if not self.points:
+            raise LoadTestError(f"nothing was measured: {reason}")
+        self.ended_early = reason
+        write_sweep(self.folder, self.result)
 
     def _measure(self, rate: float) -> str | None:
         """One valid run. An invalid one may have been disturbed: it is made once more; then the rate, and all above,

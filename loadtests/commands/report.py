@@ -10,7 +10,7 @@ from loadtests.report.figures import Summary
 from loadtests.report.run_report import PAGE_FILE, write_report
 from loadtests.report.sweep import SWEEP_FILE, SweepResult
 from loadtests.report.sweep_report import PAGE_FILE as SWEEP_PAGE_FILE
-from loadtests.report.sweep_report import capacity_words, write_sweep_report
+from loadtests.report.sweep_report import verdicts, write_sweep_report
 from loadtests.run_folder import RunFolder
 
 
@@ -59,8 +59,13 @@ def run_figures(folder: Path, summary: Summary) -> dict[str, Any]:
 
 def sweep_figures(folder: Path, sweep: SweepResult) -> dict[str, Any]:
     """Say a sweep's capacities, and return them."""
-    for capacity in sweep.capacities:
-        print(f"{sweep.name}: {capacity_words(capacity)}")
+    for sentence in verdicts(sweep):
+        print(f"{sweep.name}: {sentence}")
     print(f"report: {folder / SWEEP_PAGE_FILE}")
     capacities = {str(each.attainment): each.rate.value if each.rate else None for each in sweep.capacities}
-    return {"folder": str(folder), "valid": all(point.valid for point in sweep.points), "capacity": capacities}
+    return {
+        "folder": str(folder),
+        "valid": sweep.valid,
+        "capacity": capacities,
+        "ended_early": sweep.ended_early,
+    }

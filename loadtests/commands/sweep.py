@@ -57,21 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.slo == SLO():
         raise LoadTestError("capacity is the highest rate at which an SLO is met: give --slo or --slo-multiple")
     sweep = Sweep(plan, folder, _run_at, _say, arguments.budget)
-    ended, exit_code = None, 0
+    exit_code = 0
     try:
         if rates:
             sweep.measure(rates, arguments.repeats)
         else:
             sweep.find(Search(arguments.start, precision=arguments.precision), arguments.repeats)
-    except SweepEnded as reason:
-        ended, exit_code = str(reason), 1
+    except (SweepEnded, LoadTestError) as reason:  # the latter: a server that is gone, a full disk
+        sweep.end_early(str(reason))
+        exit_code = 1
     except KeyboardInterrupt:
-        ended, exit_code = "it was interrupted", INTERRUPTED_EXIT
-    if not sweep.points:
-        raise LoadTestError(f"nothing was measured: {ended}")
-    if ended is not None:
-        _say(f"the sweep ends early: {ended}")
-    print(json.dumps(sweep_figures(folder, write_sweep_report(folder)) | {"ended_early": ended}))
+        sweep.end_early("it was interrupted")
+        exit_code = INTERRUPTED_EXIT
+    print(json.dumps(sweep_figures(folder, write_sweep_report(folder))))
     return exit_code
 
 

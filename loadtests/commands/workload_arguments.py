@@ -61,6 +61,8 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
             f"--workload {name} has no {', '.join(sorted(others))}; it has {', '.join(defaults) or 'none'}"
         )
     values = defaults | given
+    if arguments.format is not None and name in (*SHAPES, *_DEFAULTS):
+        raise LoadTestError(f"--format {arguments.format}: --workload {name} is no trace's file; leave it away")
     match name:
         case "fixed":
             return Fixed(**values)

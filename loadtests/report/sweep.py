@@ -43,6 +43,12 @@ class SweepResult(msgspec.Struct, frozen=True):
     points: tuple[SweepPoint, ...]  # by rate
     capacities: tuple[Capacity, ...]
     num_workers: int | None = None
+    ended_early: str | None = None  # why not all was measured
+
+    @property
+    def valid(self) -> bool:
+        """Whether anything was measured: capacities go by valid runs alone, an invalid one beside them spoils none."""
+        return any(point.valid for point in self.points)
 
 
 def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:

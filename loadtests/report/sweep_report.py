@@ -27,7 +27,7 @@ def write_sweep_report(folder: Path) -> SweepResult:
     page = render(
         "sweep",
         sweep=sweep,
-        verdicts=[capacity_words(each) for each in sweep.capacities],
+        verdicts=verdicts(sweep),
         asked=words.plan_rows(plan) if plan else [],
         runs=[(point, run.summary) for point, run in zip(sweep.points, runs, strict=True)],
         plots=plots,
@@ -49,6 +49,15 @@ def read_summary(run: Path) -> Summary:
         return summarise(RunFolder(run))
     except OSError as error:
         raise LoadTestError(f"{run / REPORT_FILE}: {error.strerror}") from error
+
+
+def verdicts(sweep: SweepResult) -> list[str]:
+    """The capacities, or why there are none."""
+    if sweep.valid:
+        found = [capacity_words(each) for each in sweep.capacities]
+    else:
+        found = ["No run was a valid one, so the capacity is not known."]
+    return found if sweep.ended_early is None else [*found, f"The sweep ended early: {sweep.ended_early}."]
 
 
 def capacity_words(capacity: Capacity) -> str:

@@ -116,6 +116,7 @@ def test_an_slo_is_times_or_a_preset(text: str, slo: SLO) -> None:
         ("--rate 1 --users 4", "--arrivals poisson has no --users; it has --rate"),
         ("--arrivals closed --users 1 --rate 4", "closed has no --rate; it has --users, --think"),
         ("--rate 1 --workload nothing.csv", "no such file"),
+        ("--rate 1 --workload chat --format azure", "--format azure: --workload chat is no trace"),
         ("--rate 1 --workload fixed --turns 2", "has no turns"),
         ("--rate 1 --slo fast", "is no NAME=SECONDS"),
         ("--rate 1 --slo e2e=1", "mlperf-8b-server"),

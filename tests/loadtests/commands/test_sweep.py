@@ -1,6 +1,7 @@
 """The sweep's arguments, and the SLO that is measured before it."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from loadtests.errors import LoadTestError
 from loadtests.plan import SLO, Closed, Plan
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Counts, Spread, Summary
+from loadtests.report.sweep import read_sweep
 from loadtests.report.validity import Validity
 from loadtests.run_folder import RunFolder
 from tests.loadtests.capacity.test_capacity_sweep import PLAN, summary_of
@@ -52,6 +54,26 @@ def test_a_sweep_without_an_slo_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sweep, "plan_of", lambda arguments, arrivals: NO_SLO)
     with pytest.raises(LoadTestError, match="give --slo or --slo-multiple"):
         sweep.run(parsed("--output", str(tmp_path)))
+
+
+def test_a_server_that_goes_away_ends_the_sweep_with_a_report_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([summary_of(1.0, Validity(True))])
+
+    def run_at(plan: Plan, folder: Path) -> Summary:
+        if (summary := next(found, None)) is None:
+            raise LoadTestError("no server answers")
+        return summary
+
+    monkeypatch.setattr(sweep, "plan_of", lambda arguments, arrivals: PLAN)
+    monkeypatch.setattr(sweep, "_run_at", run_at)
+    monkeypatch.setattr(sweep, "write_sweep_report", read_sweep)
+    assert sweep.run(parsed("--output", str(tmp_path))) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["valid"], said["ended_early"]) == (True, "no server answers")
+    with pytest.raises(LoadTestError, match="nothing was measured: no server answers"):
+        sweep.run(parsed("--output", str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=fast", "itl=2", "ttft=0", "tpot=-1"])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadtests.errors import LoadTestError
@@ -9,7 +10,7 @@ from loadtests.report.estimates import Estimate
 from loadtests.report.figures import summarise
 from loadtests.report.run_report import REPORT_FILE
 from loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
-from loadtests.report.sweep_report import capacity_words, read_summary, write_sweep_report
+from loadtests.report.sweep_report import capacity_words, read_summary, verdicts, write_sweep_report
 from tests.loadtests.report.runs import drawn, facts, write_run
 
 
@@ -65,3 +66,16 @@ def test_a_rate_that_even_the_highest_run_reached_is_a_lower_bound() -> None:
     assert (
         text == "90% of the requests meet the SLO up to at least 32.0 requests/s: even the highest rate that was tried."
     )
+
+
+def test_a_sweep_without_a_valid_run_says_so_instead_of_blaming_the_server() -> None:
+    point = SweepPoint(1.0, "runs/1", 0.2, 0.2, 1.0, 0.2, valid=False)
+    nothing = (Capacity(0.9, None), Capacity(0.99, None))
+    invalid = SweepResult("s", "http://127.0.0.1:1", (point,), nothing, ended_early="at 1/s the runs are invalid: late")
+    assert verdicts(invalid) == [
+        "No run was a valid one, so the capacity is not known.",
+        "The sweep ended early: at 1/s the runs are invalid: late.",
+    ]
+    repeated = msgspec.structs.replace(invalid, points=(point, msgspec.structs.replace(point, valid=True)))
+    assert (invalid.valid, repeated.valid) == (False, True)
+    assert verdicts(repeated)[0] == "At no rate that was tried did 90% of the requests meet the SLO."
