@@ -14,7 +14,18 @@ from loadtests.report.sweep import SweepResult
 Verdict = Literal["better", "worse", "no difference shown", "not judged"]
 Unit = Literal["share", "rate", "seconds"]
 
-COMPARED_FIELDS = ("arrivals", "workload", "slo", "seconds", "warm_up_s", "max_context", "prompts", "ignore_eos")
+COMPARED_FIELDS = (
+    "arrivals",
+    "workload",
+    "slo",
+    "seconds",
+    "warm_up_s",
+    "max_context",
+    "prompts",
+    "ignore_eos",
+    "service_tier",
+    "request_limit_s",
+)
 
 
 class Ratio(msgspec.Struct, frozen=True):

@@ -100,8 +100,11 @@ def test_kinds_are_compared_where_there_are_several(tmp_path: Path) -> None:
 
 
 def test_servers_that_were_asked_otherwise_are_named() -> None:
-    found = differences(["a", "b", "c"], [plan(), plan(name="x", seed=7), plan(seconds=20.0, slo=SLO(2.0))])
-    assert found == ["c was not asked the same as a: slo, seconds differ"]
+    others = [plan(name="x", seed=7), plan(seconds=20.0, slo=SLO(2.0)), plan(service_tier="gold", request_limit_s=9.0)]
+    assert differences(["a", "b", "c", "d"], [plan(), *others]) == [
+        "c was not asked the same as a: slo, seconds differ",
+        "d was not asked the same as a: service_tier, request_limit_s differ",
+    ]
 
 
 def test_the_sentence_tells_what_is_shown_and_what_is_not() -> None:
