@@ -18,6 +18,7 @@ _COMMANDS = {
         "cluster.commands.cluster_demo",
         "start a cluster on this machine, kill a node under load, see it heal",
     ),
+    "drain": ("cluster.commands.drain", "let the answers of a cluster's routers end, before `serve shutdown`"),
     "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }
 _BENCHES = {

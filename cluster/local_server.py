@@ -25,7 +25,7 @@ from cluster.fleet_watch import FleetWatch
 from cluster.local_ray import LocalRayOptions, StartFailed, local_ray
 from cluster.model_folder import resolve_model_folder, served_name
 from cluster.preflight import check_model
-from cluster.router_drain import drain_routers
+from cluster.router_drain import drain_application
 from protocol.errors import ConfigError
 from router.tenants import KeyConfig, new_key
 
@@ -101,7 +101,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     with local_ray(_ray_options(order, config)):
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         # Ray may be imported now: its switches are set.
-        from cluster.local_deploy import deploy
+        from cluster.local_deploy import APPLICATION, deploy
 
         deploy(config, order.settings)
         _await_ready(own_url(order.host, order.port))
@@ -113,7 +113,12 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
             for line in _news(watch, own_url(order.host, order.port), api_key):
                 _report(reports, Report("news", line))
         if order.grace_s > 0:
-            asyncio.run(_drain(order.grace_s, config.router.drain_notice_s, reports))
+            notice_s = config.router.drain_notice_s
+            asyncio.run(
+                drain_application(
+                    APPLICATION, order.grace_s, notice_s, lambda line: _report(reports, Report("news", line))
+                )
+            )
 
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
@@ -141,17 +146,6 @@ def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
         haproxy=order.haproxy,
         verbose=order.verbose,
     )
-
-
-async def _drain(grace_s: float, notice_s: float, reports: TextIO) -> None:
-    from ray import serve
-
-    routers = serve.get_deployment_handle("Router", "twostroke")
-
-    async def ask(method: str) -> int:
-        return sum(await routers.broadcast(method).results_async(timeout_s=5.0))
-
-    await drain_routers(ask, grace_s, notice_s, lambda line: _report(reports, Report("news", line)))
 
 
 def _await_ready(url: str) -> None:

@@ -1,4 +1,4 @@
-"""How the routers of a `twostroke serve` that is to end let go of what they have under way."""
+"""How the routers of an application that is to end let go of what they have under way."""
 
 import asyncio
 import time
@@ -35,6 +35,18 @@ async def drain_routers(
     tell(f"Cut {_choices(await ask('cut'))} that had not ended in time.")
     while await ask("drain") > 0 and clock() - began < grace_s:  # noqa: ASYNC110  (the routers are other processes)
         await asyncio.sleep(LOOK_S / 4)
+
+
+async def drain_application(app_name: str, grace_s: float, notice_s: float, tell: Callable[[str], None]) -> None:
+    """As `drain_routers`, of an application on the Ray that this process is connected to. Raises RayServeException."""
+    from ray import serve
+
+    routers = serve.get_deployment_handle("Router", app_name)
+
+    async def ask(method: Literal["drain", "cut"]) -> int:
+        return sum(await routers.broadcast(method).results_async(timeout_s=5.0))
+
+    await drain_routers(ask, grace_s, notice_s, tell)
 
 
 def _choices(count: int) -> str:

@@ -45,6 +45,12 @@ def test_a_wrong_argument_is_told_in_one_line(
     assert one_line(capsys) == told
 
 
+@pytest.mark.parametrize("wrong", ["-1", "nan"])
+def test_a_drain_of_no_possible_length_is_told_in_one_line(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert main(["drain", "--grace", wrong]) == 2
+    assert one_line(capsys) == f"twostroke: --grace {wrong}: seconds, from 0 to 86400"
+
+
 def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("decode:\n  replcas: 2\n")

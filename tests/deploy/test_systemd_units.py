@@ -72,6 +72,16 @@ def test_a_worker_node_is_given_the_time_to_take_its_replicas_elsewhere() -> Non
     assert settings(unit("twostroke-ray-worker@"), "KillMode") == ["mixed"]
 
 
+def test_the_application_lets_streams_end_before_it_is_shut_down_and_has_the_time() -> None:
+    drain, shutdown = settings(unit("twostroke-serve"), "ExecStop")
+    assert "/twostroke drain " in drain
+    assert "/serve shutdown " in shutdown
+    grace_s, notice_s = (float(re.findall(rf"--{name} (\d+)", drain)[0]) for name in ("grace", "notice"))
+    assert notice_s < grace_s
+    shutdown_s = 30  # Serve's own limit for that command
+    assert int(settings(unit("twostroke-serve"), "TimeoutStopSec")[0]) > grace_s + shutdown_s
+
+
 def test_the_head_listens_for_its_dashboard_on_itself_alone() -> None:
     (start,) = settings(unit("twostroke-ray-head"), "ExecStart")
     assert "--dashboard-host=127.0.0.1" in start

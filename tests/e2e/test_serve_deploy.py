@@ -14,6 +14,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,11 @@ class Nodes:
             )  # type: ignore[misc]
 
     def serve(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return self.run("serve", *arguments, "--address", f"http://127.0.0.1:{self.dashboard}")
+
+    def run(self, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [str(BIN / "serve"), *arguments, "--address", f"http://127.0.0.1:{self.dashboard}"],
+            [str(BIN / command), *arguments],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -158,6 +162,13 @@ def test_the_files_of_deploy_serve_on_a_cluster(nodes: Nodes) -> None:
     assert answer["usage"]["completion_tokens"] == 3
     assert len([name for name, _ in headers if name.lower() == "x-request-id"]) == 1
     eventually("all is healthy", lambda: _is_healthy(yaml.safe_load(nodes.serve("status").stdout)), SETTLE_S)
+
+    with ThreadPoolExecutor() as asking:
+        long = asking.submit(_post, nodes, "/v1/completions", body | {"max_tokens": 3000, "ignore_eos": True}, key)
+        drained = nodes.run("twostroke", "drain", "--address", f"{HEAD}:{nodes.gcs}")
+        assert drained.returncode == 0, drained.stderr
+        assert _code(nodes.http, "/ready") == 503
+        assert long.result()[0]["usage"]["completion_tokens"] == 3000
 
 
 def _is_healthy(status: dict[str, Any]) -> bool:
