@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loadtests.report import words
 from loadtests.report.figures import Summary
 from loadtests.report.run_report import PAGE_FILE, write_report
@@ -62,7 +64,12 @@ def sweep_figures(folder: Path, sweep: SweepResult) -> dict[str, Any]:
     for sentence in verdicts(sweep):
         print(f"{sweep.name}: {sentence}")
     print(f"report: {folder / SWEEP_PAGE_FILE}")
-    capacities = {str(each.attainment): each.rate.value if each.rate else None for each in sweep.capacities}
+    capacities = {
+        str(each.attainment): (msgspec.to_builtins(each.rate) | {"is_lower_bound": each.is_lower_bound})
+        if each.rate
+        else None
+        for each in sweep.capacities
+    }
     return {
         "folder": str(folder),
         "valid": sweep.valid,

@@ -49,6 +49,7 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
     if len(are_sweeps) > 1:
         raise LoadTestError("a run can't be compared with a sweep: name folders of one sort")
     comparison, plots, plan = _of_sweeps(entries) if are_sweeps == {True} else _of_runs(entries)
+    asked = words.sweep_rows(plan) if are_sweeps == {True} else words.plan_rows(plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_plots(folder, plots)
     (folder / COMPARISON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
@@ -57,7 +58,7 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
         comparison=comparison,
         say=words.in_unit,
         sentences=words.comparison_sentences(comparison),
-        asked=words.plan_rows(plan),
+        asked=asked,
         plots=plots,
     )
     (folder / PAGE_FILE).write_text(page, encoding="utf-8")

@@ -115,7 +115,8 @@ def times_by_rate(curves: Curves) -> Plot:
             for percent, line, colour in ((50, ":", colours[0]), (99, "-", colours[1])):
 
                 def figure_of(summary: Summary, title: str = title, percent: int = percent) -> float | None:
-                    return _percentile(summary.ttft if title == "TTFT" else summary.itl, percent)
+                    # A logarithmic axis has no place for 0, which is the gap of tokens that came together.
+                    return _percentile(summary.ttft if title == "TTFT" else summary.itl, percent) or None
 
                 _curve(axis, _valid(runs), figure_of, line, color=colour, label=f"{prefix}P{percent}")
         axis.set_title(title)

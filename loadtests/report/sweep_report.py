@@ -28,7 +28,7 @@ def write_sweep_report(folder: Path) -> SweepResult:
         "sweep",
         sweep=sweep,
         verdicts=verdicts(sweep),
-        asked=words.plan_rows(plan) if plan else [],
+        asked=words.sweep_rows(plan) if plan else [],
         runs=[(point, run.summary) for point, run in zip(sweep.points, runs, strict=True)],
         plots=plots,
     )

@@ -1,7 +1,7 @@
 """How figures, plans and verdicts are said: in reports and on the console."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -68,11 +68,13 @@ def slo_words(slo: SLO) -> str:
     return " and ".join(parts) or "no SLO"
 
 
-def setting_words(setting: msgspec.Struct) -> str:
-    """Of arrivals or a workload: its tag and what it is set to."""
+def setting_words(setting: msgspec.Struct, but: Collection[str] = ()) -> str:
+    """Of arrivals or a workload: its tag and what it is set to, without the fields `but`."""
     tag = type(setting).__struct_config__.tag
     values = ", ".join(
-        f"{name.replace('_', ' ')} {_value(value)}" for name, value in msgspec.structs.asdict(setting).items()
+        f"{name.replace('_', ' ')} {_value(value)}"
+        for name, value in msgspec.structs.asdict(setting).items()
+        if name not in but
     )
     return f"{tag} ({values})" if values else str(tag)
 
@@ -98,6 +100,12 @@ def verdict(plan: Plan, summary: Summary) -> str:
         workers = workers_words(summary.num_workers)
         text += f", {number(summary.goodput_per_worker.value)} for each worker ({workers})"
     return text + "."
+
+
+def sweep_rows(plan: Plan) -> list[tuple[str, str]]:
+    """As `plan_rows`, of what a sweep's runs have in common: rate and seed are each run's own."""
+    arrivals = ("Arrivals", setting_words(plan.arrivals, but=("rate",)))
+    return [arrivals if row[0] == "Arrivals" else row for row in plan_rows(plan) if row[0] != "Seed"]
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

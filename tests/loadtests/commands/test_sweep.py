@@ -72,6 +72,7 @@ def test_a_server_that_goes_away_ends_the_sweep_with_a_report_of_what_was_measur
     assert sweep.run(parsed("--output", str(tmp_path))) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["valid"], said["ended_early"]) == (True, "no server answers")
+    assert said["capacity"]["0.9"] == {"value": 1.0, "low": None, "high": None, "is_lower_bound": True}
     with pytest.raises(LoadTestError, match="nothing was measured: no server answers"):
         sweep.run(parsed("--output", str(tmp_path / "other")))
 

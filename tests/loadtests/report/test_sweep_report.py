@@ -36,6 +36,9 @@ def test_a_sweeps_page_says_its_capacities_and_lists_its_runs(tmp_path: Path) ->
     )
     assert "At no rate that was tried did 99% of the requests meet the SLO." in page
     assert "runs/3 is no measurement:" in page
+    assert '<a href="runs/0/report.html">0</a>' in page
+    assert "constant (rate" not in page  # each run has its own
+    assert "<td>constant</td>" in page
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == [
         "attainment-by-rate",
         "goodput-by-rate",
