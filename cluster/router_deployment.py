@@ -181,12 +181,12 @@ class RouterReplica:
             return 0
         if not self._is_draining:
             self._is_draining = True
-            self._service.drain(self._notice_s)
-        return self._service.num_choices
+            self._service.gate.drain(self._notice_s)
+        return self._service.gate.num_choices
 
     async def cut(self) -> int:
         """End what is under way, with an error; returns how many choices that is."""
-        return 0 if self._service is None else self._service.cut()
+        return 0 if self._service is None else self._service.gate.cut()
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica has drained."""

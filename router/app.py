@@ -227,7 +227,7 @@ def _reserve(request: Request) -> Callable[[int], None]:
     def reserve(num_choices: int) -> None:
         if tenant is not None:
             belongings.enter_context(tenant.limits.in_flight(num_choices))
-        belongings.enter_context(_service(request).room(num_choices))
+        belongings.enter_context(_service(request).gate.room(num_choices))
 
     return reserve
 
@@ -270,7 +270,7 @@ async def _answer(
     if tenant is not None:
         tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
         until_responded(request).enter_context(tokens)
-    cut = until_responded(request).enter_context(_service(request).cuttable())
+    cut = until_responded(request).enter_context(_service(request).gate.cuttable())
     if asked.stream:
         return EventStream(generation.events(), lambda error: _count(request, error), cut)
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,6 +20,7 @@ from router.attainment import Verdict, verdict_of
 from router.choices import ChoiceWriter, Delta
 from router.demand import Demand, fleet_numbers
 from router.fleet import Fleet
+from router.gate import Gate
 from router.jobs import Job, JobMaker
 from router.metrics import Expected, Outcome, RouterMetrics
 from router.pipeline import Pipeline
@@ -104,15 +105,13 @@ class RouterService:
         )
         self._scaling = scaling
         self._demand = Demand(self.slo.classes, clock)
+        self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
         self._fleet = fleet
         self._channels = channels
         self._pipeline = pipeline
         self._other_routers = other_routers
         self._wall_clock = wall_clock
-        self._num_choices = 0
-        self._cuts: set[asyncio.Future[None]] = set()  # of the responses under way
         self._following: asyncio.Task[None] | None = None
-        self._takes_until: float | None = None  # None: for as long as it lives
         self.started_at = int(wall_clock())
 
     async def start(self) -> None:
@@ -145,28 +144,6 @@ class RouterService:
                 status=404,
             )
 
-    @contextmanager
-    def room(self, num_choices: int) -> Iterator[None]:
-        """Places for so many choices, from before they are tokenised to the end of the response.
-
-        Raises RequestError (429) where the router has as much under way as it takes, NoPath where it is about to end.
-        """
-        if self._takes_until is not None and self.clock() >= self._takes_until:
-            raise NoPath("the server is about to end")
-        if self._num_choices + num_choices > self.config.max_choices_in_flight:
-            self._demand.turned_away(num_choices)
-            raise RequestError(
-                "the server has as many requests as it can take; try again shortly",
-                code="overloaded",
-                status=429,
-                retry_after_s=1,
-            )
-        self._num_choices += num_choices
-        try:
-            yield
-        finally:
-            self._num_choices -= num_choices
-
     def max_context(self) -> int:
         """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
         contexts = [info.max_context for info in self._fleet.workers() if info.role == "decode"]
@@ -174,36 +151,9 @@ class RouterService:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
 
-    @contextmanager
-    def cuttable(self) -> Iterator["asyncio.Future[None]"]:
-        """For a response: done when it is to end at once, for the server does."""
-        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cuts.add(cut)
-        try:
-            yield cut
-        finally:
-            self._cuts.discard(cut)
-
-    @property
-    def num_choices(self) -> int:
-        """Choices under way."""
-        return self._num_choices
-
-    def drain(self, notice_s: float) -> None:
-        """Be not ready from now on, and take new requests for `notice_s` more: load balancers notice meanwhile."""
-        self._takes_until = self.clock() + notice_s
-
-    def cut(self) -> int:
-        """Take nothing new, and end every response under way with an error; returns how many choices those have."""
-        self.drain(notice_s=0.0)
-        for cut in self._cuts:
-            if not cut.done():
-                cut.set_result(None)
-        return self._num_choices
-
     def missing(self) -> list[str]:
         """What a whole path lacks; empty when ready."""
-        if self._takes_until is not None:
+        if self.gate.is_draining:
             return ["the server is about to end"]
         workers = self._fleet.workers()
         reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}

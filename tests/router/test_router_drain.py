@@ -11,7 +11,7 @@ ASKED = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 8}
 async def test_it_is_not_ready_and_takes_requests_until_load_balancers_have_noticed(site_of, until):
     async with site_of(0, 1) as site:
         await until(lambda: not site.service.missing())
-        site.service.drain(notice_s=1000.0)
+        site.service.gate.drain(notice_s=1000.0)
         assert (await site.http.get("/ready")).status_code == 503
         assert (await site.http.get("/health")).status_code == 200
         assert (await site.http.post("/v1/completions", json=ASKED)).status_code == 200
@@ -23,15 +23,15 @@ async def test_after_that_it_takes_nothing_new_and_finishes_what_it_has(site_of,
         worker.gate = asyncio.Semaphore(2)
         begun = asyncio.create_task(site.http.post("/v1/completions", json=ASKED))
         await until(lambda: worker.owned)
-        site.service.drain(notice_s=0.0)
+        site.service.gate.drain(notice_s=0.0)
         late = await site.http.post("/v1/completions", json=ASKED)
         assert late.status_code == 503
         assert "retry-after" in late.headers
-        assert site.service.num_choices == 1
+        assert site.service.gate.num_choices == 1
         for _ in range(8):
             worker.gate.release()
         assert (await begun).status_code == 200
-        assert site.service.num_choices == 0
+        assert site.service.gate.num_choices == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -42,10 +42,10 @@ async def test_what_has_not_ended_in_time_ends_with_an_error_that_says_so(site_o
         asked = {**ASKED, "stream": stream, "return_token_ids": True}
         begun = asyncio.create_task(site.http.post("/v1/completions", json=asked))
         await until(worker.gate.locked)
-        site.service.drain(notice_s=0.0)
-        assert site.service.cut() == 1
+        site.service.gate.drain(notice_s=0.0)
+        assert site.service.gate.cut() == 1
         answer = await begun
-        assert site.service.num_choices == 0
+        assert site.service.gate.num_choices == 0
         if stream:
             *_, last = answer.text.strip().split("\n\n")
             assert answer.status_code == 200
@@ -54,7 +54,7 @@ async def test_what_has_not_ended_in_time_ends_with_an_error_that_says_so(site_o
             assert answer.status_code == 503
             error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("shutting_down", "server_error")
-        assert site.service.cut() == 0
+        assert site.service.gate.cut() == 0
 
 
 async def test_a_request_that_has_no_token_yet_is_refused_when_the_server_is_cut(site_of, until):
@@ -63,7 +63,7 @@ async def test_a_request_that_has_no_token_yet_is_refused_when_the_server_is_cut
         worker.gate = asyncio.Semaphore(0)
         begun = asyncio.create_task(site.http.post("/v1/completions", json={**ASKED, "stream": True}))
         await until(lambda: worker.owned)
-        site.service.cut()
+        site.service.gate.cut()
         answer = await begun
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert "retry-after" in answer.headers
