@@ -33,7 +33,7 @@ _TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UP = b"Ray runtime started."
 
-# A node that is killed is noticed within 2 s, one that is cut off within 8 s, in place of Ray's 14 s and more. A node
+# A node that is killed is noticed within 2 s, one that is cut off within 8 s, in place of Ray's 15 s and more. A node
 # on a machine that others keep busy may take a while to start, and to answer.
 QUICK_NODE_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
