@@ -88,7 +88,10 @@ class RunFolder:
             return []
         decode = msgspec.json.Decoder(Sample).decode
         lines = self.samples_path.read_bytes().split(b"\n")[:-1]
-        return [decode(line) for line in lines]
+        try:
+            return [decode(line) for line in lines]
+        except msgspec.DecodeError as error:
+            raise LoadTestError(f"{self.samples_path}: {error}") from error
 
     def records(self) -> Iterator[Record]:
         """Of all processes, in no order."""
@@ -106,5 +109,7 @@ def _read(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError as error:
         raise LoadTestError(f"{path}: not there; is {path.parent} the folder of a load test?") from error
+    except OSError as error:
+        raise LoadTestError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise LoadTestError(f"{path}: {error}") from error

@@ -130,5 +130,11 @@ class Head:
     def _write_facts(self, *, ended_early: bool) -> None:
         generators = tuple(self._health[worker] for worker in sorted(self._health))
         facts = msgspec.structs.replace(self._facts, generators=generators, ended_early=ended_early)
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        self._folder.facts_path.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2))
+        path = self._folder.facts_path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(".new")  # on a full disk what was known before stays
+            new.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2))
+            new.replace(path)
+        except OSError as error:
+            self.error = self.error or f"{path}: {error.strerror}"

@@ -20,6 +20,7 @@ from loadtests.report.comparison import (
     differences,
 )
 from loadtests.report.figures import ScalePoint, Summary, judged_rows
+from loadtests.report.files import write
 from loadtests.report.html import render, write_plots
 from loadtests.report.observations import read_observations
 from loadtests.report.run_plots import Times, attainment_by_scale, latency_cdfs, stage_bars, tail_plot
@@ -50,9 +51,12 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
         raise LoadTestError("a run can't be compared with a sweep: name folders of one sort")
     comparison, plots, plan = _of_sweeps(entries) if are_sweeps == {True} else _of_runs(entries)
     asked = words.sweep_rows(plan) if are_sweeps == {True} else words.plan_rows(plan)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadTestError(f"{folder}: {error.strerror}") from error
     write_plots(folder, plots)
-    (folder / COMPARISON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    write(folder / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(comparison), indent=2))
     page = render(
         "comparison",
         comparison=comparison,
@@ -61,7 +65,7 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
         asked=asked,
         plots=plots,
     )
-    (folder / PAGE_FILE).write_text(page, encoding="utf-8")
+    write(folder / PAGE_FILE, page)
     return comparison
 
 

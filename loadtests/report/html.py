@@ -8,6 +8,7 @@ import jinja2
 
 from loadtests.report import words
 from loadtests.report.chart import Plot
+from loadtests.report.files import write
 
 
 def render(template: str, **what: Any) -> str:
@@ -34,7 +35,7 @@ def render(template: str, **what: Any) -> str:
 def write_plots(folder: Path, plots: list[Plot]) -> None:
     """One PNG each, beside the page."""
     for plot in plots:
-        (folder / f"{plot.name}.png").write_bytes(plot.png)
+        write(folder / f"{plot.name}.png", plot.png)
 
 
 def _data_uri(plot: Plot) -> str:

@@ -8,6 +8,7 @@ from loadtests.plan import Plan
 from loadtests.report import words
 from loadtests.report.chart import Plot
 from loadtests.report.figures import Summary, judged_rows, summary_of
+from loadtests.report.files import write
 from loadtests.report.html import render, write_plots
 from loadtests.report.observations import read_observations
 from loadtests.report.run_plots import run_plots
@@ -26,8 +27,8 @@ def write_report(folder: RunFolder) -> Summary:
     complete = judged_rows(plan, facts, seen) & seen.is_status("ok")
     plots = run_plots(plan, summary, seen, complete) + time_plots(plan, seen, samples)
     write_plots(folder.path, plots)
-    (folder.path / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
-    (folder.path / PAGE_FILE).write_text(page(plan, facts, summary, plots), encoding="utf-8")
+    write(folder.path / REPORT_FILE, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    write(folder.path / PAGE_FILE, page(plan, facts, summary, plots))
     return summary
 
 

@@ -10,6 +10,7 @@ import msgspec
 from loadtests.errors import LoadTestError
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Summary
+from loadtests.report.files import write
 
 SWEEP_FILE = "sweep.json"
 
@@ -65,7 +66,7 @@ def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
 
 
 def write_sweep(folder: Path, result: SweepResult) -> None:
-    (folder / SWEEP_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+    write(folder / SWEEP_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
 
 
 def read_sweep(folder: Path) -> SweepResult:

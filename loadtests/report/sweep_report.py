@@ -7,6 +7,7 @@ import msgspec
 from loadtests.errors import LoadTestError
 from loadtests.report import words
 from loadtests.report.figures import Summary, summarise
+from loadtests.report.files import write
 from loadtests.report.html import render, write_plots
 from loadtests.report.run_report import REPORT_FILE
 from loadtests.report.sweep import Capacity, SweepResult, read_sweep
@@ -32,7 +33,7 @@ def write_sweep_report(folder: Path) -> SweepResult:
         runs=[(point, run.summary) for point, run in zip(sweep.points, runs, strict=True)],
         plots=plots,
     )
-    (folder / PAGE_FILE).write_text(page, encoding="utf-8")
+    write(folder / PAGE_FILE, page)
     return sweep
 
 

@@ -118,3 +118,15 @@ def test_another_number_of_processes_than_planned_is_refused(told: Told) -> None
     told.head.start(["a"])
     assert told.head.error == "the plan is for 2 processes, and 1 are there"
     assert told.sent == []
+
+
+def test_facts_that_can_t_be_written_leave_those_before_and_are_told(told: Told) -> None:
+    told.begin()
+    before = told.folder.facts()
+    (told.folder.path / "run.new").mkdir()  # as good as a full disk
+    for worker in (0, 1):
+        told.report(worker, 2.0, over=True)
+    assert told.head.is_over
+    assert told.head.error is not None
+    assert "run.json: " in told.head.error
+    assert told.folder.facts() == before
