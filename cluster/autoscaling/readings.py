@@ -1,7 +1,8 @@
 """What the routers tell, put together to one look at the system. Pure.
 
 Each router counts what arrived at itself: those numbers add up. Of the workers all of them tell the same: there the
-router counts that sees most of them, and of those the one that told last.
+router counts that sees most of them, and of those the one that told last. A router that has been silent for a while
+may still tell of workers and queues that are gone.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,6 +12,9 @@ from typing import NamedTuple
 from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
 from protocol.stats import Role
 from protocol.step_costs import StepCosts
+
+LATE_S = 5.0
+"""Behind the newest reading: what is older says nothing of the workers where others tell."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ def signals_of(
     gpus_each: Mapping[Role, float],
 ) -> Signals:
     """One look. `readings` must have one at least; a role without a target has no workers at all."""
-    seen = max(readings.values(), key=lambda reading: (reading.num_workers, reading.at)).numbers
+    newest = max(reading.at for reading in readings.values())
+    timely = (reading for reading in readings.values() if reading.at > newest - LATE_S)
+    seen = max(timely, key=lambda reading: (reading.num_workers, reading.at)).numbers
 
     def role_signals(role: Role) -> RoleSignals:
         return RoleSignals(

@@ -8,6 +8,7 @@ every token of it.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -170,7 +171,8 @@ async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) ->
         story.after = await _send(url, mix, rate, BACK_S, lambda: _is_back(story.sights), seed=3000)
     finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):  # what else has ended it is not passed over
+            await watching
     return story
 
 

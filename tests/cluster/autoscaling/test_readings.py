@@ -77,6 +77,14 @@ def test_workers_count_once_as_the_router_sees_them_that_reaches_most() -> None:
     assert (signals.decode.max_batch, signals.decode.gpus_each, signals.prefill.gpus_each) == (64, 1.0, 0.0)
 
 
+def test_a_router_that_hangs_says_nothing_of_workers_while_others_tell() -> None:
+    hung = reading(1.0, decode__running=3, decode__queued_tokens=9000)
+    fresh = reading(7.0, decode__running=2, decode__queued_tokens=0)
+    signals = signals_of({"hung": hung, "fresh": fresh}, Counted(BEGUN), {"decode": 2}, {})
+    assert (signals.decode.running, signals.decode.queued_tokens) == (2, 0)
+    assert signals_of({"hung": hung}, Counted(BEGUN), {}, {}).decode.running == 3  # nobody knows better
+
+
 def test_costs_are_there_once_a_worker_knows_its_own() -> None:
     told = {"base_s": 0.1, "token_s": 0.2, "pair_s": 0.3, "row_s": 0.4, "context_s": 0.5, "num_samples": 9}
     known = reading(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
