@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.capacity.bisection import (
@@ -34,6 +34,7 @@ def searched(attainment: Callable[[float], float], target: float, search: Search
     return measured
 
 
+@settings(deadline=None)
 @given(st.floats(0.05, 5000), st.floats(0.01, 8000), st.floats(1.5, 4))
 def test_the_capacity_is_found_wherever_it_lies_and_wherever_the_search_begins(
     capacity: float, start: float, factor: float

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.errors import LoadTestError
@@ -69,6 +69,7 @@ def test_a_ratio_to_nothing_is_none() -> None:
     assert compared("x", "rate", True, [[Estimate(0.0)], [Estimate(1.0)]]).ratios == (None,)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
 def test_what_is_better_one_way_is_worse_the_other_way(first: list[float], second: list[float]) -> None:
     one, other = (Estimate(*(sorted(values)[index] for index in (1, 0, 2))) for values in (first, second))

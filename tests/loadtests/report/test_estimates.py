@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.report.estimates import NUM_SLICES, Estimate, Slices, percentile, share
@@ -26,6 +26,7 @@ def test_a_share_of_nothing_is_none() -> None:
     assert share(0, 0) is None
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 5000))
 def test_a_shares_interval_holds_it_and_stays_within_0_and_1(hits: int, total: int) -> None:
     found = share(min(hits, total), total)

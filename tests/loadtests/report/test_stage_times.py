@@ -1,7 +1,7 @@
 """Stages overlap; their parts must not."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.report.stage_times import CLIENT_PARTS, SERVER_PARTS, mean_parts, server_parts
@@ -47,6 +47,7 @@ def test_a_prompt_that_the_decode_worker_computed_waited_in_its_queue_first() ->
     assert (found["decode queue"], found["decode"]) == pytest.approx((0.0, 1.0))
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from([*DISAGGREGATED]), st.floats(0, 5)),
     st.floats(0, 5),

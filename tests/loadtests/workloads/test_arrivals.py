@@ -4,7 +4,7 @@ from itertools import islice, pairwise
 from statistics import mean, pstdev
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.errors import LoadTestError
@@ -75,6 +75,7 @@ def test_users_of_a_closed_loop_are_never_at_an_end() -> None:
     assert list(islice(arrival_times(Closed(3), 1.0, seed=0), 1000)) == [0.0] * 1000
 
 
+@settings(deadline=None)
 @given(
     begins=st.lists(st.floats(0.1, 90), min_size=1, max_size=5, unique=True),
     rates=st.lists(st.floats(0, 20), min_size=6, max_size=6),

@@ -4,7 +4,7 @@ import random
 from statistics import mean, median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.errors import LoadTestError
@@ -47,6 +47,7 @@ def test_all_lengths_shrink_by_one_factor_and_the_longest_on_their_own() -> None
     assert scale.request(20_000, 5000) == (800, 200)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5000), st.floats(1, 1e6), st.floats(0.1, 1e6), st.floats(0.1, 1e6))
 def test_every_request_fits_and_has_a_token_of_each(
     context: int, long: float, input_tokens: float, output_tokens: float

@@ -1,6 +1,6 @@
 """Pieces made into token ids and words."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.schedule import Piece
@@ -9,6 +9,7 @@ from loadtests.workloads.prompts import WORDS, text, token_ids
 pieces = st.lists(st.builds(Piece, st.integers(0, 2**63 - 1), st.integers(1, 200)), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(pieces, st.integers(16, 200_000))
 def test_ids_are_as_many_as_planned_and_within_the_vocabulary(prompt: list[Piece], vocabulary: int) -> None:
     ids = token_ids(prompt, vocabulary)
@@ -16,6 +17,7 @@ def test_ids_are_as_many_as_planned_and_within_the_vocabulary(prompt: list[Piece
     assert all(min(1000, vocabulary // 4) <= each < vocabulary for each in ids)
 
 
+@settings(deadline=None)
 @given(pieces, pieces, pieces)
 def test_prompts_that_begin_with_equal_pieces_share_their_beginning(
     common: list[Piece], one: list[Piece], other: list[Piece]
