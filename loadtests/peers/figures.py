@@ -1,12 +1,12 @@
 """From answers to figures. Pure."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from loadtests.generator.completions import Answer
+from loadtests.report.estimates import percentile
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,6 @@ def summarise(answers: Sequence[Answer], asked_tokens: Sequence[int], errors: in
             answer.completion_tokens != asked for answer, asked in zip(answers, asked_tokens, strict=True)
         ),
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that at least `percent` % of the values do not exceed; None of no values."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def medians(turns: Sequence[Turn]) -> dict[str, float | None]:

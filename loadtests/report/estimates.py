@@ -8,6 +8,7 @@ Percentiles and rates: the bootstrap (B. Efron, 1979), with stretches of time dr
 """
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import msgspec
@@ -57,7 +58,7 @@ def share(hits: int, total: int) -> Estimate | None:
     return Estimate(observed, min(observed, max(0.0, centre - half)), max(observed, min(1.0, centre + half)))
 
 
-def percentile(values: Floats, percent: float) -> float | None:
+def percentile(values: Floats | Sequence[float], percent: float) -> float | None:
     """The smallest value that at least `percent` % of the values do not exceed; None of no values."""
     if not len(values):
         return None

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loadtests.errors import LoadTestError
-from loadtests.peers.figures import percentile
 from loadtests.plan import Plan
 from loadtests.records import Record
+from loadtests.report.estimates import percentile
 from loadtests.schedule import Session
 from loadtests.selfcheck.script import Script, key_of, script_of
 from loadtests.selfcheck.stub_server import Served

@@ -3,7 +3,7 @@
 import pytest
 
 from loadtests.generator.completions import Answer
-from loadtests.peers.figures import Ratio, Turn, medians, percentile, ratio, summarise, worst
+from loadtests.peers.figures import Ratio, Turn, medians, ratio, summarise, worst
 
 
 def turn(out_tok_s: float | None = None, itl_p99_s: float | None = None, errors: int = 0) -> Turn:
@@ -37,14 +37,6 @@ def test_a_turn_without_answers_has_no_rates() -> None:
     figures = summarise([], [], errors=4)
     assert figures.errors == 4
     assert {figures.out_tok_s, figures.prompt_tok_s, figures.itl_p99_s, figures.tokens_per_event} == {None}
-
-
-def test_percentiles_are_values_that_were_seen() -> None:
-    values = [float(value) for value in range(100, 0, -1)]
-    assert percentile(values, 50) == 50.0
-    assert percentile(values, 99) == 99.0
-    assert percentile([4.0], 1) == 4.0
-    assert percentile([], 50) is None
 
 
 def test_rounds_are_compared_each_by_itself() -> None:
