@@ -31,7 +31,7 @@ def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> Errors
     """Of all whole answers. TTFT: from the scheduled instant to the first token, against the stub's time from the
     request's last byte to that token, so that lateness in sending is an error too. ITL: each gap.
 
-    Raises LoadTestError where a record has no request at the stub, or not as many tokens.
+    Raises LoadTestError where a record has no request at the stub, or not as many tokens, and where there are no gaps.
     """
     by_key = {f"{each.key:x}": each for each in served}
     ttft_s: list[float] = []
@@ -45,6 +45,8 @@ def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> Errors
         ttft_s.append(abs(record.ttft_s - (stub.token_s[0] - stub.arrived_s)))
         sent = zip(stub.token_s, stub.token_s[1:], strict=False)
         itl_s += [abs(gap - (after - before)) for gap, (before, after) in zip(record.gaps_s, sent, strict=True)]
+    if not itl_s:
+        raise LoadTestError("no answer of two tokens or more came whole: there are no times to compare")
     return Errors(ttft_s, itl_s)
 
 

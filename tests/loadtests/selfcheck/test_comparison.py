@@ -36,8 +36,15 @@ def test_errors_are_those_of_durations_whatever_the_clocks_begin_with() -> None:
 
 
 def test_late_sending_is_an_error_of_ttft() -> None:
-    served = Served(0xFF, arrived_s=1000.3, token_s=[1000.8])  # sent 0.3 s after it was due
-    assert timing_errors([record((2.8,), scheduled_s=2.0, lag_s=0.3)], [served]).ttft_s == pytest.approx([0.3])
+    served = Served(0xFF, arrived_s=1000.3, token_s=[1000.8, 1000.9])  # sent 0.3 s after it was due
+    late = record((2.8, 2.9), scheduled_s=2.0, lag_s=0.3)
+    assert timing_errors([late], [served]).ttft_s == pytest.approx([0.3])
+
+
+def test_without_whole_answers_there_is_no_error_of_0_but_none_at_all() -> None:
+    failed = Record(session=0, turn=0, scheduled_s=0.0, sent_s=0.0, end_s=1.0, status="failed", error="broke")
+    with pytest.raises(LoadTestError, match="no times to compare"):
+        timing_errors([failed], [])
 
 
 @pytest.mark.parametrize("served", [Served(0xFE, 0.0, [1.0]), Served(0xFF, 0.0, [1.0, 2.0])], ids=["unknown", "lost"])
