@@ -29,6 +29,7 @@ def write_sweep_report(folder: Path) -> SweepResult:
         "sweep",
         sweep=sweep,
         verdicts=verdicts(sweep),
+        tone=tone(sweep),
         asked=words.sweep_rows(plan) if plan else [],
         runs=[(point, run.summary) for point, run in zip(sweep.points, runs, strict=True)],
         plots=plots,
@@ -53,22 +54,35 @@ def read_summary(run: Path) -> Summary:
 
 
 def verdicts(sweep: SweepResult) -> list[str]:
-    """The capacities, or why there are none."""
-    if sweep.valid:
-        found = [capacity_words(each) for each in sweep.capacities]
+    """The capacities, or why there are none, and what is not known: above which rate, and since when."""
+    if not sweep.valid:
+        said = ["No run was a valid one, so the capacity is not known."]
     else:
-        found = ["No run was a valid one, so the capacity is not known."]
-    return found if sweep.ended_early is None else [*found, f"The sweep ended early: {sweep.ended_early}."]
+        said = [capacity_words(each) for each in sweep.capacities]
+        measured = {point.rate for point in sweep.points if point.valid}
+        invalid = sorted({point.rate for point in sweep.points} - measured)
+        if invalid:
+            rates = " and ".join(f"{words.number(rate)}/s" for rate in invalid)
+            said.append(f"At {rates} no run was a valid one, so whether the server can take that is not known.")
+    return said if sweep.ended_early is None else [*said, f"The sweep ended early: {sweep.ended_early}."]
+
+
+def tone(sweep: SweepResult) -> str:
+    """The colour of the verdict: only what was measured to its end, and holds, is good."""
+    if not sweep.valid or all(each.rate is None for each in sweep.capacities):
+        return "invalid"
+    whole = sweep.ended_early is None and all(each.rate and not each.is_lower_bound for each in sweep.capacities)
+    return "" if whole else "partly"
 
 
 def capacity_words(capacity: Capacity) -> str:
     level = f"{capacity.attainment:.0%}"
     if capacity.rate is None:
-        return f"At no rate that was tried did {level} of the requests meet the SLO."
+        return f"At no rate that was measured did {level} of the requests meet the SLO."
     at_least = "at least " if capacity.is_lower_bound else ""
     text = f"{level} of the requests meet the SLO up to {at_least}{words.number_estimate(capacity.rate)} requests/s"
     if capacity.rate_per_worker is not None:
         text += f", {words.number_estimate(capacity.rate_per_worker)} for each worker"
     if capacity.is_lower_bound:
-        text += ": even the highest rate that was tried"
+        text += ": no valid run was at a rate that is too much, so this is a lower bound"
     return text + "."

@@ -10,7 +10,7 @@ from loadtests.report.estimates import Estimate
 from loadtests.report.figures import summarise
 from loadtests.report.run_report import REPORT_FILE
 from loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
-from loadtests.report.sweep_report import capacity_words, read_summary, verdicts, write_sweep_report
+from loadtests.report.sweep_report import capacity_words, read_summary, tone, verdicts, write_sweep_report
 from tests.loadtests.report.runs import drawn, facts, write_run
 
 
@@ -34,7 +34,7 @@ def test_a_sweeps_page_says_its_capacities_and_lists_its_runs(tmp_path: Path) ->
     assert (
         "90% of the requests meet the SLO up to 14.2 (13.0–15.5) requests/s, 7.10 (6.50–7.75) for each worker." in page
     )
-    assert "At no rate that was tried did 99% of the requests meet the SLO." in page
+    assert "At no rate that was measured did 99% of the requests meet the SLO." in page
     assert "runs/3 is no measurement:" in page
     assert '<a href="runs/0/report.html">0</a>' in page
     assert "constant (rate" not in page  # each run has its own
@@ -66,9 +66,26 @@ def test_a_folder_that_is_no_sweeps_is_named(tmp_path: Path) -> None:
 
 def test_a_rate_that_even_the_highest_run_reached_is_a_lower_bound() -> None:
     text = capacity_words(Capacity(0.9, Estimate(32.0), is_lower_bound=True))
-    assert (
-        text == "90% of the requests meet the SLO up to at least 32.0 requests/s: even the highest rate that was tried."
+    assert text == (
+        "90% of the requests meet the SLO up to at least 32.0 requests/s: no valid run was at a rate that is too much, "
+        "so this is a lower bound."
     )
+
+
+def test_a_sweep_that_the_budget_ended_below_an_invalid_rate_says_both_and_is_not_green() -> None:
+    points = (
+        SweepPoint(5.66, "runs/3", 1.0, 1.0, 1.0, 5.6, valid=True),
+        SweepPoint(8.0, "runs/1", 0.2, 0.2, 1.0, 0.2, valid=False),
+    )
+    bound = Capacity(0.9, Estimate(5.66), is_lower_bound=True)
+    result = SweepResult("s", "http://127.0.0.1:1", points, (bound,), ended_early="the budget of 100 s is spent")
+    assert verdicts(result)[1:] == [
+        "At 8/s no run was a valid one, so whether the server can take that is not known.",
+        "The sweep ended early: the budget of 100 s is spent.",
+    ]
+    assert tone(result) == "partly"
+    found = msgspec.structs.replace(bound, is_lower_bound=False)
+    assert tone(msgspec.structs.replace(result, capacities=(found,), ended_early=None)) == ""
 
 
 def test_a_sweep_without_a_valid_run_says_so_instead_of_blaming_the_server() -> None:
@@ -81,4 +98,4 @@ def test_a_sweep_without_a_valid_run_says_so_instead_of_blaming_the_server() -> 
     ]
     repeated = msgspec.structs.replace(invalid, points=(point, msgspec.structs.replace(point, valid=True)))
     assert (invalid.valid, repeated.valid) == (False, True)
-    assert verdicts(repeated)[0] == "At no rate that was tried did 90% of the requests meet the SLO."
+    assert verdicts(repeated)[0] == "At no rate that was measured did 90% of the requests meet the SLO."
