@@ -52,7 +52,7 @@ def run_figures(folder: Path, summary: Summary) -> dict[str, Any]:
         "refused": summary.counts.refused,
         "failed": summary.counts.failed,
         "attainment": summary.attainment.value if summary.attainment else None,
-        "goodput": summary.goodput.value,
+        "goodput": summary.goodput.value if summary.goodput else None,
         "ttft_p99_s": summary.ttft.p99.value if summary.ttft else None,
         "tpot_p99_s": summary.tpot.p99.value if summary.tpot else None,
         "itl_p99_s": summary.itl.p99.value if summary.itl else None,

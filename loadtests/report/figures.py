@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from loadtests.plan import Plan
+from loadtests.plan import SLO, Plan
 from loadtests.records import Status
 from loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
 from loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
@@ -85,10 +85,10 @@ class Summary(msgspec.Struct, frozen=True):
     started_at: str
     window_s: float
     counts: Counts
-    attainment: Estimate | None
+    attainment: Estimate | None  # None without an SLO, here and in the next three
     ttft_attainment: Estimate | None
     tpot_attainment: Estimate | None
-    goodput: Estimate  # requests that met both SLOs
+    goodput: Estimate | None  # requests that met both SLOs
     num_workers: dict[str, float]  # by role, the mean where they came and went; empty where the server does not tell
     goodput_per_worker: Estimate | None
     offered_rate: float  # requests scheduled
@@ -138,7 +138,8 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
     complete = inside & seen.is_status("ok")
     met_ttft, met_tpot = seen.met_ttft(plan.slo), seen.met_tpot(plan.slo)
     counts = _counts(seen, inside, met_ttft, met_tpot)
-    goodput = slices.rate(slices.of(seen.scheduled_s[inside & met_ttft & met_tpot]))
+    judged = counts.scheduled if plan.slo != SLO() else 0
+    goodput = slices.rate(slices.of(seen.scheduled_s[inside & met_ttft & met_tpot])) if plan.slo != SLO() else None
     workers = num_workers(facts, samples)
     tpot = _spread(seen, seen.tpot_s, complete, slices)
     return Summary(
@@ -147,12 +148,12 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         started_at=facts.started_at,
         window_s=window_s,
         counts=counts,
-        attainment=share(counts.met, counts.scheduled),
-        ttft_attainment=share(counts.met_ttft, counts.scheduled),
-        tpot_attainment=share(counts.met_tpot, counts.scheduled),
+        attainment=share(counts.met, judged),
+        ttft_attainment=share(counts.met_ttft, judged),
+        tpot_attainment=share(counts.met_tpot, judged),
         goodput=goodput,
         num_workers=workers,
-        goodput_per_worker=goodput.divided_by(sum(workers.values())) if workers else None,
+        goodput_per_worker=goodput.divided_by(sum(workers.values())) if goodput and workers else None,
         offered_rate=counts.scheduled / window_s,
         output_rate=slices.rate(slices.of(seen.scheduled_s[complete]), np.nan_to_num(seen.output_tokens[complete])),
         input_rate=float(np.nansum(seen.input_tokens[complete])) / window_s,
@@ -168,11 +169,11 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         lag=_spread(seen, seen.sent_s - seen.scheduled_s, inside, slices),
         stages=stages_of(seen, complete),
         by_kind=[
-            _kind(seen, name, inside & (seen.kind == index), met_ttft, met_tpot, slices)
+            _kind(plan.slo, seen, name, inside & (seen.kind == index), slices)
             for index, name in sorted(enumerate(seen.kinds), key=lambda pair: pair[1])
         ],
         errors=_errors(seen, inside),
-        slo_scales=[_at_scale(plan, seen, inside, scale) for scale in SLO_SCALES] if counts.scheduled else [],
+        slo_scales=[_at_scale(plan, seen, inside, scale) for scale in SLO_SCALES] if judged else [],
         validity=judge(plan, facts, seen, inside),
         notes=notes_of(plan, seen),
     )
@@ -203,8 +204,8 @@ def notes_of(plan: Plan, seen: Observations) -> list[str]:
             f"{seen.num_without_usage} answers do not tell how many tokens they have: their events are counted, so "
             "that their TPOT is at most what is shown."
         )
-    if plan.slo.ttft_s is None and plan.slo.tpot_s is None:
-        notes.append("No SLO was asked for: every complete answer counts as met, and lag is not judged.")
+    if plan.slo == SLO():
+        notes.append("No SLO was asked for, so there is no attainment and no goodput, and lag is not judged.")
     if plan.arrivals.__struct_config__.tag == "closed":
         notes.append("A closed loop: a slow server is asked less, so don't compare this run with open loops.")
     return notes
@@ -223,13 +224,13 @@ def _counts(seen: Observations, rows: Bools, met_ttft: Bools, met_tpot: Bools) -
     )
 
 
-def _kind(seen: Observations, name: str, rows: Bools, met_ttft: Bools, met_tpot: Bools, slices: Slices) -> KindFigures:
-    counts = _counts(seen, rows, met_ttft, met_tpot)
+def _kind(slo: SLO, seen: Observations, name: str, rows: Bools, slices: Slices) -> KindFigures:
+    counts = _counts(seen, rows, seen.met_ttft(slo), seen.met_tpot(slo))
     complete = rows & seen.is_status("ok")
     return KindFigures(
         kind=name,
         counts=counts,
-        attainment=share(counts.met, counts.scheduled),
+        attainment=share(counts.met, counts.scheduled if slo != SLO() else 0),
         ttft=_spread(seen, seen.ttft_s, complete, slices),
         tpot=_spread(seen, seen.tpot_s, complete, slices),
         itl=_gap_spread(seen, complete, slices),

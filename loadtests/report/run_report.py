@@ -38,6 +38,7 @@ def page(plan: Plan, facts: RunFacts, summary: Summary, plots: list[Plot]) -> st
         "run",
         summary=summary,
         verdict=words.verdict(plan, summary),
+        level=words.level(summary),
         plots=plots,
         rates=_rates(summary),
         setting=_setting(plan, facts, summary),
@@ -50,7 +51,7 @@ def _rates(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("TTFT met", words.percent_estimate(summary.ttft_attainment)),
         ("TPOT met", words.percent_estimate(summary.tpot_attainment)),
-        ("Goodput", f"{words.number_estimate(summary.goodput)} requests/s"),
+        ("Goodput", f"{words.number_estimate(summary.goodput)} requests/s" if summary.goodput else "no SLO"),
         ("Output", f"{words.number_estimate(summary.output_rate)} tokens/s"),
         ("Prompts", f"{words.number(summary.input_rate)} tokens/s"),
         ("Prompt tokens cached", words.percent(summary.cached_share)),

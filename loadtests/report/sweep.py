@@ -60,7 +60,7 @@ def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
         attainment=summary.attainment.value if summary.attainment else 0.0,
         ttft_attainment=summary.ttft_attainment.value if summary.ttft_attainment else 0.0,
         tpot_attainment=summary.tpot_attainment.value if summary.tpot_attainment else 0.0,
-        goodput=summary.goodput.value,
+        goodput=summary.goodput.value if summary.goodput else 0.0,
         valid=summary.validity.valid,
     )
 

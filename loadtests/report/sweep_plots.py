@@ -91,7 +91,7 @@ def goodput_by_rate(curves: Curves) -> Plot:
     axis.plot([0, highest], [0, highest], color=GREY, linewidth=1, linestyle=":", label="all that is offered")
     for index, (name, runs) in enumerate(curves.items()):
         label = "goodput" if len(curves) == 1 else name
-        _curve(axis, _valid(runs), lambda summary: summary.goodput.value, color=series_colour(index), label=label)
+        _curve(axis, _valid(runs), lambda summary: _value(summary.goodput), color=series_colour(index), label=label)
     axis.set_ylabel("goodput, requests/s")
     axis.set_ylim(bottom=0)
     _rate_axis(axis, curves)

@@ -2,16 +2,23 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from loadtests.plan import SLO, Plan
 from loadtests.report.comparison import Comparison, Unit
-from loadtests.report.estimates import Estimate
+from loadtests.report.estimates import Estimate, share
 from loadtests.report.figures import Summary
 
 MISSING = "-"
+Level = Literal["met", "partly", "missed", "unjudged"]
+
+_LEVEL_WORDS = {
+    "met": "That is 99% or more.",
+    "partly": "That is 90% or more, but below 99%.",
+    "missed": "That is below 90%: the server can't take this load within the SLO.",
+}
 HEADLINES = ("attainment", "goodput (", "TTFT P99", "TPOT P99", "ITL P99", "capacity")
 
 
@@ -90,16 +97,27 @@ def verdict(plan: Plan, summary: Summary) -> str:
     counts = summary.counts
     if not counts.scheduled:
         return "No request was scheduled in the window."
-    asked = slo_words(plan.slo)
-    what = "were answered whole" if asked == "no SLO" else f"met {asked}"
+    at_rate = f"at {number(summary.offered_rate)} requests/s."
+    if summary.attainment is None:
+        whole = percent_estimate(share(counts.ok, counts.scheduled))
+        return f"{whole} of {counts.scheduled:,} requests were answered whole, {at_rate} No SLO was asked for."
     text = (
-        f"{percent_estimate(summary.attainment)} of {counts.scheduled:,} requests {what}, at "
-        f"{number(summary.offered_rate)} requests/s. Goodput: {number_estimate(summary.goodput)} requests/s"
+        f"{percent_estimate(summary.attainment)} of {counts.scheduled:,} requests met {slo_words(plan.slo)}, "
+        f"{at_rate} {_LEVEL_WORDS[level(summary)]} Goodput: {number_estimate(summary.goodput)} requests/s"
     )
     if summary.goodput_per_worker is not None:
         workers = workers_words(summary.num_workers)
         text += f", {number(summary.goodput_per_worker.value)} for each worker ({workers})"
     return text + "."
+
+
+def level(summary: Summary) -> Level:
+    """How the attainment is judged: by the two shares that capacities are asked for."""
+    if summary.attainment is None:
+        return "unjudged"
+    if summary.attainment.value >= 0.99:
+        return "met"
+    return "partly" if summary.attainment.value >= 0.9 else "missed"
 
 
 def sweep_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadtests.plan import Plan
+from loadtests.plan import SLO, Plan
 from loadtests.records import Record
 from loadtests.report.figures import Summary, summary_of
 from loadtests.report.observations import read_observations
@@ -76,7 +76,22 @@ def test_a_report_made_again_is_the_same_and_is_what_was_returned(whole: RunFold
 def test_a_valid_run_begins_with_what_was_asked_and_attained() -> None:
     text = page_of([answer(2.0 + number, 0.5 + 0.2 * number) for number in range(8)])
     assert "37.5% (13.7–69.4) of 8 requests met TTFT ≤ 1 s and TPOT ≤ 100 ms, at 1 requests/s." in text
+    assert "That is below 90%" in text
+    assert '<div class="verdict missed">' in text
     assert "Invalid" not in text
+
+
+def test_the_verdict_is_judged_by_90_and_99_percent() -> None:
+    answers = [answer(2.0 + number / 16, 0.5) for number in range(100)]
+    assert '<div class="verdict met">' in page_of(answers)
+    assert '<div class="verdict partly">' in page_of([*answers, *[miss(5.0, "refused")] * 5])
+    assert '<div class="verdict missed">' in page_of([*answers, *[miss(5.0, "refused")] * 50])
+
+
+def test_without_an_slo_nothing_is_said_to_have_met_it() -> None:
+    text = page_of([answer(3.0, 0.5), miss(4.0, "failed", "broken")], plan(slo=SLO()))
+    assert "of 2 requests were answered whole, at 0.25 requests/s. No SLO was asked for." in text
+    assert '<div class="verdict unjudged">' in text
 
 
 def test_an_invalid_run_begins_with_why() -> None:
