@@ -12,28 +12,32 @@ from rich.table import Table
 
 from protocol.errors import ConfigError
 
-API_KEY_VARIABLE = "TWOSTROKE_API_KEY"
+API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
 PIPE_COLUMNS = 190
 
 
 def endpoint(url: str, path: str) -> str:
-    """Where the server that was named by `--url` has this path. Raises ConfigError for what is no address of one."""
+    """Where the server that was named by `--url` has this path. Raises ConfigError for what is no address of one.
+
+    `h:8000` will do, and so will http://h:8000/v1, which clients of OpenAI's API are given.
+    """
+    server = url if "://" in url else f"http://{url}"
+    server = server.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(server)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
         _ = parts.port  # raises for one that is no number
     except ValueError as error:
         raise ConfigError(f"--url {url}: {error}") from error
     if not is_address:
-        hint = "" if "://" in url else f": write http://{url}"
-        raise ConfigError(f"--url {url} does not begin with http:// or https://{hint}")
-    return f"{url.rstrip('/')}/{path}"
+        raise ConfigError(f"--url {url}: write http://HOST:PORT or https://HOST:PORT")
+    return f"{server}/{path}"
 
 
 def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> HTTPResponse:
     """The open answer of a GET, with the API key that is given or in the environment. Raises ConfigError, OSError."""
     request = urllib.request.Request(endpoint(url, path))
-    key = api_key or os.environ.get(API_KEY_VARIABLE)
+    key = api_key or next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), None)
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
@@ -46,10 +50,11 @@ def no_answer(url: str, error: Exception) -> str:
     text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
     if isinstance(error, urllib.error.HTTPError):
         if error.code in (401, 403):
-            if not os.environ.get(API_KEY_VARIABLE):
-                return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLE}"
+            used = next((name for name in API_KEY_VARIABLES if os.environ.get(name)), None)
+            if used is None:
+                return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLES[0]}"
             wrong = "is not known there" if error.code == 401 else "may not: it needs `admin: true` on the server"
-            return f"{url}: the API key in {API_KEY_VARIABLE} {wrong}"
+            return f"{url}: the API key in {used} {wrong}"
         text = f"status {error.code}"
     return f"no Twostroke server answers at {url}: {text}"
 

@@ -38,9 +38,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
 
 def _add(parser: argparse.ArgumentParser, with_arrivals: bool, with_url: bool) -> None:
     if with_url:
-        parser.add_argument("--url", help=f"the server, without /v1 (default: {DEFAULT_URL})")
+        parser.add_argument("--url", help=f"the server (default: {DEFAULT_URL})")
         parser.add_argument("--name", help="of the run, in reports")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="do what this plan.json says, on --url if given")
+    where = "--url, if given" if with_url else "the servers that --urls names"
+    parser.add_argument("--plan", type=Path, metavar="FILE", help=f"do what this plan.json says, on {where}")
     if with_arrivals:
         add_arrival_arguments(parser)
     add_workload_arguments(parser)
@@ -84,7 +85,7 @@ def plan_of(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> 
     _check(arguments)
     chosen = arrivals if arrivals is not None else arrivals_of(arguments)
     workload, slo = workload_of(arguments), slo_of(arguments.slo)
-    url = (arguments.url or DEFAULT_URL).rstrip("/")
+    url = server_url(arguments.url or DEFAULT_URL)
     model = served_model(url, arguments.model)
     max_context = arguments.max_context or model.max_context
     if max_context is None:
@@ -119,8 +120,16 @@ def _plan_of_file(arguments: argparse.Namespace) -> Plan:
     ]
     if beside:
         raise LoadTestError(f"{', '.join(beside)} can't stand beside --plan, which says all: change a copy of the file")
+    if not arguments.plan.is_file():
+        raise LoadTestError(f"--plan {arguments.plan}: no such file; name the plan.json in the folder of a run")
     plan = read_plan(arguments.plan)
-    return msgspec.structs.replace(plan, url=arguments.url or plan.url, name=arguments.name or plan.name)
+    return msgspec.structs.replace(plan, url=server_url(arguments.url or plan.url), name=arguments.name or plan.name)
+
+
+def server_url(text: str) -> str:
+    """The server's address, also from what clients of OpenAI's API are given (http://h:8000/v1), or h:8000 alone."""
+    url = text.strip() if "://" in text else f"http://{text.strip()}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def slo_of(text: str) -> SLO:
@@ -133,7 +142,9 @@ def slo_of(text: str) -> SLO:
         try:
             times[f"{name.strip()}_s"] = _positive(float(value))
         except ValueError:
-            raise LoadTestError(f"--slo {text}: {part!r} is no NAME=SECONDS") from None
+            raise LoadTestError(
+                f"--slo {text}: {part!r} is no NAME=SECONDS; write, for example, ttft=0.5,tpot=0.05"
+            ) from None
     try:
         return SLO(**times)
     except TypeError:

@@ -15,14 +15,14 @@ from typing import Any
 from loadtests.errors import LoadTestError
 from loadtests.run_folder import RunFacts
 
-API_KEY_VARIABLE = "OPENAI_API_KEY"
+API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
 TIMEOUT_S = 10.0
 OWNER = "twostroke"  # what our server's models are `owned_by`
 
 
 def api_key() -> str | None:
     """The secret that servers with API keys want."""
-    return os.environ.get(API_KEY_VARIABLE) or None
+    return next((key for name in API_KEY_VARIABLES if (key := os.environ.get(name))), None)
 
 
 def get(url: str, path: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> bytes:
@@ -45,7 +45,7 @@ def models_of(url: str) -> list[dict[str, Any]]:
     try:
         return list(json.loads(get(url, "/v1/models"))["data"])
     except urllib.error.HTTPError as error:
-        hint = f": set {API_KEY_VARIABLE}" if error.code in (401, 403) else ""
+        hint = f": {_key_hint()}" if error.code in (401, 403) else ""
         raise LoadTestError(f"{url}/v1/models answers {error.code}{hint}") from error
     except InvalidURL as error:
         raise LoadTestError(f"--url {url}: {error}") from error
@@ -55,6 +55,11 @@ def models_of(url: str) -> list[dict[str, Any]]:
         raise LoadTestError(f"no server answers at {url}: {text}; is it started?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise LoadTestError(f"{url}/v1/models is no list of models of an OpenAI API") from error
+
+
+def _key_hint() -> str:
+    used = next((name for name in API_KEY_VARIABLES if os.environ.get(name)), None)
+    return f"it does not take the API key in {used}" if used else f"set {' or '.join(API_KEY_VARIABLES)}"
 
 
 def is_ours(models: list[dict[str, Any]]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import main
+from cluster.commands.asking import ask
 from cluster.commands.status_tables import show_status, worker_rows
 from protocol.stats import WorkerStats
 from tests.cluster.command_line import answering, one_line
@@ -78,16 +79,24 @@ def test_a_command_that_asks_a_server_says_where_none_answers(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("127.0.0.1:8000", "does not begin with http:// or https://: write http://127.0.0.1:8000"),
-        ("localhost:8000", "does not begin with http:// or https://: write http://localhost:8000"),
-        ("ftp://localhost", "does not begin with http:// or https://"),
+        ("ftp://localhost", "write http://HOST:PORT or https://HOST:PORT"),
+        ("http://", "write http://HOST:PORT or https://HOST:PORT"),
     ],
 )
 def test_an_address_that_is_none_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], command: str, url: str, told: str
 ) -> None:
     assert main([command, "--url", url]) == 2
-    assert one_line(capsys) == f"twostroke: --url {url} {told}"
+    assert one_line(capsys) == f"twostroke: --url {url}: {told}"
+
+
+@pytest.mark.parametrize("given", ["{host}", "http://{host}/v1", "{host}/v1/"])
+def test_a_server_is_asked_at_what_openai_s_clients_are_given_too(given: str) -> None:
+    with (
+        answering({"/status": b"{}"}) as url,
+        ask(given.format(host=url.removeprefix("http://")), "status", timeout_s=5.0) as answer,
+    ):
+        assert answer.read() == b"{}"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,7 @@ def test_an_address_that_is_none_is_told_in_one_line(
 def test_status_says_what_is_wrong_with_the_api_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str | None, status: int, told: str
 ) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("TWOSTROKE_API_KEY", key)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.commands.plan_arguments import SLO_PRESETS, add_plan_arguments, plan_of, slo_of
+from loadtests.commands.plan_arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
 from loadtests.errors import LoadTestError
 from loadtests.plan import (
     SLO,
@@ -119,6 +119,9 @@ def test_an_slo_is_times_or_a_preset(text: str, slo: SLO) -> None:
         ("--rate 1 --workload chat --format azure", "--format azure: --workload chat is no trace"),
         ("--rate 1 --workload fixed --turns 2", "has no turns"),
         ("--rate 1 --slo fast", "is no NAME=SECONDS"),
+        ("--rate 1 --slo ttft=500ms", "for example, ttft=0.5"),
+        ("--arrivals replay --rate 1", "replay has no --rate; it has --speed"),
+        ("--plan nope.json", "--plan nope.json: no such file; name the plan.json"),
         ("--rate 1 --slo e2e=1", "mlperf-8b-server"),
         ("--rate 1 --slo ttft=-1", "ttft=-1"),
         ("--rate 1 --seconds 0", "--seconds 0"),
@@ -133,6 +136,15 @@ def test_an_slo_is_times_or_a_preset(text: str, slo: SLO) -> None:
 def test_a_wrong_argument_is_refused_by_its_name(words: str, fault: str) -> None:
     with pytest.raises(LoadTestError, match=fault):
         plan_from(*words.split())
+
+
+@pytest.mark.parametrize("given", ["http://h:1/v1", "http://h:1/v1/", "h:1", "h:1/v1", "http://h:1/"])
+def test_the_address_that_openai_s_clients_are_given_will_do(given: str) -> None:
+    assert server_url(given) == "http://h:1"
+
+
+def test_an_address_keeps_its_scheme_and_its_path() -> None:
+    assert server_url("https://h/models/v1") == "https://h/models"
 
 
 def test_a_plan_of_a_file_is_repeated_as_it_is_on_any_server(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from loadtests.errors import LoadTestError
+from loadtests.generator.run_facts import api_key
 from loadtests.generator.served_model import ServedModel, served_model
 from tests.cluster.command_line import answering
 
@@ -74,7 +75,7 @@ def test_a_server_that_is_none_is_refused(body: bytes, status: int, fault: str) 
 @pytest.mark.parametrize(
     ("url", "fault"),
     [
-        ("127.0.0.1:8000", "write http://HOST:PORT"),
+        ("ftp://127.0.0.1", "write http://HOST:PORT"),
         ("http://", "write http://HOST:PORT"),
         ("http://127.0.0.1:80x", "nonnumeric port"),
         ("http://127.0.0.1:9/v1/", "leave /v1 away"),
@@ -84,3 +85,11 @@ def test_a_server_that_is_none_is_refused(body: bytes, status: int, fault: str) 
 def test_a_url_at_which_no_server_can_be_is_told_with_the_way_out(url: str, fault: str) -> None:
     with pytest.raises(LoadTestError, match=fault):
         served_model(url)
+
+
+def test_a_key_of_ours_wins_over_openai_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert api_key() == "theirs"
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "ours")
+    assert api_key() == "ours"
