@@ -1,5 +1,6 @@
 """From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from loadtests.run_folder import RunFacts, RunFolder, Sample
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
 MOST_ERRORS_SHOWN = 10
+_CODE = re.compile(r'"code"\s*:\s*"([^"]+)"')
+_WITH_DIGITS = re.compile(r"[\w.-]*\d[\w.-]*")
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -60,12 +63,12 @@ class KindFigures(msgspec.Struct, frozen=True):
 
 
 class FrequentError(msgspec.Struct, frozen=True):
-    """The same words, of so many requests."""
+    """The same code, or the same words but for their numbers, of so many requests."""
 
     count: int
     status: Status
     http_status: int | None
-    error: str
+    error: str  # of the first of them
 
 
 class ScalePoint(msgspec.Struct, frozen=True):
@@ -266,12 +269,25 @@ def _cached_share(seen: Observations, complete: Bools) -> float | None:
 def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
     """The most frequent first."""
     found: Counter[tuple[Status, int | None, str]] = Counter()
+    first: dict[tuple[Status, int | None, str], str] = {}
     for status in ("refused", "failed"):
         for row in np.flatnonzero(inside & seen.is_status(status)):
             fault = seen.faults[row]
             if fault is not None:
-                found[(status, *fault)] += 1
-    return [FrequentError(count, *key) for key, count in found.most_common(MOST_ERRORS_SHOWN)]
+                http_status, error = fault
+                key = (status, http_status, gist_of(error))
+                found[key] += 1
+                first.setdefault(key, error)
+    return [
+        FrequentError(count, status, http_status, first[status, http_status, gist])
+        for (status, http_status, gist), count in found.most_common(MOST_ERRORS_SHOWN)
+    ]
+
+
+def gist_of(error: str) -> str:
+    """What errors of one kind share: the code of an OpenAI API's error, else the words without numbers and ids."""
+    code = _CODE.search(error)
+    return code[1] if code else _WITH_DIGITS.sub("#", error)
 
 
 def _at_scale(plan: Plan, seen: Observations, inside: Bools, scale: float) -> ScalePoint:

@@ -157,6 +157,25 @@ def test_errors_are_counted_by_their_words_the_most_frequent_first() -> None:
     ]
 
 
+def test_errors_that_differ_in_numbers_alone_or_have_one_code_are_one() -> None:
+    found = summary(
+        miss(
+            3.0, "refused", 'Too Many Requests: {"error": {"message": "8 wait", "code": "queue_full"}}', http_status=429
+        ),
+        miss(
+            4.0,
+            "refused",
+            'Too Many Requests: {"error": {"message": "no room", "code": "queue_full"}}',
+            http_status=429,
+        ),
+        miss(5.0, "failed", "no answer to req-12ab within 1.5 s"),
+        miss(6.0, "failed", "no answer to req-7 within 2 s"),
+        miss(7.0, "failed", "no answer"),
+    )
+    assert [(each.count, each.http_status) for each in found.errors] == [(2, 429), (2, None), (1, None)]
+    assert found.errors[1].error == "no answer to req-12ab within 1.5 s"
+
+
 def test_attainment_at_other_scales_judges_the_same_answers_again() -> None:
     found = summary(answer(3.0, 0.5, 0.55), answer(4.0, 0.5, 0.65), answer(5.0, 3.9, 3.95), miss(6.0, "refused"))
     scales = {round(point.scale, 3): point for point in found.slo_scales}
