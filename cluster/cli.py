@@ -18,6 +18,7 @@ _COMMANDS = {
         "cluster.commands.cluster_demo",
         "start a cluster on this machine, kill a node under load, see it heal",
     ),
+    "await": ("cluster.commands.await_application", "wait until an application that `serve deploy` has taken runs"),
     "drain": ("cluster.commands.drain", "let the answers of a cluster's routers end, before `serve shutdown`"),
     "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }

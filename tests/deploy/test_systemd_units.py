@@ -73,13 +73,23 @@ def test_a_worker_node_is_given_the_time_to_take_its_replicas_elsewhere() -> Non
 
 
 def test_the_application_lets_streams_end_before_it_is_shut_down_and_has_the_time() -> None:
-    drain, shutdown = settings(unit("twostroke-serve"), "ExecStop")
+    (drain,) = settings(unit("twostroke-serve"), "ExecStop")
+    (shutdown,) = settings(unit("twostroke-serve"), "ExecStopPost")
     assert "/twostroke drain " in drain
     assert "/serve shutdown " in shutdown
     grace_s, notice_s = (float(re.findall(rf"--{name} (\d+)", drain)[0]) for name in ("grace", "notice"))
     assert notice_s < grace_s
     shutdown_s = 30  # Serve's own limit for that command
     assert int(settings(unit("twostroke-serve"), "TimeoutStopSec")[0]) > grace_s + shutdown_s
+
+
+def test_the_application_s_unit_is_active_only_once_it_runs() -> None:
+    for when in ("ExecStart", "ExecReload"):
+        deploy, wait = settings(unit("twostroke-serve"), when)
+        assert "/serve deploy " in deploy
+        assert "/twostroke await " in wait
+        waits_s = float(re.findall(r"--seconds (\d+)", wait)[0])
+        assert int(settings(unit("twostroke-serve"), "TimeoutStartSec")[0]) > waits_s
 
 
 def test_the_head_listens_for_its_dashboard_on_itself_alone() -> None:

@@ -155,6 +155,8 @@ def test_the_files_of_deploy_serve_on_a_cluster(nodes: Nodes) -> None:
     done = nodes.serve("deploy", str(file))
     assert done.returncode == 0, done.stderr
 
+    awaited = nodes.run("twostroke", "await", "--address", f"http://127.0.0.1:{nodes.dashboard}")
+    assert awaited.returncode == 0, awaited.stdout + awaited.stderr
     eventually("the server is ready", lambda: _code(nodes.http, "/ready") == 200, START_S)
     assert _code(nodes.http, "/v1/models") == 401  # without a key
     body = {"model": MODEL, "prompt": "def", "max_tokens": 3}

@@ -1,0 +1,68 @@
+"""`twostroke await`: what became of an application that `serve deploy` has handed to a cluster.
+
+`serve deploy` says success once the cluster has taken the file. Whether the application runs then, only Serve knows.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protocol.clock import Clock
+from protocol.errors import ConfigError
+
+LOOK_S = 2.0
+MOST_S = 86400.0
+
+Look = Callable[[], Mapping[str, Any] | None]
+"""What Serve tells of the application; None where it has none of that name, or nobody answers yet."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", default="http://127.0.0.1:8265", help="of Ray's dashboard (default: %(default)s)")
+    parser.add_argument("--app", default="twostroke", help="the application's name (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="how long to wait (%(default)g)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 once the application runs, 1 where it has failed to, or takes longer. Raises ConfigError."""
+    if not 0 < arguments.seconds <= MOST_S:
+        raise ConfigError(f"--seconds {arguments.seconds:g}: more than 0, up to {MOST_S:g}")
+    failure = failure_of(lambda: _status(arguments.address, arguments.app), arguments.seconds)
+    print(failure or f"{arguments.app} is running")
+    return 0 if failure is None else 1
+
+
+def failure_of(
+    look: Look, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> str | None:
+    """None once the application runs; else why it does not, with what each deployment says."""
+    deadline = clock() + patience_s
+    while True:
+        told = look()
+        status = "not known to Serve" if told is None else told["status"]
+        if status == "RUNNING":
+            return None
+        if status == "DEPLOY_FAILED" or clock() >= deadline:
+            return "\n".join([f"the application is {status}", *_messages(told or {})])
+        sleep(LOOK_S)
+
+
+def _messages(told: Mapping[str, Any]) -> list[str]:
+    said = [told.get("message", "")]
+    said += [f"{name} is {one['status']}: {one['message']}" for name, one in told.get("deployments", {}).items()]
+    return [one for one in said if one]
+
+
+def _status(address: str, app_name: str) -> Mapping[str, Any] | None:
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+    from ray.exceptions import AuthenticationError
+
+    try:
+        details = ServeSubmissionClient(address).get_serve_details()
+    except ConnectionError:  # the dashboard of a head that has just started
+        return None
+    except (AuthenticationError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--address {address}: {error}") from error
+    told: Mapping[str, Any] | None = details["applications"].get(app_name)
+    return told
