@@ -79,11 +79,13 @@ async def load(url: str, rate: float, seconds: float) -> int:
 
 
 def prometheus_config(operators: str, folder: Path) -> dict[str, Any]:
-    """deploy/prometheus.yml, often enough for a short look, without the Ray clusters that this machine may have."""
+    """deploy/prometheus.yml, often enough for a short look, of a server without keys, and without the Ray clusters that
+    this machine may have."""
     config: dict[str, Any] = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))
     config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(RULES)]
     for job in config["scrape_configs"]:
+        job.pop("authorization", None)
         for static in job.get("static_configs", ()):
             static["targets"] = [operators.removeprefix("http://")]
         for listed in job.get("file_sd_configs", ()):
