@@ -17,7 +17,8 @@ resolvers kubernetes
     hold obsolete 5s
 """
 _SERVERS = (
-    f"    server-template router {MOST_ROUTERS} twostroke-routers:8000"
+    "    # HAProxy's resolvers know nothing of search domains: the whole name.\n"
+    f'    server-template router {MOST_ROUTERS} "twostroke-routers.${{POD_NAMESPACE}}.svc.cluster.local:8000"'
     " resolvers kubernetes resolve-prefer ipv4 init-addr none"
 )
 

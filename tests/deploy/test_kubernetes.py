@@ -167,5 +167,7 @@ def test_the_balancer_is_that_of_bare_hosts_with_the_routers_pods_behind() -> No
 def test_haproxy_takes_the_configuration_that_finds_pods_by_name(tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     file.write_text(kubernetes_haproxy(), encoding="utf-8")
-    done = subprocess.run([str(haproxy_binary()), "-c", "-f", str(file)], capture_output=True, text=True, timeout=30)
+    check = [str(haproxy_binary()), "-c", "-f", str(file)]
+    environment = {"POD_NAMESPACE": "twostroke"}
+    done = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
