@@ -16,7 +16,9 @@ def prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.
     for a LoadTestError."""
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"loadtest needs {' and '.join(missing)}: pip install 'twostroke[loadtest]'")
+        raise ConfigError(
+            f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
+        )
     loaded = import_module(module)
     loaded.add_arguments(parser)
 

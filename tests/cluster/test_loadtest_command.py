@@ -19,7 +19,8 @@ def test_missing_packages_are_told_with_the_way_to_get_them(
 ) -> None:
     monkeypatch.setattr(loadtest, "NEEDED", ("sys", "no_such_package"))
     assert cli.main(["loadtest", "run", "--rate", "1"]) == cli.CONFIG_ERROR_EXIT
-    assert one_line(capsys) == "twostroke: loadtest needs no_such_package: pip install 'twostroke[loadtest]'"
+    told = "twostroke: loadtest needs no_such_package: in the project's checkout, pip install '.[loadtest]'"
+    assert one_line(capsys) == told
 
 
 def test_our_own_process_is_never_patched_by_gevent() -> None:
