@@ -9,6 +9,7 @@ from pathlib import Path
 from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
 from loadtests.commands.report import run_figures, run_lines
 from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from loadtests.errors import RunLost
 from loadtests.generator.locust_processes import check_free
 from loadtests.generator.runner import run_plan
 from loadtests.report.run_report import write_report
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0, 1 for an invalid run, 130 for one that was ended by Ctrl-C. The last line is JSON.
+    """Returns 0, 1 for a run that is invalid or lost, 130 for one that was ended by Ctrl-C. The last line is JSON.
 
     Raises LoadTestError where the run can't be carried out.
     """
@@ -47,11 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _report(RunFolder(folder))
         return INTERRUPTED_EXIT
+    except RunLost as error:
+        if next(RunFolder(folder).records(), None) is None:
+            raise
+        print(f"the run is lost: {error}", file=sys.stderr)
+        return _report(RunFolder(folder), str(error))
     return _report(RunFolder(folder))
 
 
-def _report(folder: RunFolder) -> int:
+def _report(folder: RunFolder, lost: str | None = None) -> int:
     summary = write_report(folder)
     print("\n".join(run_lines(folder, summary)))
-    print(json.dumps(run_figures(folder.path, summary)))
-    return 0 if summary.validity.valid else 1
+    print(json.dumps(run_figures(folder.path, summary) | {"lost": lost}))
+    return 0 if summary.validity.valid and lost is None else 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 
 import msgspec
 
+from loadtests.errors import unwritable
 from loadtests.generator.live import LiveFigures, Second, percentile
 from loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from loadtests.generator.progress import Progress
@@ -137,4 +138,4 @@ class Head:
             new.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2))
             new.replace(path)
         except OSError as error:
-            self.error = self.error or f"{path}: {error.strerror}"
+            self.error = self.error or str(unwritable(path, error))

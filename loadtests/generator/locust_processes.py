@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import LoadTestError, RunLost, unwritable
 from loadtests.generator.progress import Progress
 from loadtests.plan import Plan
 from loadtests.run_folder import RunFolder
@@ -49,11 +49,11 @@ class LocustProcesses:
                 yield from map(decode, lines)
 
     def check(self) -> None:
-        """Raises LoadTestError where a worker is gone before the end."""
+        """Raises RunLost where a worker is gone before the end."""
         for number, worker in enumerate(self.workers):
             if worker.poll() is not None:
                 self.interrupt()
-                raise LoadTestError(f"sending process {number} is gone: {self.last_words(f'worker-{number}')}")
+                raise RunLost(f"sending process {number} {self.fate(worker, f'worker-{number}')}")
 
     def interrupt(self) -> None:
         """As Ctrl-C: all that is under way is given up and recorded. Waits until the head has ended."""
@@ -64,6 +64,14 @@ class LocustProcesses:
         for process in (self.head, *self.workers):
             _end(process)
         os.close(self.pipe)
+
+    def fate(self, process: subprocess.Popen[bytes], name: str) -> str:
+        """How a process came to its end; one that was killed had no time to say why."""
+        if process.returncode is not None and process.returncode < 0:
+            by = signal.Signals(-process.returncode).name
+            why = ", as the kernel does where memory runs out" if by == "SIGKILL" else ""
+            return f"was killed by {by}{why}; its log is {log_path(self.folder, name)}"
+        return f"ended with exit code {process.returncode}: {self.last_words(name)}"
 
     def last_words(self, name: str = "head") -> str:
         path = log_path(self.folder, name)
@@ -100,7 +108,11 @@ def start_locust(plan: Plan, folder: RunFolder, web_port: int | None) -> LocustP
 def _locust(folder: RunFolder, name: str, arguments: list[str], *inherited: int) -> subprocess.Popen[bytes]:
     path = folder.path.resolve()
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--plan", str(path / "plan.json")]
-    with log_path(folder, name).open("ab") as log:
+    try:
+        log = log_path(folder, name).open("ab")
+    except OSError as error:
+        raise unwritable(log_path(folder, name), error) from error
+    with log:
         return subprocess.Popen(
             [*command, *arguments],
             cwd=path,  # where no locust.conf of somebody else's lies

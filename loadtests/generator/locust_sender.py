@@ -9,7 +9,7 @@ import gevent
 import msgspec
 from gevent.event import AsyncResult
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import LoadTestError, unwritable
 from loadtests.generator.conversation import Conversation, Line, check_prompts
 from loadtests.generator.dispatcher import Dispatcher, Share
 from loadtests.generator.green import Greenlets
@@ -98,7 +98,7 @@ class ShareRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._records = path.open("ab", buffering=0)
         except OSError as error:
-            raise LoadTestError(f"{path}: {error.strerror}") from error
+            raise unwritable(path, error) from error
 
     def run(self, began: float) -> None:
         """Send all. `began` is a moment of the monotonic clock, and may lie ahead. What goes wrong is in the report."""

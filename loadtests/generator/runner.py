@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import LoadTestError, RunLost, unwritable
 from loadtests.generator.conversation import check_prompts
 from loadtests.generator.locust_processes import LocustProcesses, check_free, start_locust
 from loadtests.generator.progress import Progress
@@ -23,7 +23,8 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     """Carry out a plan; what it leaves is in `folder`, which must have no run yet.
 
     Ctrl-C ends the run early: its folder is complete for what was sent, says so, and KeyboardInterrupt goes on.
-    Raises LoadTestError where the run can't be carried out, or a process was lost; what was sent then has its records.
+    Raises LoadTestError where the run can't be carried out; RunLost where it had begun, and a process was lost or the
+    disk is full: what was sent then has its records.
     """
     check_prompts(plan)
     sessions(plan)  # raises here rather than in each process
@@ -38,11 +39,10 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
         sampler = ending.enter_context(Sampler(plan.url, result.samples_path))
         last = _watch(processes, display, sampler)
     if last is None or not last.is_over:
-        raise LoadTestError(
-            f"Locust ended before the run did, with {processes.head.returncode}: {processes.last_words()}"
-        )
+        lost = f"Locust ended before the run did: its first process {processes.fate(processes.head, 'head')}"
+        raise LoadTestError(lost) if last is None else RunLost(lost)
     if last.error is not None:
-        raise LoadTestError(last.error)
+        raise RunLost(last.error)
     return result
 
 
@@ -52,6 +52,9 @@ def _watch(processes: LocustProcesses, display: ProgressDisplay, sampler: Sample
     started = time.monotonic()
     try:
         for progress in processes.progress():
+            if sampler.error is not None:
+                processes.interrupt()
+                raise RunLost(sampler.error)
             if progress is None:
                 if last is None or not last.is_over:
                     processes.check()
@@ -76,4 +79,4 @@ def _begin_folder(folder: RunFolder, plan: Plan) -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.plan_path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
     except OSError as error:
-        raise LoadTestError(f"{folder.path}: {error.strerror}") from error
+        raise unwritable(folder.path, error) from error

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import msgspec
 
+from loadtests.errors import unwritable
 from loadtests.generator.run_facts import get
 from loadtests.run_folder import Sample
 
@@ -53,6 +54,7 @@ class Sampler:
         self._began = 0.0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self.error: str | None = None  # why nothing more is sampled
 
     def __enter__(self) -> "Sampler":
         return self
@@ -72,7 +74,12 @@ class Sampler:
 
     def _sample_on(self) -> None:
         while not self._ended.is_set():
-            self._write(self._look())
+            samples = self._look()
+            try:
+                self._write(samples)
+            except OSError as error:
+                self.error = str(unwritable(self._path, error))
+                return
             self._ended.wait(INTERVAL_S)
 
     def _look(self) -> list[Sample]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import LoadTestError, unwritable
 from loadtests.plan import Plan
 from loadtests.report import words
 from loadtests.report.chart import Plot
@@ -54,7 +54,7 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LoadTestError(f"{folder}: {error.strerror}") from error
+        raise unwritable(folder, error) from error
     write_plots(folder, plots)
     write(folder / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(comparison), indent=2))
     page = render(

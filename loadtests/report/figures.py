@@ -275,7 +275,7 @@ def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
             fault = seen.faults[row]
             if fault is not None:
                 http_status, error = fault
-                key = (status, http_status, gist_of(error))
+                key: tuple[Status, int | None, str] = (status, http_status, gist_of(error))
                 found[key] += 1
                 first.setdefault(key, error)
     return [

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import unwritable
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -10,4 +10,4 @@ def write(path: Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise LoadTestError(f"{path}: {error.strerror}") from error
+        raise unwritable(path, error) from error

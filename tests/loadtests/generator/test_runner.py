@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from loadtests.errors import LoadTestError
+from loadtests.errors import LoadTestError, RunLost
 from loadtests.generator.progress import Progress
 from loadtests.generator.progress_display import ProgressDisplay
 from loadtests.generator.runner import run_plan
@@ -100,7 +100,7 @@ def test_a_lost_process_ends_the_run_and_is_told(tmp_path: Path, monkeypatch: py
 
     when_sent(monkeypatch, kill_one)
     endless = msgspec.structs.replace(PLAN, seconds=600.0)
-    with pytest.raises(LoadTestError, match=r"sending process \d is gone"):
+    with pytest.raises(RunLost, match=r"sending process \d was killed by SIGKILL"):
         run(endless, "immediate", tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     assert folder.facts().ended_early

@@ -12,7 +12,7 @@ from loadtests.run_folder import RunFolder
 def test_text_and_bytes_are_written_and_what_can_t_be_is_named(tmp_path: Path) -> None:
     write(tmp_path / "text", "90 %–99 %")
     assert (tmp_path / "text").read_text(encoding="utf-8") == "90 %–99 %"
-    with pytest.raises(LoadTestError, match=r"text/under: Not a directory"):
+    with pytest.raises(LoadTestError, match=r"text/under: Not a directory; name another folder"):
         write(tmp_path / "text" / "under", b"")
 
 
