@@ -13,6 +13,7 @@ from loadtests.plan import Constant, Gamma, Plan, Poisson
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Summary
 from loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, write_sweep
+from loadtests.report.words import number
 
 TARGETS = (0.9, 0.99)
 NARROW_FACTOR = 1.25  # between the rates of a search that knows where to look
@@ -122,7 +123,7 @@ class Sweep:
             reasons = "; ".join(summary.validity.reasons)
             self.say(f"  no measurement: {reasons}")
         self._ceiling = rate
-        return f"at {rate:.3g}/s the runs are invalid: {reasons}"
+        return f"at {number(rate)}/s the runs are invalid: {reasons}"
 
     def _run(self, rate: float) -> Summary:
         began = self.clock()
@@ -131,7 +132,7 @@ class Sweep:
         self._num_runs += 1
         name = f"{RUNS}/{self._num_runs:03d}-{rate:.4g}"
         # Each run has prompts of its own, or the server would find them cached.
-        plan = msgspec.structs.replace(at_rate(self.plan, rate), name=f"{self.plan.name} at {rate:.3g}/s")
+        plan = msgspec.structs.replace(at_rate(self.plan, rate), name=f"{self.plan.name} at {number(rate)}/s")
         plan = msgspec.structs.replace(plan, seed=self.plan.seed + self._num_runs)
         summary = self.run_at(plan, self.folder / name)
         self._longest_run_s = max(self._longest_run_s, self.clock() - began)
@@ -139,7 +140,7 @@ class Sweep:
         self.points.append(point)
         self.num_workers = round(sum(summary.num_workers.values())) or None
         self.say(
-            f"{self._num_runs}: {rate:.3g}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
+            f"{self._num_runs}: {number(rate)}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
             f"TPOT {point.tpot_attainment:.1%}), goodput {point.goodput:.3g}/s"
         )
         return summary

@@ -123,7 +123,8 @@ def seconds_axis(axis: Any, values: Floats) -> None:
 
 def duration_ticks(axis: Any, *, close: bool) -> None:
     """Labels of a logarithmic x or y axis of times: three a decade where they may be `close`, or one."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if close else (1,)))
+    # Of many decades every second or third is labelled: the labels of narrow panels would run together.
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if close else LogLocator(numticks=4))
     axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
     axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 

@@ -17,6 +17,7 @@ from loadtests.run_folder import RunFacts, RunFolder, Sample
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
 MOST_ERRORS_SHOWN = 10
+BUNDLED_GAP_S = 1e-4  # no model is as fast: the server or the network sent these events together
 _CODE = re.compile(r'"code"\s*:\s*"([^"]+)"')
 _WITH_DIGITS = re.compile(r"[\w.-]*\d[\w.-]*")
 
@@ -102,6 +103,7 @@ class Summary(msgspec.Struct, frozen=True):
     ttft: Spread | None  # of complete answers, here and below
     tpot: Spread | None
     itl: Spread | None
+    bundled_share: float | None  # of the gaps: below 0.1 ms, so that the events came together
     tail_tbt: float | None  # mean of the longest tenth of all gaps
     tail_tbt_by_request: Spread | None
     e2e: Spread | None
@@ -165,6 +167,7 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         ttft=_spread(seen, seen.ttft_s, complete, slices),
         tpot=tpot,
         itl=_gap_spread(seen, complete, slices),
+        bundled_share=_bundled_share(seen, complete),
         tail_tbt=tail_tbt(seen.gaps_s[complete[seen.gap_row]]),
         tail_tbt_by_request=_spread(seen, seen.tail_tbt_s, complete, slices),
         e2e=_spread(seen, seen.e2e_s, complete, slices),
@@ -258,6 +261,11 @@ def _spread_of(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
     if p50 is None or p99 is None or p90 is None or p95 is None:
         return None
     return Spread(len(values), float(values.mean()), p50, p90, p95, p99, float(values.max()))
+
+
+def _bundled_share(seen: Observations, complete: Bools) -> float | None:
+    gaps_s = seen.gaps_s[complete[seen.gap_row]]
+    return float((gaps_s < BUNDLED_GAP_S).mean()) if len(gaps_s) else None
 
 
 def _cached_share(seen: Observations, complete: Bools) -> float | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from loadtests.report.chart import (
@@ -23,6 +24,7 @@ from loadtests.report.chart import (
 )
 from loadtests.report.estimates import Estimate
 from loadtests.report.figures import Spread, Summary
+from loadtests.report.words import number
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class RatedRun:
 
     rate: float  # asked, requests (sessions) a second
     summary: Summary
+
+    @property
+    def offered(self) -> float:
+        """Requests a second that the window really had: arrivals that are drawn differ from the rate asked for."""
+        return self.summary.offered_rate
 
 
 Curves = Mapping[str, Sequence[RatedRun]]
@@ -60,11 +67,16 @@ def attainment_by_rate(curves: Curves, capacity: Estimate | None) -> Plot:
         broken = [run for run in runs if not run.summary.validity.valid]
         if broken:
             values = [_value(run.summary.attainment) for run in broken]
-            axis.plot([run.rate for run in broken], values, "x", color=colour, markersize=8, label=f"{label}: invalid")
+            axis.plot(
+                [run.offered for run in broken], values, "x", color=colour, markersize=8, label=f"{label}: invalid"
+            )
     if capacity is not None and len(curves) == 1:
-        axis.axvline(capacity.value, color=GREY, linewidth=1.2)
+        # A capacity is of rates asked for.
+        measured = next(iter(curves.values()))
+        scale = sum(run.offered for run in measured) / sum(run.rate for run in measured)
+        axis.axvline(capacity.value * scale, color=GREY, linewidth=1.2)
         if capacity.low is not None and capacity.high is not None:
-            axis.axvspan(capacity.low, capacity.high, color=GREY, alpha=0.15, linewidth=0)
+            axis.axvspan(capacity.low * scale, capacity.high * scale, color=GREY, alpha=0.15, linewidth=0)
     level_lines(axis)
     percent_axis(axis)
     axis.set_ylabel("attainment")
@@ -72,8 +84,10 @@ def attainment_by_rate(curves: Curves, capacity: Estimate | None) -> Plot:
     axis.legend(loc="lower left")
     workers = {sum(run.summary.num_workers.values()) for runs in curves.values() for run in runs}
     if len(workers) == 1 and 0 not in workers:
-        (number,) = workers
-        above = axis.secondary_xaxis("top", functions=(lambda rate: rate / number, lambda rate: rate * number))
+        (num_workers,) = workers
+        above = axis.secondary_xaxis(
+            "top", functions=(lambda rate: rate / num_workers, lambda rate: rate * num_workers)
+        )
         above.set_xlabel("requests/s for each worker")
     return plot_of(
         "attainment-by-rate",
@@ -87,7 +101,7 @@ def attainment_by_rate(curves: Curves, capacity: Estimate | None) -> Plot:
 @in_our_style
 def goodput_by_rate(curves: Curves) -> Plot:
     figure, ((axis,),) = panels(1)
-    highest = max((run.rate for runs in curves.values() for run in runs), default=1.0)
+    highest = max((run.offered for runs in curves.values() for run in runs), default=1.0)
     axis.plot([0, highest], [0, highest], color=GREY, linewidth=1, linestyle=":", label="all that is offered")
     for index, (name, runs) in enumerate(curves.items()):
         label = "goodput" if len(curves) == 1 else name
@@ -142,11 +156,11 @@ def speed_against_throughput(curves: Curves) -> Plot:
         for run in _valid(runs):
             if run.summary.user_rate is not None:
                 workers = sum(run.summary.num_workers.values()) if per_worker else 1
-                points.append((run.summary.user_rate, run.summary.output_rate.value / workers, run.rate))
+                points.append((run.summary.user_rate, run.summary.output_rate.value / workers, run.offered))
         colour = series_colour(index)
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", color=colour, markersize=5, label=name)
         for x, y, rate in points:
-            axis.annotate(f"{rate:g}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=9, color=colour)
+            axis.annotate(number(rate), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=9, color=colour)
     axis.set_xlabel("what a user sees: tokens/s (1 / median TPOT)")
     axis.set_ylabel("output tokens/s" + (" for each worker" if per_worker else ""))
     axis.set_xlim(left=0)
@@ -157,27 +171,25 @@ def speed_against_throughput(curves: Curves) -> Plot:
         "speed-against-throughput",
         "Throughput against speed for each user",
         "A server can serve few users quickly or many slowly; further up and to the right is better. Numbers at the "
-        "points are rates.",
+        "points are offered requests/s.",
         figure,
     )
 
 
 def _curve(axis: Any, runs: Sequence[RatedRun], figure_of: Any, line: str = "-", **style: Any) -> None:
-    """A point for each run, a line through the means of each rate; runs without the figure are left out."""
-    points = [(run.rate, value) for run in runs if (value := figure_of(run.summary)) is not None]
-    means = [
-        (rate, sum(value for _, value in same) / len(same))
-        for rate, same in ((rate, list(group)) for rate, group in groupby(points, key=lambda point: point[0]))
-    ]
-    axis.plot([rate for rate, _ in means], [value for _, value in means], line, **style)
-    axis.plot([rate for rate, _ in points], [value for _, value in points], "o", color=style["color"], markersize=4)
+    """A point for each run, a line through the means of each rate asked; runs without the figure are left out."""
+    points = [(run.rate, run.offered, value) for run in runs if (value := figure_of(run.summary)) is not None]
+    repeated = [list(group) for _, group in groupby(points, key=lambda point: point[0])]
+    means = [(fmean(offered for _, offered, _ in same), fmean(value for _, _, value in same)) for same in repeated]
+    axis.plot([offered for offered, _ in means], [value for _, value in means], line, **style)
+    axis.plot([x for _, x, _ in points], [y for _, _, y in points], "o", color=style["color"], markersize=4)
 
 
 def _intervals(axis: Any, runs: Sequence[RatedRun], colour: str) -> None:
     for run in runs:
         share = run.summary.attainment
         if share is not None and share.low is not None and share.high is not None:
-            axis.vlines(run.rate, share.low, share.high, color=colour, linewidth=1.2)
+            axis.vlines(run.offered, share.low, share.high, color=colour, linewidth=1.2)
 
 
 def _valid(runs: Sequence[RatedRun]) -> list[RatedRun]:
@@ -195,5 +207,5 @@ def _percentile(spread: Spread | None, percent: int) -> float | None:
 
 
 def _rate_axis(axis: Any, curves: Curves) -> None:
-    axis.set_xlabel("requests/s")
-    axis.set_xlim(0, 1.05 * max((run.rate for runs in curves.values() for run in runs), default=1.0))
+    axis.set_xlabel("offered requests/s, as the window had them")
+    axis.set_xlim(0, 1.05 * max((run.offered for runs in curves.values() for run in runs), default=1.0))

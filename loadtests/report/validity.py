@@ -28,8 +28,8 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
     lag_s = percentile((seen.sent_s - seen.scheduled_s)[inside], 99)
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
         reasons.append(
-            f"the generator sent late: P99 of the lag is {lag_s * 1e3:.3g} ms, above {MOST_LAG_OF_SLO:.0%} of the "
-            f"SLO ({lag_limit_s * 1e3:.3g} ms); {_remedy(facts)}"
+            f"the generator sent late: P99 of the lag is {_ms(lag_s)}, above {MOST_LAG_OF_SLO:.0%} of the "
+            f"SLO ({_ms(lag_limit_s)}); {_remedy(facts)}"
         )
     for generator in facts.generators:
         if _load(generator) > MOST_CPU:
@@ -46,6 +46,10 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
         last_s = float(np.max(seen.scheduled_s)) if len(seen) else 0.0
         reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
     return Validity(not reasons, tuple(reasons))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _load(generator: GeneratorHealth) -> float:

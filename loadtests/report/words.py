@@ -174,8 +174,8 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 def _alike(estimate: Estimate, factor: float) -> tuple[str, str]:
     """The value, and its interval in brackets, empty where there is none; as many decimals as suit the value."""
-    size = abs(estimate.value * factor)
-    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    size = abs((estimate.value or estimate.high or 0.0) * factor)
+    decimals = 0 if size >= 100 or not size else 1 if size >= 10 else 2 if size >= 1 else 3
     value, *ends = (
         MISSING if each is None else f"{each * factor:,.{decimals}f}"
         for each in (estimate.value, estimate.low, estimate.high)
@@ -184,4 +184,4 @@ def _alike(estimate: Estimate, factor: float) -> tuple[str, str]:
 
 
 def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else str(value)

@@ -143,6 +143,11 @@ def test_kinds_are_told_apart() -> None:
     ]
 
 
+def test_gaps_of_events_that_came_together_are_told() -> None:
+    assert summary(answer(3.0, 0.5, 0.50001, 0.6, 0.60001, 0.7)).bundled_share == 0.5
+    assert summary(answer(3.0, 0.5)).bundled_share is None
+
+
 def test_errors_are_counted_by_their_words_the_most_frequent_first() -> None:
     found = summary(
         miss(3.0, "failed", "broken"),
