@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from loadtests.plan import Plan
 from loadtests.report.chart import (
@@ -15,6 +16,7 @@ from loadtests.report.chart import (
     VERMILION,
     Plot,
     in_our_style,
+    legend_below,
     panels,
     percent_axis,
     plot_of,
@@ -114,34 +116,36 @@ def latency_over_time(plan: Plan, seen: Observations) -> Plot:
 
 @in_our_style
 def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
-    """Sums over a role's workers of what runs and waits, their mean KV use."""
-    figure, axes = panels(3, width=9.6)
-    running, waiting, kv_usage = axes[0]
+    """Sums over a role's workers of what runs and waits, their mean KV use, and how many they are."""
+    figure, axes = panels(2, rows=2, height=5.6)
+    running, waiting, kv_usage, workers = axes.flat
     end_s = max(plan.seconds, *(sample.at_s for sample in samples))
     edges = np.linspace(0, end_s, MOST_MEANS)
     for role in sorted({sample.role for sample in samples}, reverse=True):
         colour = ROLE_COLOURS.get(role, PURPLE)
         at_s, columns = by_moment([sample for sample in samples if sample.role == role])
         step = np.digitize(at_s, edges)
-        for axis, values in zip((running, waiting, kv_usage), columns, strict=True):
+        for axis, values in zip((running, waiting, kv_usage, workers), columns, strict=True):
             steps = np.unique(step)
             means = [values[step == each].mean() for each in steps]
             axis.plot([at_s[step == each].mean() for each in steps], means, color=colour, label=role, linewidth=1.5)
     running.set_title("Running requests")
     waiting.set_title("Waiting requests")
     kv_usage.set_title("KV cache in use")
+    workers.set_title("Workers")
+    workers.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     percent_axis(kv_usage)
-    for axis in axes[0]:
+    for axis in axes.flat:
         _time_axis(axis, plan, end_s)
-    for axis in (running, waiting):
+    for axis in (running, waiting, workers):
         axis.set_ylim(bottom=0)
-    running.legend(loc="upper right")
-    _room_for_legend(running)
+    workers.set_ylim(top=workers.get_ylim()[1] * 1.1)
+    legend_below(figure, running, 4)
     return plot_of(
         "server-over-time",
         "The server over the run",
         "As the server told about once a second, in means over short times: sums over the workers of a role, of KV use "
-        "their mean.",
+        "their mean. Workers are those that the server told of: an autoscaler's steps show there.",
         figure,
     )
 
@@ -160,8 +164,8 @@ def requests_in_flight(seen: Observations) -> tuple[Floats, Floats]:
     return at_s[order], np.cumsum(change[order])
 
 
-def by_moment(samples: Sequence[Sample]) -> tuple[Floats, tuple[Floats, Floats, Floats]]:
-    """Moments, and at each the sums of running and waiting and the mean KV use over the workers of one role."""
+def by_moment(samples: Sequence[Sample]) -> tuple[Floats, tuple[Floats, Floats, Floats, Floats]]:
+    """Moments, and at each the sums of running and waiting, the mean KV use, and the number of one role's workers."""
     moments, index = np.unique(np.array([sample.at_s for sample in samples]), return_inverse=True)
 
     def total(values: list[float]) -> Floats:
@@ -169,8 +173,9 @@ def by_moment(samples: Sequence[Sample]) -> tuple[Floats, tuple[Floats, Floats, 
 
     running = total([sample.running for sample in samples])
     waiting = total([sample.waiting for sample in samples])
-    kv_usage = total([sample.kv_usage for sample in samples]) / total([1.0] * len(samples))
-    return moments.astype(np.float64), (running, waiting, kv_usage)
+    workers = total([1.0] * len(samples))
+    kv_usage = total([sample.kv_usage for sample in samples]) / workers
+    return moments.astype(np.float64), (running, waiting, kv_usage, workers)
 
 
 def _time_axis(axis: Any, plan: Plan, end_s: float) -> None:

@@ -26,12 +26,13 @@ def test_a_request_is_in_flight_from_its_send_to_its_end() -> None:
     assert list(zip(at_s.tolist(), in_flight.tolist(), strict=True)) == [(1.5, 1.0), (2.0, 2.0), (2.1, 1.0), (3.0, 0.0)]
 
 
-def test_workers_of_a_role_are_summed_and_their_kv_use_is_averaged() -> None:
+def test_workers_of_a_role_are_counted_and_summed_and_their_kv_use_is_averaged() -> None:
     samples = [Sample(1.0, "decode", worker, 2.0, 3.0, 0.0, usage) for worker, usage in (("a", 0.2), ("b", 0.6))]
-    at_s, (running, waiting, kv_usage) = by_moment([*samples, Sample(2.0, "decode", "a", 1.0, 0.0, 0.0, 0.5)])
+    at_s, (running, waiting, kv_usage, workers) = by_moment([*samples, Sample(2.0, "decode", "a", 1.0, 0.0, 0.0, 0.5)])
     assert at_s.tolist() == [1.0, 2.0]
     assert (running.tolist(), waiting.tolist(), kv_usage.tolist()) == (
         [4.0, 1.0],
         [6.0, 0.0],
         pytest.approx([0.4, 0.5]),
     )
+    assert workers.tolist() == [2.0, 1.0]
