@@ -26,7 +26,7 @@ class Second(msgspec.Struct):
     refused: int = 0
     failed: int = 0
     unfinished: int = 0
-    judged: int = 0  # that are over and were not of the warm-up
+    judged: int = 0  # that are over and were not of the warm-up; without an SLO none
     met: int = 0  # of those
     output_tokens: int = 0
     ttft: Histogram = msgspec.field(default_factory=dict)
@@ -62,7 +62,7 @@ class LiveFigures:
         second = self._second(record.end_s)
         setattr(second, record.status, getattr(second, record.status) + 1)
         count(second.lag, record.lag_s)
-        if record.scheduled_s >= warm_up_s:
+        if record.scheduled_s >= warm_up_s and slo != SLO():
             second.judged += 1
             second.met += met(record, slo)
         if record.ttft_s is not None:

@@ -11,7 +11,7 @@ from loadtests.generator.live import LiveFigures, Second, percentile
 from loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from loadtests.generator.progress import Progress
 from loadtests.generator.run_facts import begin_facts, is_ours, models_of
-from loadtests.plan import SLO, Plan
+from loadtests.plan import Plan
 from loadtests.run_folder import GeneratorHealth, RunFolder
 
 BEGIN_DELAY_S = 0.5  # until the message is with all
@@ -70,7 +70,7 @@ class Head:
             ok=total.ok,
             refused=total.refused,
             failed=total.failed,
-            attainment=total.met / total.judged if total.judged and self.plan.slo != SLO() else None,
+            attainment=total.met / total.judged if total.judged else None,
             ttft_p50_s=percentile([total.ttft], 50),
             lag_p99_s=percentile([total.lag], 99),
             is_over=self.is_over,

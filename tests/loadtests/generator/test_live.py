@@ -50,11 +50,17 @@ def test_both_times_must_hold_and_a_single_token_has_no_time_between(record: Rec
     assert met(record, slo) is verdict
 
 
+def test_without_an_slo_nothing_is_judged_while_it_runs() -> None:
+    live = LiveFigures()
+    live.record(GOOD, SLO(), warm_up_s=0.0)
+    assert (live.seconds[3].ok, live.seconds[3].judged, live.seconds[3].met) == (1, 0, 0)
+
+
 def test_a_request_counts_when_it_is_over_and_the_warm_up_is_not_judged() -> None:
     live = LiveFigures()
     live.sent(1.01)
-    live.record(GOOD, SLO(), warm_up_s=0.5)
-    live.record(REFUSED, SLO(), warm_up_s=1.5)
+    live.record(GOOD, SLO(ttft_s=1.0), warm_up_s=0.5)
+    live.record(REFUSED, SLO(ttft_s=1.0), warm_up_s=1.5)
     assert live.seconds.keys() == {1, 3}
     assert (live.seconds[1].sent, live.seconds[1].refused, live.seconds[1].judged) == (1, 1, 0)
     assert (live.seconds[3].ok, live.seconds[3].judged, live.seconds[3].met) == (1, 1, 1)
@@ -64,8 +70,8 @@ def test_a_request_counts_when_it_is_over_and_the_warm_up_is_not_judged() -> Non
 def test_processes_tell_each_whole_second_once_and_their_sum_is_the_run() -> None:
     head, sender = LiveFigures(), LiveFigures()
     for _ in range(2):
-        sender.record(GOOD, SLO(), 0.0)
-        sender.record(REFUSED, SLO(), 0.0)
+        sender.record(GOOD, SLO(ttft_s=1.0), 0.0)
+        sender.record(REFUSED, SLO(ttft_s=1.0), 0.0)
         assert sender.take(1.9) == {}
         head.add(sender.take(3.5))
         head.add(sender.take(float("inf")))
