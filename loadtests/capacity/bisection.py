@@ -93,4 +93,6 @@ def interval(rates: Sequence[float]) -> tuple[float, float] | None:
 
 
 def geometric_mean(rates: Sequence[float]) -> float:
+    if len(set(rates)) == 1:
+        return rates[0]  # a rate that was asked for, and no 15.999999999999998
     return math.exp(mean(math.log(rate) for rate in rates))

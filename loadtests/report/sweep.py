@@ -33,7 +33,7 @@ class Capacity(msgspec.Struct, frozen=True):
     attainment: float  # 0.9 or 0.99
     rate: Estimate | None  # requests a second; None: none of the rates tried reached it
     rate_per_worker: Estimate | None = None  # None where the number of workers isn't known
-    is_lower_bound: bool = False  # no valid run missed it
+    is_lower_bound: bool = False  # a search ended without a valid run that missed it
 
 
 class SweepResult(msgspec.Struct, frozen=True):

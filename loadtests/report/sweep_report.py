@@ -84,5 +84,5 @@ def capacity_words(capacity: Capacity) -> str:
     if capacity.rate_per_worker is not None:
         text += f", {words.number_estimate(capacity.rate_per_worker)} for each worker"
     if capacity.is_lower_bound:
-        text += ": no valid run was at a rate that is too much, so this is a lower bound"
+        return f"{text}. This is a lower bound: a search ended without a valid run below {level}."
     return text + "."

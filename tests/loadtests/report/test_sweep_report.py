@@ -67,8 +67,8 @@ def test_a_folder_that_is_no_sweeps_is_named(tmp_path: Path) -> None:
 def test_a_rate_that_even_the_highest_run_reached_is_a_lower_bound() -> None:
     text = capacity_words(Capacity(0.9, Estimate(32.0), is_lower_bound=True))
     assert text == (
-        "90% of the requests meet the SLO up to at least 32.0 requests/s: no valid run was at a rate that is too much, "
-        "so this is a lower bound."
+        "90% of the requests meet the SLO up to at least 32.0 requests/s. "
+        "This is a lower bound: a search ended without a valid run below 90%."
     )
 
 
