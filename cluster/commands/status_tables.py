@@ -65,7 +65,10 @@ _LOAD_HEADINGS = (
     "preempted",
 )
 
-_SCALING_HEADINGS = ("role", "workers", "to be", "last decision", "last change")
+_SCALING_HEADINGS = ("role", "workers", "to be", "missing", "last decision", "last change")
+
+STARTING_S = 60.0
+"""A worker that was asked for so lately starts; one that is missing for longer may have no room anywhere."""
 
 _CLASS_HEADINGS = ("class", "queued requests", "queued tokens", "SLO attainment")
 
@@ -118,6 +121,7 @@ def scaling_rows(status: Numbers) -> list[list[str]]:
             role,
             str(one["running"]),
             str(one["target"]),
+            _missing(one),
             f"{one['reason']}, {_duration(scaling['age_s'])} ago",
             "-" if one["last_change"] is None else f"{one['last_change']}, {_duration(one['changed_ago_s'])} ago",
         ]
@@ -192,6 +196,15 @@ def class_rows(status: Numbers) -> list[list[str]]:
         [name, str(requests[name]), str(tokens[name]), f"{attainment[name]:.1%}" if name in attainment else "-"]
         for name in (*attainment, *sorted(requests.keys() - attainment.keys()))
     ]
+
+
+def _missing(role: Numbers) -> str:
+    missing = role["target"] - role["running"]
+    if missing <= 0:
+        return "-"
+    if role["changed_ago_s"] is not None and role["changed_ago_s"] < STARTING_S:
+        return f"{missing}, starting"
+    return f"{missing}: still loading, or is there no room? `ray status -v`"
 
 
 def _duration(seconds: float) -> str:

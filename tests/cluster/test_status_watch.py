@@ -112,8 +112,37 @@ def test_the_autoscalers_last_decision_and_last_change_are_shown_with_their_age(
     }
     told = status(worker(), autoscaling={"policy": "joint", "age_s": 1.2, "roles": roles, "demand": {}})
     assert scaling_rows(told) == [
-        ["prefill", "1", "2", "steady, 1 s ago", "demand, 90 s ago"],
-        ["decode", "1", "1", "cooldown, 1 s ago", "-"],
+        [
+            "prefill",
+            "1",
+            "2",
+            "1: still loading, or is there no room? `ray status -v`",
+            "steady, 1 s ago",
+            "demand, 90 s ago",
+        ],
+        ["decode", "1", "1", "-", "cooldown, 1 s ago", "-"],
     ]
     assert "cooldown, 1 s ago" in run_watch([told], is_terminal=False)
     assert scaling_rows(status(worker(), autoscaling=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("running", "changed_ago_s", "shown"),
+    [
+        (3, 5.0, "-"),
+        (4, 5.0, "-"),  # one leaves
+        (1, 5.0, "2, starting"),
+        (1, 300.0, "2: still loading, or is there no room? `ray status -v`"),
+        (1, None, "2: still loading, or is there no room? `ray status -v`"),  # nobody was asked for: one is lost
+    ],
+)
+def test_a_worker_that_does_not_come_is_told_apart_from_one_that_starts(running, changed_ago_s, shown):
+    decode = {
+        "running": running,
+        "target": 3,
+        "reason": "steady",
+        "last_change": None if changed_ago_s is None else "demand",
+        "changed_ago_s": changed_ago_s,
+    }
+    told = status(worker(), autoscaling={"policy": "joint", "age_s": 1.2, "roles": {"decode": decode}, "demand": {}})
+    assert scaling_rows(told)[0][3] == shown
