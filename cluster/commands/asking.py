@@ -25,8 +25,8 @@ def endpoint(url: str, path: str) -> str:
     server = server.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(server)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port  # raises for one that is no number
+        # A single word is rather a mistake than a host that listens on port 80.
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and ("://" in url or bool(parts.port))
     except ValueError as error:
         raise ConfigError(f"--url {url}: {error}") from error
     if not is_address:
