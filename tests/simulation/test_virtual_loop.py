@@ -117,3 +117,13 @@ def test_a_process_that_is_stopped_for_ever_is_a_deadlock():
 
     with pytest.raises(SimulationStuck, match="deadlock"):
         run_virtually(main())
+
+
+def test_work_in_a_thread_takes_no_virtual_time_and_its_error_comes_through():
+    async def main() -> float:
+        assert await asyncio.to_thread(sorted, [2, 1]) == [1, 2]
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) == 0.0
