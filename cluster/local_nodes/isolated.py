@@ -17,6 +17,7 @@ from cluster.local_nodes.machines import Machine
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NETWORK = "/proc/thread-self/ns/net"
+_BRIDGE_MAC = "02:00:0a:4d:00:fe"  # locally administered
 _BRIDGE = "nodes"
 _PREFIX = "10.77.0."
 _OWN_ADDRESS = f"{_PREFIX}254"
@@ -120,7 +121,9 @@ class IsolatedMachines:
         self._leaving.callback(_system_call, "setns", outside, _CLONE_NEWNET)
         try:
             _run(["ip", "link", "set", "lo", "up"])
-            _run(["ip", "link", "add", _BRIDGE, "type", "bridge"])
+            # With an address of its own: else the bridge has its lowest port's, and loses it with that machine, and the
+            # others would send to the lost one until they ask anew, which may take a minute.
+            _run(["ip", "link", "add", _BRIDGE, "address", _BRIDGE_MAC, "type", "bridge"])
             _run(["ip", "address", "add", f"{_OWN_ADDRESS}/24", "dev", _BRIDGE])
             _run(["ip", "link", "set", _BRIDGE, "up"])
         except BaseException:
