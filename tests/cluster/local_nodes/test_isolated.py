@@ -1,5 +1,6 @@
 """Machines in namespaces: what is on one, who reaches it, and that nothing is left of any, however all ends."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,19 @@ def test_a_killed_machine_leaves_no_process(machines: IsolatedMachines, tmp_path
     assert alive(ids) == {}
     assert started.wait(0) != 0
     machine.kill()
+
+
+def test_machines_that_come_and_go_leave_the_bridge_its_address(machines: IsolatedMachines) -> None:
+    def address() -> str:
+        (bridge,) = json.loads(subprocess.check_output(["ip", "-json", "link", "show", "type", "bridge"]))
+        return str(bridge["address"])
+
+    before = address()
+    several = [machines.add() for _ in range(3)]
+    assert address() == before
+    for machine in several:
+        machine.kill()
+        assert address() == before
 
 
 def test_nothing_reaches_an_unplugged_machine_whose_processes_run_on(
