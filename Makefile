@@ -60,7 +60,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory faults
 	@$(MAKE) --no-print-directory kernels
 	@$(MAKE) --no-print-directory e2e
-	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1.4 --requests 32"
+	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1.4 --requests 32 --slack 2"
 	@echo "--> All steps passed: lint, types, unit, simulation, faults, kernels, e2e, chaos"
 
 lint: $(STAMP)

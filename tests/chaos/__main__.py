@@ -44,6 +44,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=60, help="different ones (%(default)s)")
     parser.add_argument("--transport", choices=("auto", "tcp", "shm", "torch_distributed"), default="auto")
     parser.add_argument(
+        "--slack", type=float, default=1.0, help="times may be so many times their bounds (%(default)s)"
+    )
+    parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write all answers and faults there, as lines of JSON"
     )
     arguments = parser.parse_args()
@@ -90,6 +93,7 @@ async def run(arguments: argparse.Namespace, console: Console, log: Path) -> Ver
             minutes=arguments.minutes,
             leaked_blocks=await leaked_blocks(server),
             deaths=server.control.deaths,
+            slack=arguments.slack,
         )
 
 
