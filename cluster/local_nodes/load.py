@@ -112,10 +112,6 @@ class SteadyLoad:
         if error is None:
             self._sender.join()
 
-    @property
-    def num_answered(self) -> int:
-        return len(self._answers)
-
     def verdict(self) -> Verdict:
         """Of what has been answered so far."""
         answers = list(self._answers)
