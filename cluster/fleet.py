@@ -46,8 +46,10 @@ class ServeFleet:
         reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket, pull)
         return reply
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
-        reply: DecodeReply = await self._call(self._decode, self._handles[-1][1], worker, request, ticket)
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        reply: DecodeReply = await self._call(self._decode, self._handles[-1][1], worker, request, ticket, pull)
         return reply
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:

@@ -163,10 +163,12 @@ class DecodeReplica(_WorkerReplica):
         )
         await self._start(self._decode_worker)
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
         """As DecodeWorker.decode. `worker` is whom the router means; EpochMismatch where that is somebody else."""
         check_peer(worker, self._peer)
-        return await self._decode_worker.decode(request, ticket)
+        return await self._decode_worker.decode(request, ticket, pull)
 
 
 async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float) -> None:

@@ -26,7 +26,7 @@ from model.step_costs import StepContent
 from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import HostBlocks, WorkerCounters, worker_stats
 from protocol.clock import Clock
-from protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
+from protocol.errors import EpochMismatch, RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from protocol.network import Network
 from protocol.requests import DecodeReply, GenerateRequest, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
@@ -153,13 +153,14 @@ class DecodeWorker:
             max_batch=self._config.max_batch,
         )
 
-    async def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None) -> DecodeReply:
         """Continue the request to its end; its tokens go out on its router's token channel. Cancelling it aborts.
 
         With a ticket the prompt's KV is expected from the prefill worker; should it not come, and without a ticket,
-        the prompt is computed here. A request that its router cancels returns without a finish reason. Raises
-        RequestError (can't be served as asked), TicketRefused (another request's ticket), WorkerLost (the worker is
-        ending, its engine died, or there is no token channel to the router any more).
+        the prompt is computed here. With `pull`, which comes only without a ticket, another worker has been asked to
+        send the KV of the prompt's beginning. A request that its router cancels returns without a finish reason. Raises
+        RequestError (can't be served as asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost
+        (the worker is ending, its engine died, or there is no token channel to the router any more).
         """
         self._life.check_takes_requests()
         if not self._token_server.is_connected(request.router_id):
@@ -168,6 +169,10 @@ class DecodeWorker:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if ticket is not None and ticket.request_id != request.request_id:
             raise TicketRefused(f"the ticket is for request {ticket.request_id}")
+        if pull is not None:
+            self._check_pull(request, ticket, pull)
+            if self._receiver is not None:
+                self._receiver.refuse(pull)
         now = self._clock()
         job = self._scheduler.add(request, now=now, wants_transfer=ticket is not None and self._handovers is not None)
         call = Call(job, ticket, asyncio.get_running_loop().create_future(), now)
@@ -278,6 +283,15 @@ class DecodeWorker:
                 call.answer(one.finish_reason)
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
+
+    def _check_pull(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket) -> None:
+        """A forged one is for the receiver to find, whose blocks it is about."""
+        if ticket is not None:
+            raise TicketRefused(f"the KV of request {request.request_id} can't come from two workers")
+        if pull.target.worker_id != self._peer.worker_id or pull.request_id != request.request_id:
+            raise TicketRefused(f"the ticket is for {pull.request_id} on {pull.target.worker_id}")
+        if pull.target.epoch != self._peer.epoch:
+            raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
 
     def _prefill_failed(self, request_id: str) -> None:
         call = self._calls.find(request_id)

@@ -27,8 +27,13 @@ class Fleet(Protocol):
         With `pull`, its source has been asked to send the KV of the prompt's beginning.
         """
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
-        """Continue the request to its end; without a ticket, compute the prompt here too."""
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        """Continue the request to its end; without a ticket, compute the prompt here too.
+
+        With `pull`, its source has been asked to send the KV of the prompt's beginning; only without a ticket.
+        """
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """Send KV of so many tokens once for each ticket, out of free blocks, and time it.

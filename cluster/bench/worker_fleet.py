@@ -121,7 +121,10 @@ class ProcessFleet:
             raise WorkerLost("the prefill worker has no reply")
         return reply
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        del pull  # benches switch pulls off
         reply = (await self.processes[worker].call(request, ticket)).decode
         if reply is None:
             raise WorkerLost("the decode worker has no reply")

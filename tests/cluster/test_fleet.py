@@ -74,7 +74,7 @@ async def test_a_call_names_its_worker_and_returns_the_reply(handle: FakeHandle)
     task, response = await called(handle)
     response.result.set_result(REPLY)
     assert await task == REPLY
-    assert handle.calls[0][0] == (PEER, REQUEST, None)
+    assert handle.calls[0][0] == (PEER, REQUEST, None, None)
 
 
 async def test_cancelling_the_caller_cancels_the_call_in_the_replica(handle: FakeHandle) -> None:

@@ -79,10 +79,12 @@ class LocalFleet:
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
         called = self.by_peer[worker]
         assert isinstance(called, DecodeWorker)
-        return await called.decode(request, ticket)
+        return await called.decode(request, ticket, pull)
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         return await self.by_peer[worker].probe.source(tickets, num_tokens)

@@ -190,6 +190,11 @@ class FakeWorker:
                 decode.ready(request.request_id).set()
             return PrefillReply(TokenEvent(request.request_id, given, (token,), finish), 3, 0.01, 0.02)
 
+    def note_pull(self, ticket: Ticket) -> None:
+        """A prefix is on its way, or so the router says."""
+        verify_ticket(SECRET, ticket, source=ticket.source, target=self.info.peer)
+        self.pulls.append(ticket)
+
     async def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
         with self._own(request):
             if ticket is not None:
@@ -227,12 +232,16 @@ class FakeFleet:
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
         if pull is not None:
-            verify_ticket(SECRET, pull, source=pull.source, target=self.all[worker.worker_id].info.peer)
-            self.all[worker.worker_id].pulls.append(pull)
+            self.all[worker.worker_id].note_pull(pull)
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        if pull is not None:
+            assert ticket is None
+            self.all[worker.worker_id].note_pull(pull)
         return await self.all[worker.worker_id].decode(request, ticket)
 
     @property

@@ -252,11 +252,13 @@ class SimFleet:
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
-    async def decode(self, worker: Peer, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
         def method(process: SimProcess) -> Coroutine[Any, Any, DecodeReply]:
             if not isinstance(process.worker, DecodeWorker):
                 raise TypeError(f"{worker} is no decode worker")
-            return process.worker.decode(_copy(request), _copy(ticket))
+            return process.worker.decode(_copy(request), _copy(ticket), _copy(pull))
 
         return await self._call(worker, request.router_id, method)
 
