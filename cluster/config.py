@@ -29,7 +29,7 @@ from protocol.stats import Role
 from protocol.token_server import TokenServerConfig
 from router.slo import MOST_PRIORITY, SLOConfig
 from router.tenants import AuthConfig
-from router.token_channels import TokenChannelConfig
+from router.worker_channel import TokenChannelConfig
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64

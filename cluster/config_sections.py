@@ -15,8 +15,8 @@ from kvtransfer.config import TransferConfig
 from prefill_worker.config import PrefillConfig
 from protocol.errors import ConfigError
 from router.pipeline import PipelineConfig
-from router.token_channels import TokenChannelConfig
 from router.tracing import TracingConfig
+from router.worker_channel import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
 

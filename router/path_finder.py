@@ -17,8 +17,9 @@ from router.fleet_view import FleetView
 from router.in_flight import Hold, Place
 from router.path_costs import Need
 from router.policy import NoPath, Path, choose_source, least_loaded, round_robin
-from router.token_channels import ChannelListener, TokenChannels
+from router.token_channels import TokenChannels
 from router.trials import Trials
+from router.worker_channel import ChannelListener
 
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
 _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean

@@ -1,307 +1,22 @@
-"""The router's ends of the token channels: one connection per worker, shared by all requests of this router replica.
+"""The token channels of one router replica: one per worker, shared by all its requests.
 
-A channel reconnects for as long as its worker is in the fleet. When it drops, the worker forgets this router's
-requests, so every stream on it raises WorkerLost. The channel of a worker that has left the fleet stays until the
-requests on it have ended. Nothing here knows Ray or HTTP.
+The channel of a worker that has left the fleet stays until the requests on it have ended. Nothing here knows Ray or
+HTTP.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from protocol.clock import Clock
-from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
-from protocol.messages import (
-    BlocksChanged,
-    BlocksHeld,
-    Cancel,
-    Drain,
-    Hello,
-    KVNotSent,
-    Message,
-    Ping,
-    PrefillFailed,
-    Refuse,
-    ReportBlocks,
-    SendPrefix,
-    StatsFrame,
-    TokenFrame,
-    Welcome,
-)
-from protocol.network import Connection, Network
-from protocol.silence import Silence
+from protocol.errors import WorkerLost
+from protocol.messages import Cancel, Message, PrefillFailed, SendPrefix
+from protocol.network import Network
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
 from router.token_stream import TokenStream
+from router.worker_channel import ChannelListener, TokenChannelConfig, WorkerChannel
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenChannelConfig:
-    """Times of a token channel, in seconds."""
-
-    ping_s: float = 1.0  # a third of a lease or less: how often the router gives a sign of life
-    silence_s: float = 2.5  # a worker that is silent for so long counts as lost: five of its signs of life
-    connect_s: float = 2.0  # to connect and be welcomed
-    backoff_first_s: float = 0.05
-    backoff_most_s: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelListener:
-    """Who wants to hear of what the channels bring. All are called on the event loop and must not wait."""
-
-    told: Callable[[Peer, WorkerStats], None]  # a worker's numbers
-    changed: Callable[[Peer], None]  # a worker's channel has come up, or has dropped
-    blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None  # False: ask it for all; None: ask for nothing
-
-
-class _Channel:
-    """One worker's connection, and the task that keeps it up."""
-
-    def __init__(
-        self,
-        info: WorkerInfo,
-        network: Network,
-        peer: Peer,
-        clock: Clock,
-        config: TokenChannelConfig,
-        listener: ChannelListener | None,
-    ):
-        self.info = info
-        self._listener = listener
-        self.stats: WorkerStats | None = None
-        self._network = network
-        self._peer = peer
-        self._clock = clock
-        self._config = config
-        self._connection: Connection | None = None
-        self._streams: dict[str, TokenStream] = {}
-        self._sendings: dict[str, Callable[[], None]] = {}  # by request: to be called where its KV is not sent
-        self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
-        self._failed = False  # the last attempt, or the last connection
-        self._is_leaving = False
-        self.fell_silent = False  # the last connection ended since nothing came any more
-        self._hurry = asyncio.Event()
-        self._dropped = asyncio.Event()
-        self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def is_down(self) -> bool:
-        return self._connection is None and self._failed
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether any request relies on it."""
-        return bool(self._streams or self._sendings)
-
-    def leave(self) -> None:
-        """The worker is taken down: it is told so, once, and the connection is the last one."""
-        if not self._is_leaving:
-            self._is_leaving = True
-            self.send(Drain())
-
-    def stay(self) -> bool:
-        """The worker is not taken down after all. False where the channel has ended meanwhile."""
-        if self._is_leaving:
-            self._is_leaving = False
-            self._ask_for_blocks()
-        return not self._task.done()
-
-    async def ensure(self) -> None:
-        """Wait for the connection, or for one attempt at it to fail: that raises WorkerLost."""
-        if self._connection is not None:
-            return
-        self._hurry.set()
-        # Others wait for the same attempt: one who gives up must not cancel it for them.
-        error = await asyncio.shield(self._attempt)
-        if error is not None:
-            raise error
-
-    async def outlive(self) -> None:
-        """Return when the connection that stands now drops; at once where there is none."""
-        if self._connection is not None:
-            await self._dropped.wait()
-
-    def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
-        if self._connection is None:
-            raise self._no_channel()
-        stream = TokenStream(max_tokens, lambda: self.unsubscribe(request_id), lambda: self.send(Cancel(request_id)))
-        self._streams[request_id] = stream
-        return stream
-
-    def unsubscribe(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-
-    def watch_sending(self, request_id: str, not_sent: Callable[[], None]) -> None:
-        if self._connection is None:
-            raise self._no_channel()
-        self._sendings[request_id] = not_sent
-
-    def unwatch_sending(self, request_id: str) -> None:
-        self._sendings.pop(request_id, None)
-
-    def _no_channel(self) -> WorkerLost:
-        return WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
-
-    def send(self, message: Message) -> None:
-        """Send if connected. Where it isn't, the worker has forgotten our requests anyway."""
-        if self._connection is not None:
-            try:
-                self._connection.send(message)
-            except ConnectionLost as error:
-                _log.info("token channel to %s: %s", self.info.peer.worker_id, error)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._settle(WorkerLost(f"worker {self.info.peer.worker_id} has left the fleet"))
-
-    async def _keep_up(self) -> None:
-        backoff_s = self._config.backoff_first_s
-        level = logging.INFO
-        while True:
-            reason = "the channel is closed"
-            connection: Connection | None = None
-            try:
-                connection = await self._open()
-                backoff_s = self._config.backoff_first_s
-                level = logging.INFO
-                await self._serve(connection)
-            except (ConnectionLost, EpochMismatch, TimeoutError) as error:
-                reason = str(error) or "no answer in time"
-            except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
-                _log.exception("the token channel to %s met a bug", self.info.peer.worker_id)
-                reason = f"a bug: {type(error).__name__}"
-            finally:
-                self._drop(WorkerLost(f"the token channel to worker {self.info.peer.worker_id} dropped: {reason}"))
-                if connection is not None:
-                    await connection.close()
-            _log.log(level, "token channel to %s dropped: %s", self.info.peer.worker_id, reason)
-            level = logging.DEBUG  # a dead worker refuses every attempt until the fleet names it no more
-            if self._is_leaving:
-                return
-            await self._wait(backoff_s)
-            backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
-
-    async def _open(self) -> Connection:
-        """Connect and be welcomed by the very incarnation that the fleet names."""
-        async with asyncio.timeout(self._config.connect_s):
-            connection = await self._network.connect(self.info.token_address)
-            try:
-                connection.send(Hello(sender=self._peer, receiver=self.info.peer))
-                answer = await connection.receive()
-                if isinstance(answer, Refuse):
-                    raise ConnectionLost(f"refused: {answer.reason}")
-                if not isinstance(answer, Welcome):
-                    raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
-                if answer.receiver != self.info.peer:
-                    raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
-            except BaseException:
-                await connection.close()
-                raise
-        return connection
-
-    async def _serve(self, connection: Connection) -> None:
-        """Hand out what comes until the connection is lost, which raises ConnectionLost."""
-        self._connection = connection
-        self._failed = self.fell_silent = False
-        self._dropped.clear()
-        self._settle(None)
-        if self._listener is not None:
-            self._listener.changed(self.info.peer)
-            self._ask_for_blocks()
-        silence = Silence(self._clock, self._config.silence_s)
-        watch = asyncio.create_task(self._watch(connection, silence))
-        try:
-            while True:
-                message = await connection.receive()
-                silence.end()
-                match message:
-                    case TokenFrame():
-                        for event in message.events:
-                            stream = self._streams.get(event.request_id)
-                            if stream is not None:  # else: it ended here while the frame was under way
-                                stream.receive(event)
-                    case StatsFrame():
-                        self.stats = message.stats
-                        if self._listener is not None:
-                            self._listener.told(self.info.peer, message.stats)
-                    case BlocksHeld() | BlocksChanged():
-                        self._hear_of_blocks(message)
-                    case KVNotSent():
-                        not_sent = self._sendings.pop(message.request_id, None)
-                        if not_sent is not None:
-                            not_sent()
-                    case Ping():
-                        pass
-                    case _:
-                        raise ProtocolError(f"a worker sent {type(message).__name__} on a token channel")
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-
-    def _ask_for_blocks(self) -> None:
-        if self._listener is not None and self._listener.blocks is not None:
-            self.send(ReportBlocks())
-
-    def _hear_of_blocks(self, message: BlocksHeld | BlocksChanged) -> None:
-        if self._listener is None or self._listener.blocks is None:
-            raise ProtocolError("a worker told of its blocks without being asked")
-        if self._is_leaving:
-            return  # nobody is sent there, and who has forgotten it would learn all of it anew
-        if not self._listener.blocks(self.info.peer, message):
-            self._ask_for_blocks()
-
-    async def _watch(self, connection: Connection, silence: Silence) -> None:
-        """Give signs of life, and close a connection whose other side gives none."""
-        while True:
-            await silence.pause(self._config.ping_s)
-            if silence.is_too_long:
-                self.fell_silent = True
-                await connection.close()
-                return
-            try:
-                connection.send(Ping())
-            except ConnectionLost:
-                return  # the reader is told as well, and ends the channel
-
-    def _settle(self, error: WorkerLost | None) -> None:
-        """Tell those who wait in `ensure` how the attempt went."""
-        if not self._attempt.done():
-            self._attempt.set_result(error)
-
-    def _drop(self, error: WorkerLost) -> None:
-        self._connection = None
-        self._failed = True
-        self.stats = None
-        self._dropped.set()
-        if self._listener is not None:
-            self._listener.changed(self.info.peer)
-        self._settle(error)
-        self._attempt = asyncio.get_running_loop().create_future()
-        self._hurry.clear()
-        streams = list(self._streams.values())
-        self._streams.clear()
-        for stream in streams:
-            stream.fail(error)
-        sendings = list(self._sendings.values())
-        self._sendings.clear()
-        for not_sent in sendings:  # the worker aborts them
-            not_sent()
-
-    async def _wait(self, backoff_s: float) -> None:
-        try:
-            async with asyncio.timeout(backoff_s):
-                await self._hurry.wait()
-        except TimeoutError:
-            return  # nobody asked for this worker meanwhile
+_DEFAULTS = TokenChannelConfig()
 
 
 class TokenChannels:
@@ -310,14 +25,12 @@ class TokenChannels:
     `peer` is this replica's id and epoch; the id is the `router_id` of its requests.
     """
 
-    def __init__(
-        self, *, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig = TokenChannelConfig()
-    ):
+    def __init__(self, *, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig = _DEFAULTS):
         self.peer = peer
         self._network = network
         self._clock = clock
         self._config = config
-        self._channels: dict[Peer, _Channel] = {}
+        self._channels: dict[Peer, WorkerChannel] = {}
         self._followed: list[WorkerInfo] = []
         self._left: set[Peer] = set()  # those with a channel that are not followed
         self._listener: ChannelListener | None = None
@@ -434,8 +147,8 @@ class TokenChannels:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    def _open(self, info: WorkerInfo) -> _Channel:
-        return _Channel(info, self._network, self.peer, self._clock, self._config, self._listener)
+    def _open(self, info: WorkerInfo) -> WorkerChannel:
+        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener)
 
     def _send(self, worker: Peer, message: Message) -> None:
         channel = self._channels.get(worker)

@@ -30,7 +30,8 @@ from router.block_index import BlockIndex
 from router.config import PipelineConfig
 from router.path_finder import PathFinder
 from router.prompt_names import PromptNames
-from router.token_channels import ChannelListener, TokenChannels
+from router.token_channels import TokenChannels
+from router.worker_channel import ChannelListener
 
 WORKERS = (4, 16, 64, 256, 1000)
 BLOCKS = (10_000, 100_000, 1_000_000)

@@ -37,8 +37,9 @@ from router.config import PipelineConfig
 from router.pipeline import Pipeline
 from router.scaling import never_scaled
 from router.service import RouterService, ServiceConfig
-from router.token_channels import TokenChannelConfig, TokenChannels
+from router.token_channels import TokenChannels
 from router.tokenizer import TextTokenizer
+from router.worker_channel import TokenChannelConfig
 
 SECRET = b"the cluster's secret"
 VOCAB = 300
