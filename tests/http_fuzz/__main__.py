@@ -9,14 +9,12 @@ import json
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case
 from schemathesis.core.failures import FailureGroup
 
-from tests.http_fuzz.cases import CHECKS, sound, unsound
+from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 
 HANG_S = 1.0
 TIMEOUT_S = 120.0
@@ -61,26 +59,10 @@ def main() -> int:
                 kinds.append(unsound(schema, path, method))
             for kind, cases in enumerate(kinds):
                 count = arguments.cases if "requestBody" in operation else max(1, arguments.cases // 20)
-                _run(check, cases, count, seed_of=f"{arguments.seed} {kind} {method} {path}")
+                run_each(check, cases, count, seed_of=f"{arguments.seed} {kind} {method} {path}")
     told = {"cases": statuses.total(), "statuses": dict(sorted(statuses.items())), "faults": len(faults)}
     print(json.dumps({**told, "slowest_s": round(slowest_s, 3)}))
     return 1 if faults else 0
-
-
-def _run(check: Any, cases: Any, count: int, *, seed_of: str) -> None:
-    @seed(seed_of)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=cases)
-    def run(case: Case) -> None:
-        check(case)
-
-    run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Cases by schemathesis over the server's own OpenAPI document, as strategies of hypothesis."""
 
+from collections.abc import Callable
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from schemathesis import BaseSchema, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -37,6 +39,24 @@ def sound(schema: BaseSchema, path: str, method: str) -> SearchStrategy[Case]:
 def unsound(schema: BaseSchema, path: str, method: str) -> SearchStrategy[Case]:
     """Cases that the document forbids."""
     return schema[path][method].as_strategy(generation_mode=GenerationMode.NEGATIVE)
+
+
+def run_each(check: Callable[[Case], None], cases: SearchStrategy[Case], count: int, *, seed_of: str) -> None:
+    """Check so many cases: the same ones in every run, and others for each `seed_of`."""
+
+    @seed(seed_of)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def run(case: Case) -> None:
+        check(case)
+
+    run()
 
 
 def _agreeing(case: Case) -> Case:

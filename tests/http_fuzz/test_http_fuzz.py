@@ -11,12 +11,11 @@ from collections.abc import Mapping
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from jsonschema import Draft202012Validator
 from schemathesis import Case, Response
 
 from router.openapi import document
-from tests.http_fuzz.cases import CHECKS, sound, unsound
+from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 from tests.http_fuzz.conftest import Ask
 from tests.http_fuzz.virtual_site import MODEL, Answer
 
@@ -69,7 +68,7 @@ def test_sound_requests_are_answered_as_documented_and_in_time(path, method, par
     def check(case):
         statuses[_sent(case, ask).status] += 1
 
-    _run(check, sound(SCHEMA, path, method), count, seed_of=f"sound {method} {path} {part}")
+    run_each(check, sound(SCHEMA, path, method), count, seed_of=f"sound {method} {path} {part}")
     assert statuses.total() >= count
     if path != "/v1/models/{name}":  # whose name is anything
         assert statuses[200] > 0.6 * count, statuses
@@ -84,26 +83,8 @@ def test_unsound_requests_are_refused_as_documented_and_at_once(path, method, pa
         num_sent += 1
         assert _sent(case, ask).engine_s == 0
 
-    _run(check, unsound(SCHEMA, path, method), count, seed_of=f"unsound {method} {path} {part}")
+    run_each(check, unsound(SCHEMA, path, method), count, seed_of=f"unsound {method} {path} {part}")
     assert num_sent >= count
-
-
-def _run(check, cases, count, *, seed_of):
-    """The same cases in every run, and others for each `seed_of`."""
-
-    @seed(seed_of)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=cases)
-    def run(case):
-        check(case)
-
-    run()
 
 
 def _sent(case: Case, ask: Ask) -> Answer:
