@@ -11,20 +11,21 @@ A step may be scheduled while the one before it is under way ("ahead"): decodes 
 drawn. One that turns out to have ended leaves a row whose token nobody takes.
 """
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from decode_worker.batch import Batch
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
 from decode_worker.request_bounds import check_fits
+from decode_worker.reservations import Reservations
 from decode_worker.run_ahead import drawn_for, must_be_awaited
+from decode_worker.standings import Standings
 from decode_worker.step_budget import PromptBudget, StepBudget
 from decode_worker.swapped_blocks import SwappedBlocks
-from decode_worker.yielding import first_to_go, who_yields
+from decode_worker.yielding import first_to_go
 from model.block_pool import BlockPool
 from model.class_shares import ClassShares
-from model.queue_order import NO_LIMIT, QueuePolicy, turn_of, turns
+from model.queue_order import NO_LIMIT, QueuePolicy, turns
 from model.sequence import SequenceState
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
@@ -53,31 +54,36 @@ class DecodeScheduler:
         self._swapped = swapped
         self._budget = budget
         self._max_batch = max_batch
-        self._watermark_blocks = watermark_blocks
         self._max_context = max_context
         self._max_waiting = max_waiting
-        self._policy = queue
+        self._standings = Standings(pool, swapped, queue)
+        self._reservations = Reservations(pool, self._standings, watermark_blocks=watermark_blocks)
         self._batch = Batch(max_batch, budget)
         self._shares = ClassShares()
         self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
-        self._waiting: list[DecodeJob] = []  # by their turns
-        self._running: list[DecodeJob] = []  # in the order of arrival
-        self._transferring: set[DecodeJob] = set()
         self._num_arrived = 0
-        self.prefix_queries = 0  # counter: prompt tokens looked up
-        self.prefix_hits = 0  # counter: prompt tokens found
         self.preemptions = 0  # counter
         self.swaps = 0  # counter: of them, those whose KV went to host memory
 
     @property
+    def prefix_queries(self) -> int:
+        """Counter: prompt tokens looked up."""
+        return self._reservations.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Counter: prompt tokens found."""
+        return self._reservations.prefix_hits
+
+    @property
     def num_waiting(self) -> int:
         """Requests in no step yet: without blocks, or with KV under way."""
-        return len(self._waiting) + len(self._transferring)
+        return len(self._standings.waiting) + len(self._standings.transferring)
 
     @property
     def num_running(self) -> int:
         """Requests that decode, or whose prompt is being computed here."""
-        return len(self._running)
+        return len(self._standings.running)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -87,16 +93,11 @@ class DecodeScheduler:
     @property
     def decoding(self) -> Iterable[DecodeJob]:
         """The requests that decode, those that stand still included."""
-        return (job for job in self._running if job.sequence.num_uncomputed <= 1)
+        return self._standings.decoding
 
     def waiting_work(self) -> Iterable[tuple[Promise, int]]:
         """Tokens still to be computed here before they decode, of each request that does not."""
-        for job in self._waiting:
-            if not job.wants_transfer:
-                yield job.request.promise, job.num_to_compute
-        for job in self._running:
-            if job.sequence.num_uncomputed > 1:
-                yield job.request.promise, job.sequence.num_uncomputed
+        return self._standings.waiting_work()
 
     def add(self, request: GenerateRequest, *, now: float, wants_transfer: bool) -> DecodeJob:
         """Queue a request; `now` is in seconds of a clock that the caller keeps to.
@@ -105,14 +106,14 @@ class DecodeScheduler:
         One that gives way later is queued again whatever the number.
         """
         check_fits(request, max_context=self._max_context, capacity=self._pool.num_blocks * self._pool.block_size)
-        if len(self._waiting) >= self._max_waiting:
+        if len(self._standings.waiting) >= self._max_waiting:
             raise RequestError(f"{self._max_waiting} requests wait here already", code="overloaded", status=429)
         sequence = SequenceState(request, self._pool.block_size)
         num_cached = self._pool.lookup(sequence.matchable_hashes) * self._pool.block_size
         num_uncached = len(sequence.token_ids) - num_cached
         job = DecodeJob(sequence, self._num_arrived, now, num_uncached, wants_transfer)
         self._num_arrived += 1
-        self._wait(job)
+        self._standings.wait(job)
         return job
 
     def schedule(self, in_flight: DecodeStep | None = None) -> DecodeStep:
@@ -141,7 +142,7 @@ class DecodeScheduler:
                 job.sequence.reserve(self._pool, job.num_under_way + 1)
                 entries.append(_entry(job, 1, follows.get(job)))
         prompts = [job for job in chosen if job.num_unscheduled > 1] if len(entries) < len(chosen) else []
-        if not prompts and not self._waiting:
+        if not prompts and not self._standings.waiting:
             self._settle_shares(())
             return DecodeStep(tuple(entries), ())
         budget = self._budget.for_prompts([entry.job for entry in entries])
@@ -155,7 +156,7 @@ class DecodeScheduler:
         So their KV need not wait for the step's end. Whoever computes here gets its turn before the next step.
         """
         reserved: list[DecodeJob] = []
-        for job, most in turns((self._ready(),), self._shares):
+        for job, most in turns((self._reservations.ready(),), self._shares):
             if job.phase is Phase.WAITING:
                 if not job.wants_transfer or not self._admit(job, most):
                     break
@@ -178,7 +179,7 @@ class DecodeScheduler:
             sequence.num_computed = end
             sequence.publish_full_blocks(self._pool)
             if job.has_ended:
-                self._release_if_unused(job)
+                self._standings.release_if_unused(job)
             elif token is not None:
                 progress.append(self._append(job, token))
         return progress
@@ -187,32 +188,25 @@ class DecodeScheduler:
         """Account for a step that failed: the engine is dead and touches nothing any more."""
         for swap in step.swaps:
             swap.job.is_copying = False
-            self._release_if_unused(swap.job)
+            self._standings.release_if_unused(swap.job)
         for entry in step.entries:
             entry.job.under_way.pop(0)
-            self._release_if_unused(entry.job)
+            self._standings.release_if_unused(entry.job)
 
     def verified(self, job: DecodeJob, first_token: SampledToken) -> Progress | None:
         """All KV of the job's prompt has come, with its first token. None where the job was ended meanwhile."""
-        job.is_receiving = False
-        if job.has_ended:
-            self._release_if_unused(job)
+        if not self._standings.received(job):
             return None
-        self._transferring.remove(job)
         sequence = job.sequence
         sequence.num_computed = len(sequence.token_ids)
         sequence.publish_full_blocks(self._pool)
-        self._run(job)
+        self._standings.run(job)
         return self._append(job, first_token)
 
     def transfer_failed(self, job: DecodeJob) -> None:
         """No KV comes, and nothing writes into the job's blocks any more: it is to be computed here."""
-        job.is_receiving = False
-        if job.has_ended:
-            self._release_if_unused(job)
-            return
-        self._transferring.remove(job)
-        self._send_back(job)
+        if self._standings.received(job):
+            self._standings.send_back(job)
 
     def offered(self, job: DecodeJob) -> None:
         """The job's prefill worker has begun with it: from now on blocks may be reserved."""
@@ -230,21 +224,11 @@ class DecodeScheduler:
 
     def end(self, job: DecodeJob) -> None:
         """Schedule the job no more; its blocks go back as soon as nothing uses them. Harmless when repeated."""
-        match job.phase:
-            case Phase.WAITING:
-                self._waiting.remove(job)
-            case Phase.TRANSFERRING:
-                self._transferring.remove(job)
-            case Phase.RUNNING:
-                self._running.remove(job)
-            case Phase.ENDED:
-                return
-        job.phase = Phase.ENDED
-        self._release_if_unused(job)
+        self._standings.end(job)
 
     def _staying(self) -> list[DecodeJob]:
         """Those who want a further step."""
-        return [job for job in self._running if not job.is_drawing_its_last]
+        return [job for job in self._standings.running if not job.is_drawing_its_last]
 
     def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
         if must_be_awaited(in_flight):
@@ -259,45 +243,32 @@ class DecodeScheduler:
         its blocks only when it has been copied: with the copies, this ends for now.
         """
         while self._blocks_wanted(decodes) > self._pool.free_blocks:
-            job = first_to_go(self._running)
+            job = first_to_go(self._standings.running)
             if swap := self._give_way(job):
                 return (swap,)
             decodes = [other for other in decodes if other is not job]
         return tuple(swap for job in self._who_yields() if (swap := self._give_way(job)) is not None)
 
     def _give_way(self, job: DecodeJob) -> Swap | None:
-        self._running.remove(job)
         job.num_preemptions += 1
         self.preemptions += 1
         swap = self._swapped.swap_out(job)
         if swap is not None:
             self.swaps += 1
-        self._send_back(job)
+        self._standings.send_back(job)
         return swap
 
     def _who_yields(self) -> list[DecodeJob]:
         """Those whose blocks the next to be admitted needs, where all that it lacks are these."""
-        if not self._waiting or not self._running:
+        waiting, running = self._standings.waiting, self._standings.running
+        if not waiting or not running:
             return []
-        lowest = min(job.request.promise.priority for job in self._running)
-        if self._waiting[0].request.promise.priority <= lowest:
+        if waiting[0].request.promise.priority <= min(job.request.promise.priority for job in running):
             return []
-        head, _ = next(turns((self._ready(),), self._shares), (None, 0))
+        head, _ = next(turns((self._reservations.ready(),), self._shares), (None, 0))
         if head is None or not (head.wants_transfer or self._batch.has_room(head, self._staying())):
             return []
-        head.sequence.match_prefix(self._pool)  # what it finds of others' blocks it need not get from them
-        missing = self._blocks_missing(head)
-        yielding = who_yields(head, self._running, missing, self._pool) if missing > 0 else []
-        head.sequence.reset(self._pool)
-        return yielding
-
-    def _ready(self) -> list[DecodeJob]:
-        """Those who wait and may be admitted, by their turns.
-
-        Not before it is offered: blocks reserved for what may still wait for blocks elsewhere could end in a circle of
-        workers that wait for each other.
-        """
-        return [job for job in self._waiting if job.is_offered or not job.wants_transfer]
+        return self._reservations.who_yields_to(head)
 
     def _give_turns(
         self, prompts: Sequence[DecodeJob], num_places: int, budget: PromptBudget
@@ -317,7 +288,7 @@ class DecodeScheduler:
                     given[job] += num_tokens
                     self._given[job.request.promise] += num_tokens
 
-        for job, most in turns((self._ready(), prompts), self._shares):
+        for job, most in turns((self._reservations.ready(), prompts), self._shares):
             if job.phase is Phase.WAITING:
                 is_open = is_open and self._may_join(job, budget) and self._admit(job, most)
                 if not is_open:
@@ -331,7 +302,7 @@ class DecodeScheduler:
             give_chunk(job, most)
         for job in prompts:  # those that come after one that waits
             give_chunk(job, NO_LIMIT)
-        wanting = (*self._ready(), *prompts)
+        wanting = (*self._reservations.ready(), *prompts)
         self._settle_shares(job for job in wanting if job not in given or given[job] < job.num_unscheduled)
         return given, reserved, swapped_in
 
@@ -343,6 +314,13 @@ class DecodeScheduler:
     def _may_join(self, job: DecodeJob, budget: PromptBudget) -> bool:
         return job.wants_transfer or (not budget.is_spent and self._batch.has_room(job, self._staying()))
 
+    def _admit(self, job: DecodeJob, most: int) -> bool:
+        if not self._reservations.reserve(job, most):
+            return False
+        if job.wants_transfer:
+            self._given[job.request.promise] += len(job.sequence.token_ids)
+        return True
+
     def _copied(self, swap: Swap) -> None:
         job = swap.job
         job.is_copying = False
@@ -350,55 +328,10 @@ class DecodeScheduler:
             job.sequence.reset(self._pool)
         else:
             self._swapped.release(job)
-        self._release_if_unused(job)
+        self._standings.release_if_unused(job)
 
     def _blocks_wanted(self, decodes: Sequence[DecodeJob]) -> int:
         return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
-
-    def _blocks_missing(self, job: DecodeJob) -> int:
-        """For all tokens known so far, of a waiting job that has what the prefix cache holds; 0 or less: none."""
-        others_grow = bool(self._running or self._transferring)
-        wanted = job.sequence.blocks_needed(job.sequence.num_uncomputed)
-        return wanted + (self._watermark_blocks if others_grow else 0) - self._pool.free_blocks
-
-    def _admit(self, job: DecodeJob, most: int) -> bool:
-        """Reserve blocks for all tokens known so far; with a limit, so by its class's share, it keeps them."""
-        sequence = job.sequence
-        matched = sequence.match_prefix(self._pool)
-        if self._blocks_missing(job) > 0:
-            sequence.reset(self._pool)
-            return False
-        sequence.reserve(self._pool, sequence.num_uncomputed)
-        if job.num_preemptions == 0:
-            job.num_cached_tokens = matched
-        job.keeps_blocks = most < NO_LIMIT
-        self.prefix_queries += len(sequence.token_ids)
-        self.prefix_hits += matched
-        self._waiting.remove(job)
-        if job.wants_transfer:
-            job.phase = Phase.TRANSFERRING
-            job.is_receiving = True
-            self._transferring.add(job)
-            self._given[job.request.promise] += len(sequence.token_ids)
-        else:
-            self._run(job)
-        return True
-
-    def _run(self, job: DecodeJob) -> None:
-        job.phase = Phase.RUNNING
-        insort(self._running, job, key=lambda other: other.arrival)
-
-    def _wait(self, job: DecodeJob) -> None:
-        job.phase = Phase.WAITING
-        job.turn = turn_of(job, self._policy)
-        insort(self._waiting, job, key=lambda other: other.turn)
-
-    def _send_back(self, job: DecodeJob) -> None:
-        """Back to the queue; what is lost will be computed here."""
-        if not job.is_copying:
-            job.sequence.reset(self._pool)
-        job.has_place = job.keeps_blocks = job.wants_transfer = False
-        self._wait(job)
 
     def _append(self, job: DecodeJob, token: SampledToken) -> Progress:
         sequence = job.sequence
@@ -408,11 +341,6 @@ class DecodeScheduler:
         if reason is not None:
             self.end(job)
         return Progress(job, index, token, reason)
-
-    def _release_if_unused(self, job: DecodeJob) -> None:
-        if job.has_ended and not job.is_in_use:
-            job.sequence.reset(self._pool)
-            self._swapped.release(job)
 
 
 def _decodes(jobs: Iterable[DecodeJob]) -> list[DecodeJob]:

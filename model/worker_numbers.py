@@ -16,9 +16,17 @@ from protocol.step_costs import LEAST_STRETCH, StepCosts
 class SchedulerNumbers(Protocol):
     """What both schedulers count."""
 
-    prefix_queries: int  # counter: prompt tokens looked up
-    prefix_hits: int  # counter: prompt tokens found
-    preemptions: int  # counter
+    @property
+    def prefix_queries(self) -> int:
+        """Counter: prompt tokens looked up."""
+
+    @property
+    def prefix_hits(self) -> int:
+        """Counter: prompt tokens found."""
+
+    @property
+    def preemptions(self) -> int:
+        """Counter."""
 
     @property
     def num_waiting(self) -> int:

@@ -186,6 +186,21 @@ def test_an_offered_request_of_a_higher_class_gets_blocks_of_lower_ones() -> Non
     rig.scheduler.transfer_failed(high)
 
 
+def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() -> None:
+    rig = Rig(num_blocks=4)
+    low = rig.add(LOW, 8)
+    rig.add(HIGH, 12, 1, transfer=True)
+    num_highs = 0
+    while low.phase is Phase.WAITING:
+        rig.add(HIGH, 12, 1, transfer=True)  # one waits while another's KV comes
+        step = rig.scheduler.schedule()
+        rig.end(step)
+        for high in step.reserved:
+            rig.scheduler.verified(high, TOKEN)
+        num_highs += 1
+        assert num_highs < 10, "a tenth of 9 x 12 tokens is more than it needs"
+
+
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.010, context_s=0.0)
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import router.attempt
 from decode_worker.jobs import DecodeJob, DecodeStep, Swap
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.standings import Standings
 from decode_worker.swapped_blocks import SwappedBlocks
 from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.outgoing import OutgoingTransfer
@@ -71,24 +72,24 @@ def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
     return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
 
-def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _release_while_receiving(standings: Standings, job: DecodeJob) -> None:
     if job.has_ended and not job.under_way:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(standings._pool)
 
 
-def _release_in_the_middle_of_a_step(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _release_in_the_middle_of_a_step(standings: Standings, job: DecodeJob) -> None:
     if job.has_ended and not job.is_receiving:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(standings._pool)
 
 
-def _release_before_a_step_ahead_has_ended(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _release_before_a_step_ahead_has_ended(standings: Standings, job: DecodeJob) -> None:
     if job.has_ended and len(job.under_way) < 2 and not job.is_receiving:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(standings._pool)
 
 
-def _release_before_the_copy(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _release_before_the_copy(standings: Standings, job: DecodeJob) -> None:
     is_copying, job.is_copying = job.is_copying, False
-    _send_back(scheduler, job)
+    _send_back(standings, job)
     job.is_copying = is_copying
 
 
@@ -120,10 +121,10 @@ def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> N
     sequence.num_computed = computed
 
 
-def _forget_to_release(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _forget_to_release(standings: Standings, job: DecodeJob) -> None:
     if job.has_ended and job.request.request_id.endswith("3"):
         return
-    _release_decode(scheduler, job)
+    _release_decode(standings, job)
 
 
 async def _call_a_transfer_done_at_once(transfer: OutgoingTransfer) -> None:
@@ -169,9 +170,9 @@ def _take_all_requests(life: WorkerLife) -> None:
     """Those that come while it drains, too."""
 
 
-def _send_back_with_blocks(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+def _send_back_with_blocks(standings: Standings, job: DecodeJob) -> None:
     job.is_copying, is_copying = True, job.is_copying
-    _send_back(scheduler, job)
+    _send_back(standings, job)
     job.is_copying = is_copying
 
 
@@ -200,33 +201,33 @@ _failed = WorkerRecords.failed
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _publish = SequenceState.publish_full_blocks
-_send_back = DecodeScheduler._send_back
+_send_back = Standings.send_back
 _swap_in = SwappedBlocks.swap_in
-_release_decode = DecodeScheduler._release_if_unused
+_release_decode = Standings.release_if_unused
 
 SABOTAGES = [
     Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
     Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",
-        DecodeScheduler,
-        "_release_if_unused",
+        Standings,
+        "release_if_unused",
         _release_while_receiving,
     ),
     Sabotage(
         "blocks are freed while a step writes into them",
-        DecodeScheduler,
-        "_release_if_unused",
+        Standings,
+        "release_if_unused",
         _release_in_the_middle_of_a_step,
     ),
     Sabotage(
         "blocks are freed while a step ahead will write into them",
-        DecodeScheduler,
-        "_release_if_unused",
+        Standings,
+        "release_if_unused",
         _release_before_a_step_ahead_has_ended,
     ),
     Sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead", _never_wait_to_run_ahead),
-    Sabotage("blocks are freed before they are copied out", DecodeScheduler, "_send_back", _release_before_the_copy),
+    Sabotage("blocks are freed before they are copied out", Standings, "send_back", _release_before_the_copy),
     Sabotage("KV comes back to other blocks", SwappedBlocks, "swap_in", _bring_back_to_the_beginning),
     Sabotage("host blocks are never freed", SwappedBlocks, "release", _never_give_host_blocks_back),
     Sabotage(
@@ -235,8 +236,8 @@ SABOTAGES = [
     Sabotage("sent blocks are not waited for", OutgoingTransfer, "done", _call_a_transfer_done_at_once),
     Sabotage("blocks are named too early", SequenceState, "publish_full_blocks", _publish_what_is_not_computed),
     Sabotage("routers don't hear of KV that was not sent", TokenServer, "kv_not_sent", _tell_nobody, with_faults=True),
-    Sabotage("some blocks are never freed", DecodeScheduler, "_release_if_unused", _forget_to_release),
-    Sabotage("who gives way keeps its blocks", DecodeScheduler, "_send_back", _send_back_with_blocks),
+    Sabotage("some blocks are never freed", Standings, "release_if_unused", _forget_to_release),
+    Sabotage("who gives way keeps its blocks", Standings, "send_back", _send_back_with_blocks),
     Sabotage("tokens are taken twice", router.attempt, "join_fresh", _take_every_index),
     Sabotage(
         "a resumed request forgets what was sent",
