@@ -118,7 +118,7 @@ class DecodeSection:
             tpot_safety=0.01,
             stall_factor=1,
             min_chunk_tokens=1,
-            offer_wait_s=NOT_AT_ONCE_S,
+            router_wait_s=NOT_AT_ONCE_S,
             swap_gib=0,
             max_step_s=NOT_AT_ONCE_S,
             token_channel=_WORKER_CHANNEL,

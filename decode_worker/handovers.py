@@ -1,5 +1,9 @@
 """Prompts whose KV comes from a prefill worker: the offer, the blocks it may fill, the transfer, and going on without.
 
+An offer is waited for as long as the request lives, for its router watches over the prefill worker: a long queue there
+is no reason to compute the prompt twice, and where no KV comes, the router says so. An offer in turn waits, and its KV
+at the prefill worker with it, as long as there is no room here.
+
 What does not come is computed here, and is nobody's error. But not before the router says so, who may know better: what
 the prefill worker died of may be this very prompt.
 """
@@ -20,7 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class Handovers:
-    """One worker's. An offer is waited for `wait_s`. Takes the receiver's `on_offer` for itself.
+    """One worker's. After a transfer that failed the router's word is waited for `router_wait_s`.
+
+    Takes the receiver's `on_offer` for itself.
 
     `got_on` is called with what a request's first token makes of it, `wake` where there may be something to do. Both
     are called on the event loop and must not wait.
@@ -33,7 +39,7 @@ class Handovers:
         scheduler: DecodeScheduler,
         calls: Calls,
         clock: Clock,
-        wait_s: float,
+        router_wait_s: float,
         got_on: Callable[[Progress], None],
         wake: Callable[[], None],
     ):
@@ -43,8 +49,8 @@ class Handovers:
         self._clock = clock
         self._got_on = got_on
         self._wake = wake
-        self._wait_s = wait_s
-        self._offers = AwaitedOffers(receiver, wait_s)
+        self._router_wait_s = router_wait_s
+        self._offers = AwaitedOffers(receiver)
         self._receiving: dict[Call, asyncio.Task[None]] = {}
 
     @property
@@ -55,7 +61,7 @@ class Handovers:
     def expect(self, call: Call) -> None:
         """Wait for the offer to a call with a ticket; it may be here already."""
         if call.ticket is not None:
-            self._offers.wait(call.ticket, came=lambda: self._offered(call), missing=lambda: self.do_without(call))
+            self._offers.wait(call.ticket, came=lambda: self._offered(call))
 
     def begin(self, reserved: Iterable[DecodeJob]) -> None:
         """Let KV into the blocks that these jobs now hold."""
@@ -79,7 +85,7 @@ class Handovers:
         self._wake()
 
     def refuse(self, call: Call) -> None:
-        """Or the prefill worker would keep its blocks for a whole lease. Harmless once the transfer has begun."""
+        """Or the prefill worker would keep its blocks for nobody. Harmless once the transfer has begun."""
         if call.ticket is not None and call.incoming is None:
             self._offers.refuse(call.ticket)
         if call.patience is not None:
@@ -92,6 +98,8 @@ class Handovers:
     def _offered(self, call: Call) -> None:
         self._scheduler.offered(call.job)
         self.begin(self._scheduler.reserve_offered())  # the KV may come while a step is under way
+        if call.ticket is not None and call.incoming is None:
+            self._receiver.keep(call.ticket)  # until there is room: `begin`, or nobody wants it: `refuse`
         self._wake()
 
     async def _receive(self, call: Call, incoming: Incoming) -> None:
@@ -107,7 +115,7 @@ class Handovers:
             self._scheduler.transfer_failed(call.job)
             if not call.is_on_its_own:
                 self._scheduler.wait_on(call.job)
-                call.patience = asyncio.get_running_loop().call_later(self._wait_s, self.do_without, call)
+                call.patience = asyncio.get_running_loop().call_later(self._router_wait_s, self.do_without, call)
         else:
             call.transfer_s = self._clock() - started_at
             progress = self._scheduler.verified(call.job, first_token)

@@ -122,7 +122,7 @@ class DecodeWorker:
                 scheduler=self._scheduler,
                 calls=self._calls,
                 clock=clock,
-                wait_s=config.offer_wait_s,
+                router_wait_s=config.router_wait_s,
                 got_on=lambda progress: self._report((progress,)),
                 wake=self._life.wake,
             )

@@ -72,7 +72,8 @@ class OutgoingLane:
         self._first_token: SampledToken | None = None
         self._has_failed = False
         self.peer_gave_up = False
-        # Runs while it is the peer's turn: to grant, to verify. While the prompt is computed, the peer's clock runs.
+        # Runs while it is the peer's turn: to grant or to say that its request waits for room, and to verify. While the
+        # prompt is computed, the peer's clock runs.
         self._deadline = Deadline(clock, progress_s, self._expire)
         self._deadline.restart()
 
@@ -105,6 +106,11 @@ class OutgoingLane:
     def offered(self) -> None:
         """The offer is out."""
         self._apply(SenderEvent.OFFER)
+
+    def awaited(self) -> None:
+        """The peer's request waits for room: the offer stands as long as the connection does. Means nothing later."""
+        if self.state is SenderState.OFFERED:
+            self._deadline.stop()
 
     def granted(self, cut: Cut, skip_tokens: int) -> None:
         """The peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""

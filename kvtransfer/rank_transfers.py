@@ -15,6 +15,7 @@ from protocol.rank_messages import (
     CommitTransfer,
     DeclineTransfer,
     ExpectTransfer,
+    KeepTransfer,
     OpenTransfer,
     RefuseTransfer,
     TransferCounts,
@@ -79,6 +80,8 @@ class RankTransfers:
                 incoming = self._receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
                 self._incoming[number] = incoming
                 self._follow(number, incoming.verified(), self._receiver.stats)
+            case KeepTransfer(ticket):
+                self._receiver.keep(ticket)
             case RefuseTransfer(ticket):
                 self._receiver.refuse(ticket)
             case AbortTransfer(number, reason):

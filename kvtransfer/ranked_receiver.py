@@ -13,7 +13,7 @@ from kvtransfer.transfer_parts import TransferParts
 from model.rank_connections import RankConnections
 from protocol.clock import Clock
 from protocol.errors import TransferFailed
-from protocol.rank_messages import ExpectTransfer, RefuseTransfer
+from protocol.rank_messages import ExpectTransfer, KeepTransfer, RefuseTransfer
 from protocol.requests import SampledToken
 from protocol.tickets import Address, Ticket
 
@@ -83,6 +83,11 @@ class RankedReceiver:
         parts = self._side.follow(_end(own), own.abort)
         self._ranks.tell(ExpectTransfer(parts.number, ticket, tuple(block_ids), num_tokens, skip_tokens))
         return RankedIncoming(parts)
+
+    def keep(self, ticket: Ticket) -> None:
+        """As KVReceiver.keep."""
+        self._own.keep(ticket)
+        self._ranks.tell(KeepTransfer(ticket))
 
     def refuse(self, ticket: Ticket) -> None:
         """As KVReceiver.refuse."""

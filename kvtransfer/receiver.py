@@ -17,7 +17,7 @@ from kvtransfer.transports import Transports
 from kvtransfer.used_tickets import UsedTickets
 from protocol.clock import Clock
 from protocol.errors import EpochMismatch, TicketRefused
-from protocol.messages import Abort, Grant, Offer
+from protocol.messages import Abort, Awaited, Grant, Offer
 from protocol.network import Connection, Listener, Network
 from protocol.tickets import Address, Peer, Ticket, verify_ticket
 
@@ -26,7 +26,7 @@ __all__ = ["IncomingTransfer", "KVReceiver"]
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
-    """One lane's offer that came before its request."""
+    """One lane's offer that came before its request, or that waits for room with it."""
 
     offer: Offer
     connection: ReceiverConnection
@@ -63,6 +63,7 @@ class KVReceiver:
         self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
         self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
         self._num_offers = 0
+        self._kept: set[bytes] = set()  # transfer ids of requests that wait for room
         self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._declined = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)  # by `_declined_by`
@@ -125,7 +126,10 @@ class KVReceiver:
             fault = f"{ticket.source_ranks} ranks can't send to {self._store.layout.tp_size}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
+        self._kept.discard(ticket.transfer_id)
         if fault is not None:
+            for unwanted in self._offers.get(ticket.transfer_id, {}).values():
+                unwanted.deadline.restart()  # no request waits with it any more
             transfer.peer_aborted(fault)
             return transfer
         self._transfers[ticket.transfer_id] = transfer
@@ -138,8 +142,18 @@ class KVReceiver:
                 transfer.abort("the source has given the transfer up already")
         return transfer
 
+    def keep(self, ticket: Ticket) -> None:
+        """The ticket's request is here and waits for room: so do its offers, those still to come included.
+
+        `expect` or `refuse` must follow. Without this an offer, and its source, wait for `progress_s` at most.
+        """
+        self._kept.add(ticket.transfer_id)
+        for pending in self._offers.get(ticket.transfer_id, {}).values():
+            self._keep(pending)
+
     def refuse(self, ticket: Ticket) -> None:
         """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
+        self._kept.discard(ticket.transfer_id)
         self._expected_tickets.use(ticket.transfer_id)
         for rank in tuple(self._offers.get(ticket.transfer_id, ())):
             pending = self._take_offer(ticket.transfer_id, rank)
@@ -181,8 +195,11 @@ class KVReceiver:
         else:
             deadline = Deadline(self._clock, self._config.progress_s, lambda: self._expire_offer(transfer_id, rank))
             deadline.restart()
-            self._offers.setdefault(transfer_id, {})[rank] = _PendingOffer(offer, connection, deadline)
+            pending = _PendingOffer(offer, connection, deadline)
+            self._offers.setdefault(transfer_id, {})[rank] = pending
             self._num_offers += 1
+            if transfer_id in self._kept:
+                self._keep(pending)
             self.on_offer(transfer_id)
 
     def declined(self, connection: ReceiverConnection, transfer_id: bytes, reason: str) -> None:
@@ -271,6 +288,10 @@ class KVReceiver:
         else:
             self.stats.failed += 1
             self.stats.given_up += transfer.is_given_up
+
+    def _keep(self, pending: _PendingOffer) -> None:
+        pending.deadline.stop()
+        pending.connection.post(Awaited(pending.offer.ticket.transfer_id))
 
     def _take_offer(self, transfer_id: bytes, rank: int) -> _PendingOffer | None:
         offers = self._offers.get(transfer_id, {})

@@ -19,6 +19,7 @@ from protocol.errors import ConnectionLost, ProtocolError
 from protocol.kv_layout import incompatibility
 from protocol.messages import (
     Abort,
+    Awaited,
     Damaged,
     Grant,
     Hello,
@@ -199,6 +200,9 @@ class SenderConnection:
                 return
             case LinkReady():
                 links.ready(message)
+            case Awaited(transfer_id=transfer_id):
+                if (lane := self._transfers.get(transfer_id)) is not None:
+                    lane.awaited()
             case Grant() | Verified() | Damaged():
                 # A lane that was given up here: an answer that crosses our abort is nobody's fault.
                 lane = self._transfers.get(message.transfer_id)

@@ -44,12 +44,18 @@ class Pulls:
         self._scheduler = scheduler
         self._block_size = block_size
         self._told = told
-        self._offers = AwaitedOffers(receiver, wait_s)
+        self._wait_s = wait_s
+        self._offers = AwaitedOffers(receiver)
 
     def expect(self, call: Call, ticket: Ticket) -> None:
         """Wait for the offer to a call whose job awaits one; it may be here already."""
         call.pull = ticket
-        self._offers.wait(ticket, came=lambda: self._offered(call, ticket), missing=lambda: self._not_offered(call))
+        self._offers.wait(
+            ticket,
+            self._wait_s,
+            came=lambda: self._offered(call, ticket),
+            missing=lambda: self._not_offered(call),
+        )
 
     def refuse(self, call: Call) -> None:
         """Take no offer any more. Harmless where none was expected, or it is taken already."""

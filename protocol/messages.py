@@ -209,6 +209,12 @@ class Grant(_Message, frozen=True):
     skip_tokens: int
 
 
+class Awaited(_Message, frozen=True):
+    """The offer's request is here and waits for room: keep its KV. A Grant or an Abort will follow."""
+
+    transfer_id: bytes
+
+
 class Damaged(_Message, frozen=True):
     """This attempt of a chunk did not arrive whole: its seal is wrong, or its link broke. Send it again."""
 
@@ -261,6 +267,7 @@ Message = (
     | Commit
     | LinkWanted
     | Grant
+    | Awaited
     | Damaged
     | LinkReady
     | Verified

@@ -138,6 +138,12 @@ class ExpectTransfer(_RankMessage, frozen=True):
     skip_tokens: int
 
 
+class KeepTransfer(_RankMessage, frozen=True):
+    """As KVReceiver.keep."""
+
+    ticket: Ticket
+
+
 class RefuseTransfer(_RankMessage, frozen=True):
     """As KVReceiver.refuse."""
 
@@ -163,6 +169,7 @@ RankMessage = (
     | CommitTransfer
     | DeclineTransfer
     | ExpectTransfer
+    | KeepTransfer
     | RefuseTransfer
     | AbortTransfer
 )

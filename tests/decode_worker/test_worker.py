@@ -190,18 +190,6 @@ def test_a_dead_engine_ends_every_request_and_hangs_up():
     play(script, role="decode")
 
 
-def test_without_an_offer_the_prompt_is_computed_here_after_the_lease():
-    async def script(rig: Rig) -> None:
-        request = a_request()
-        reply = await rig.worker.decode(request, rig.ticket())
-        await a_moment()
-        assert rig.events()["r"] == expected(request)
-        assert reply.transfer_s == 0.0
-        assert 4.0 < asyncio.get_running_loop().time() < 5.0
-
-    play(script, role="decode", offer_wait_s=4.0)
-
-
 def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here_when_the_router_says_so():
     async def script(rig: Rig) -> None:
         request = a_request()
@@ -226,7 +214,7 @@ def test_a_failed_transfer_of_which_the_router_says_nothing_is_computed_here_in_
         await a_moment()
         assert rig.events()["r"] == expected(request)
 
-    play(script, role="decode", offer_wait_s=3.0)
+    play(script, role="decode", router_wait_s=3.0)
 
 
 def test_a_request_that_is_cancelled_after_its_transfer_failed_is_not_computed():

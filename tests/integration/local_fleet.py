@@ -52,7 +52,7 @@ class Shape:
     num_prefill: int = 1
     prefill_ranks: int = 1
     decode_ranks: int = 1
-    offer_wait_s: float = 30.0
+    router_wait_s: float = 30.0
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
@@ -175,7 +175,7 @@ async def _start(
             config=DecodeConfig(
                 max_step_tokens=shape.decode_step_tokens,
                 max_batch=min(256, shape.decode_step_tokens),
-                offer_wait_s=shape.offer_wait_s,
+                router_wait_s=shape.router_wait_s,
                 **shape.decode,
             ),
             network=network,

@@ -71,7 +71,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
 ) -> None:
     is_refused = fault == "refused"
     transfers = TransferConfig() if is_refused else TransferConfig(lease_s=1e-6)
-    shape = Shape(transport, num_blocks=256, offer_wait_s=AN_HOUR_S, transfers=transfers)
+    shape = Shape(transport, num_blocks=256, router_wait_s=AN_HOUR_S, transfers=transfers)
     async with serve(folder, shape) as served, asyncio.timeout(60):
         if is_refused:
             hide_decode_worker(served, refusing)

@@ -13,6 +13,7 @@ from kvtransfer.outgoing_lane import OutgoingLane
 from protocol.kv_layout import KVLayout
 from protocol.messages import Chunk, Commit, Damaged, Verified
 from protocol.tickets import Address, Ticket
+from tests.simulation.virtual_loop import run_virtually
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
 LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=6, block_size=4)
@@ -45,8 +46,8 @@ class Ends:
         pass
 
 
-async def outgoing(ends: Ends) -> OutgoingLane:
-    """Granted, and everything ready."""
+async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
+    """Everything is ready."""
     loop = asyncio.get_running_loop()
     plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
     lane = OutgoingLane(
@@ -58,9 +59,15 @@ async def outgoing(ends: Ends) -> OutgoingLane:
         on_failure=ends.failures.append,
         on_end=ends.nothing,
         clock=loop.time,
-        progress_s=20,
+        progress_s=progress_s,
     )
     lane.offered()
+    return lane
+
+
+async def outgoing(ends: Ends, progress_s: float = 20) -> OutgoingLane:
+    """Granted, and everything ready."""
+    lane = await offered(ends, progress_s)
     lane.granted(CUT, 0)
     return lane
 
@@ -157,6 +164,40 @@ async def test_a_committed_lane_sends_again_and_is_verified_after_that() -> None
     assert lane.ended
     with pytest.raises(IllegalTransition):
         lane.verified()
+
+
+def test_a_target_that_says_its_request_waits_for_room_has_all_the_time_to_grant() -> None:
+    async def script() -> None:
+        ends = Ends()
+        lane = await offered(ends, progress_s=2)
+        lane.awaited()
+        lane.awaited()
+        await asyncio.sleep(100)
+        assert (lane.state, ends.failures) == (SenderState.OFFERED, [])
+        lane.granted(CUT, 0)
+        assert lane.has_chunk
+        lane.abort("enough")
+
+    run_virtually(script())
+
+
+def test_a_target_that_says_so_too_late_has_not_all_the_time_to_verify() -> None:
+    async def script() -> None:
+        ends = Ends()
+        lane = await outgoing(ends, progress_s=2)
+        lane.awaited()
+        lane.commit(None)
+        for _ in range(2):
+            begin(lane)
+            lane.end_chunk()
+        assert lane.take_commit() is not None
+        lane.awaited()
+        await asyncio.sleep(3)
+        assert ends.failures == ["the target did not verify in time"]
+        lane.awaited()
+        assert lane.state is SenderState.ABORTED
+
+    run_virtually(script())
 
 
 def chunks() -> list[Chunk]:

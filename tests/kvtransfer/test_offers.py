@@ -36,11 +36,12 @@ def told_of(script: Callable[[FakeReceiver, AwaitedOffers, Callable[[], None]], 
 
     async def main() -> None:
         loop, receiver = asyncio.get_running_loop(), FakeReceiver()
-        offers = AwaitedOffers(receiver, 2.0)  # type: ignore[arg-type]
+        offers = AwaitedOffers(receiver)  # type: ignore[arg-type]
 
         def wait() -> None:
             offers.wait(
                 TICKET,
+                2.0,
                 came=lambda: told.append(("came", loop.time())),
                 missing=lambda: told.append(("missing", loop.time())),
             )
@@ -97,5 +98,17 @@ def test_after_a_refusal_nothing_is_told_and_the_receiver_refuses_too():
         receiver.offer(TICKET.transfer_id)
         offers.refuse(TICKET)
         assert receiver.refused == [TICKET, TICKET]
+
+    assert told_of(script) == []
+
+
+def test_without_a_limit_an_offer_is_waited_for_however_long_it_takes():
+    async def script(receiver: FakeReceiver, offers: AwaitedOffers, _: Callable[[], None]) -> None:
+        came: list[float] = []
+        offers.wait(TICKET, came=lambda: came.append(asyncio.get_running_loop().time()))
+        await asyncio.sleep(1000.0)
+        receiver.offer(TICKET.transfer_id)
+        receiver.offer(TICKET.transfer_id)
+        assert came == [1000.0]
 
     assert told_of(script) == []

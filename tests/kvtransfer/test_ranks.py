@@ -10,6 +10,7 @@ import pytest
 from test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
 from transfer_harness import SECRET, TOKEN, D, P, settle
 
+from kvtransfer.lifecycle import SenderState
 from kvtransfer.rank_transfers import RankTransfers
 from kvtransfer.ranked_receiver import RankedReceiver
 from kvtransfer.ranked_sender import RankedOutgoing, RankedSender
@@ -174,6 +175,22 @@ async def test_an_offer_that_is_refused_by_rank_0_is_refused_by_all(workers: Wor
     workers.receiver.refuse(workers.fleet.ticket)
     with pytest.raises(TransferFailed, match="given the request up"):
         await outgoing.done()
+
+
+async def test_an_offer_that_is_kept_by_rank_0_is_kept_by_all(workers: Workers) -> None:
+    workers.receiver.keep(workers.fleet.ticket)
+    own = workers.open(TOKENS)
+    other = workers.others[0].transfers
+    await settle(lambda: bool(other._outgoing))
+    lanes = [lane for part in (own._own, *other._outgoing.values()) for lane in part.lanes]
+    assert len(lanes) == 4
+    await settle(lambda: all(lane._deadline._due is None for lane in lanes))
+    assert all(lane.state is SenderState.OFFERED for lane in lanes)
+    incoming = workers.expect()
+    own.commit(TOKEN)
+    assert await incoming.verified() == TOKEN
+    await own.done()
+    assert not any(receiver._kept for receiver in workers.fleet.receivers)
 
 
 async def test_first_tokens_that_differ_between_ranks_are_not_believed() -> None:

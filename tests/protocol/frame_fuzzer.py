@@ -21,6 +21,7 @@ from protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
+    Awaited,
     BlocksChanged,
     BlocksHeld,
     Cancel,
@@ -56,6 +57,7 @@ from protocol.rank_messages import (
     CommitTransfer,
     DeclineTransfer,
     ExpectTransfer,
+    KeepTransfer,
     OpenTransfer,
     RankCopy,
     RankFailed,
@@ -108,6 +110,7 @@ CORPUS: tuple[Message, ...] = (
     Commit(_ID, 0, None),
     LinkWanted(3, ("shm", "cuda_ipc")),
     Grant(_ID, 4096),
+    Awaited(_ID),
     Damaged(_ID, 5, 1),
     LinkReady(3, "tcp", _PARAMS),
     Verified(_ID),
@@ -123,6 +126,7 @@ CORPUS: tuple[Message, ...] = (
     CommitTransfer(3, _TOKEN),
     DeclineTransfer(_TICKET, "nothing is cached"),
     ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
+    KeepTransfer(_TICKET),
     RefuseTransfer(_TICKET),
     AbortTransfer(4, "reason"),
     TransferEnded(4, None, _TOKEN, TransferCounts(2**40, 1, 2, 3)),

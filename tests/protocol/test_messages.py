@@ -10,6 +10,7 @@ from protocol.errors import ProtocolError
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
+    Awaited,
     BlocksChanged,
     BlocksHeld,
     Cancel,
@@ -72,6 +73,7 @@ EXAMPLES: list[Message] = [
     LinkReady(3, "tcp", LINK),
     Damaged(b"t" * 16, 4, 1),
     Grant(b"t" * 16, 4),
+    Awaited(b"t" * 16),
     Verified(b"t" * 16),
     Abort(b"t" * 16, "reason"),
     *(message for message in CORPUS if isinstance(message, get_args(RankMessage))),

@@ -96,7 +96,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             preemption=draw.choice(("auto", "swap", "swap", "auto")) if swap_share else "auto",
             swap_gib=swap_share,
             run_ahead=draw.random() < 0.8,
-            offer_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
+            router_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
             max_waiting=max_waiting,
             integrity_interval_s=0.0,
             token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S),

@@ -1,0 +1,162 @@
+"""KV whose request waits for room at the target: it is kept, for as long as somebody may still want it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+from msgspec.structs import replace
+
+from kvtransfer.outgoing import OutgoingTransfer
+from protocol.errors import TransferFailed
+from protocol.requests import SampledToken
+from protocol.tickets import Address, Ticket, mint_ticket
+from tests.simulation.memory_network import MemoryFabric
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.virtual_loop import run_virtually
+from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
+
+NUM_TOKENS, BLOCKS, TOKEN = 8, [0, 1], SampledToken(42)
+LONG_S = 20 * TRANSFERS.progress_s
+
+
+@dataclass
+class Ends:
+    """A source and a target, one rank each."""
+
+    source: Parts
+    target: Parts
+    address: Address
+
+    def ticket(self) -> Ticket:
+        return mint_ticket(SECRET, "r", PREFILL, DECODE, (self.address,))
+
+    async def offer(self, ticket: Ticket) -> OutgoingTransfer:
+        """All of it is computed. Returns when the offer has had time to arrive."""
+        transfer = self.source.sender.open(ticket, NUM_TOKENS, BLOCKS, NUM_TOKENS)
+        transfer.commit(TOKEN)
+        await asyncio.sleep(0.5)
+        return transfer
+
+    async def assert_arrives(self, ticket: Ticket, out: OutgoingTransfer) -> None:
+        assert await self.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified() == TOKEN
+        await out.done()
+
+
+def play(script: Callable[[Ends], Awaitable[None]]) -> None:
+    """Run `script` on virtual time; afterwards neither side keeps anything."""
+
+    async def main() -> None:
+        fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
+        source, target = make_parts(PREFILL, fabric, links), make_parts(DECODE, fabric, links)
+        (address,) = await target.receiver.start("target")
+        try:
+            await script(Ends(source, target, address))
+        finally:
+            for parts in (source, target):
+                await parts.sender.close()
+                await parts.receiver.close()
+                await parts.transports.close()
+        assert (target.receiver._offers, target.receiver._kept, target.receiver._num_offers) == ({}, set(), 0)
+        assert source.sender.stats.in_flight == target.receiver.stats.in_flight == 0
+
+    run_virtually(main(), limit_s=10 * LONG_S)
+
+
+@pytest.mark.parametrize("first", ["offer", "request"])
+def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(first: str):
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        if first == "request":  # as it is on a target of several ranks, and where a source has several
+            ends.target.receiver.keep(ticket)
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        assert not out.ended
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) == NUM_TOKENS
+        await ends.assert_arrives(ticket, out)
+
+    play(script)
+
+
+def test_an_offer_whose_request_never_comes_is_not():
+    async def script(ends: Ends) -> None:
+        out = await ends.offer(ends.ticket())
+        with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
+            await out.done()
+        assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
+
+    play(script)
+
+
+def test_a_kept_offer_ends_when_its_request_is_given_up():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        ends.target.receiver.refuse(ticket)
+        with pytest.raises(TransferFailed, match="has given the request up"):
+            await out.done()
+
+    play(script)
+
+
+def test_a_kept_offer_ends_when_its_source_gives_it_up():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        out.abort("its blocks are needed")
+        await asyncio.sleep(0.5)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        with pytest.raises(TransferFailed, match="has given the transfer up already"):
+            await ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified()
+
+    play(script)
+
+
+@pytest.mark.parametrize("lost", ["source", "target"])
+def test_a_kept_offer_ends_with_its_connection(lost: str):
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
+        with pytest.raises(TransferFailed):
+            await out.done()
+        await asyncio.sleep(0.5)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        ends.target.receiver.refuse(ticket)
+
+    play(script)
+
+
+def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        forged = replace(ticket, mac=bytes(16))
+        with pytest.raises(TransferFailed, match="signature"):
+            await ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified()
+        with pytest.raises(TransferFailed, match="no request came"):
+            await out.done()
+
+    play(script)
+
+
+def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        for _ in range(2):
+            ends.target.receiver.keep(ticket)
+        incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
+        assert await incoming.verified() == TOKEN
+        await out.done()
+
+    play(script)
