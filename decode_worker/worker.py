@@ -99,6 +99,7 @@ class DecodeWorker:
                 drain=self._leave,
             ),
             blocks=pool,
+            clock=clock,
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,

@@ -83,6 +83,7 @@ class PrefillWorker:
                 drain=self._leave,
             ),
             blocks=pool,
+            clock=clock,
         )
         self._life = WorkerLife(
             worker_id=peer.worker_id,

@@ -8,6 +8,8 @@ from the listening side. The third joins the ranks of one worker: `rank_messages
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from protocol.errors import ProtocolError
@@ -16,6 +18,7 @@ from protocol.rank_messages import RankMessage
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Peer, Ticket
+from protocol.verdicts import MOST_TOLD, Verdict
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -155,6 +158,16 @@ class SendPrefix(_Message, frozen=True):
     cache_salt: bytes
 
 
+class Convicted(_Message, frozen=True):
+    """Either way: requests that have taken workers down. The worker passes on to its other routers what is news to it.
+
+    It follows the worker's Welcome, if only to say that nothing is known: whoever has a channel knows what the worker
+    knows. A router tells what it has found out itself, and to a worker whose channel comes up what it knows.
+    """
+
+    verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MOST_TOLD)]
+
+
 # --- transfer control, source to target ---
 
 
@@ -262,6 +275,7 @@ Message = (
     | Drain
     | PrefillFailed
     | SendPrefix
+    | Convicted
     | Offer
     | Chunk
     | Commit

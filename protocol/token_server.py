@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.block_reports import BlockReports, NamedBlocks
+from protocol.clock import Clock
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
+    Convicted,
     Drain,
     Hello,
     KVNotSent,
@@ -32,10 +34,11 @@ from protocol.requests import TokenEvent
 from protocol.silence import Silence
 from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, Ticket
+from protocol.verdicts import Verdict, Verdicts
 
 _log = logging.getLogger(__name__)
 
-_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class TokenServerCallbacks:
 class TokenServer:
     """Accepts routers, sends them token frames and statistics, and hears what they want.
 
-    Routers that ask are told of the names in the prefix cache of `blocks`.
+    Routers that ask are told of the names in the prefix cache of `blocks`. What one router says of requests that take
+    workers down the others are told, now or when they come; the worker itself makes nothing of it.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class TokenServer:
         config: TokenServerConfig,
         callbacks: TokenServerCallbacks,
         blocks: NamedBlocks,
+        clock: Clock,
     ):
         self._peer = peer
         self._network = network
@@ -92,6 +97,7 @@ class TokenServer:
         self._routers: dict[str, Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._block_reports = BlockReports(blocks, self._send)
+        self._verdicts = Verdicts(clock)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
@@ -170,6 +176,7 @@ class TokenServer:
             self._drop(router_id, older)
         try:
             connection.send(Welcome(self._peer))
+            connection.send(Convicted(self._verdicts.to_tell()))
             connection.send(StatsFrame(self._callbacks.stats()))
         except ConnectionLost:
             return None
@@ -208,10 +215,18 @@ class TokenServer:
                 case ReportBlocks():
                     if self._routers.get(router_id) is connection:
                         self._block_reports.begin(router_id, connection)
+                case Convicted(verdicts):
+                    self._pass_on(verdicts, but_to=router_id)
                 case Ping():
                     pass
                 case _:
                     raise ConnectionLost(f"a router must not send {type(message).__name__}")
+
+    def _pass_on(self, verdicts: Sequence[Verdict], *, but_to: str) -> None:
+        if news := self._verdicts.learn(verdicts):
+            for router_id, connection in list(self._routers.items()):
+                if router_id != but_to:
+                    self._send(router_id, connection, Convicted(news))
 
     async def _send_stats_forever(self) -> None:
         while True:

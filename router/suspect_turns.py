@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 
 from protocol.clock import Clock
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.suspects import Case, PoisonRequest, Stay, Suspects
 
 _POLL_S = 0.05
@@ -14,13 +15,23 @@ class SuspectTurns:
     """Lets one suspect at a time try a worker. Everybody else passes at once.
 
     `fate` tells whether a worker that was lost is gone for good: True, False (it lives), or None (not known yet).
+    `tell` has other routers hear of verdicts.
     """
 
-    def __init__(self, suspects: Suspects, *, clock: Clock, verdict_s: float, fate: Callable[[Peer], bool | None]):
+    def __init__(
+        self,
+        suspects: Suspects,
+        *,
+        clock: Clock,
+        verdict_s: float,
+        fate: Callable[[Peer], bool | None],
+        tell: Callable[[tuple[Verdict, ...]], None],
+    ):
         self._suspects = suspects
         self._clock = clock
         self._verdict_s = verdict_s
         self._fate = fate
+        self._tell = tell
         self._waiting: list[asyncio.Future[None]] = []
 
     async def take(self, case: Case, workers: Collection[Peer]) -> None:
@@ -42,7 +53,7 @@ class SuspectTurns:
         while workers := self._suspects.accused_of(case):
             fates = {worker: self._fate(worker) for worker in workers}
             if all(fates.values()):
-                self._suspects.convict(case)
+                self._tell(self._suspects.convict(case))
                 self.changed()
                 raise PoisonRequest
             is_late = self._clock() >= deadline

@@ -5,7 +5,8 @@ had got no token from it is a suspect. A suspect is tried again with no other su
 death names the guilty; a token of its own clears it. Requests are known by what they ask for (`fingerprint`), so the
 choices of one prompt, and its repeats, are one suspect.
 
-Nothing here does I/O or waits; `suspect_turns.py` lets suspects wait for each other. One router replica's knowledge.
+Nothing here does I/O or waits; `suspect_turns.py` lets suspects wait for each other. Suspicion is one router replica's
+own; verdicts are told to all (protocol/verdicts.py).
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from protocol.clock import Clock
 from protocol.errors import ConfigError, RequestError
 from protocol.requests import GenerateRequest
 from protocol.tickets import Peer
+from protocol.verdicts import FINGERPRINT_BYTES, LONGEST_S, Verdict, Verdicts
 
 _MOST_REMEMBERED = 4096  # fingerprints with strikes
 _STRIKE_S = 120.0  # how long a death is remembered of who was there
@@ -91,7 +93,7 @@ class Suspects:
         self._there: dict[Peer, dict[Case, None]] = {}
         self._died: dict[Peer, float] = {}  # lately, and when
         self._strikes: OrderedDict[bytes, list[Strike]] = OrderedDict()
-        self._refused: OrderedDict[bytes, float] = OrderedDict()  # until when
+        self._verdicts = Verdicts(clock, most=config.max_refused, longest_s=config.refuse_s)
 
     # --- a request's way ---
 
@@ -103,12 +105,8 @@ class Suspects:
 
     def check(self, case: Case) -> None:
         """Raises PoisonRequest where the case, or another of its fingerprint, has been found guilty meanwhile."""
-        until = self._refused.get(case.fingerprint)
-        if until is None:
-            return
-        if self._clock() < until:
+        if self._verdicts.holds(case.fingerprint):
             raise PoisonRequest
-        del self._refused[case.fingerprint]
 
     def stay(self, case: Case, worker: Peer, stay: Stay) -> None:
         """What the request does at `worker` from now on."""
@@ -199,12 +197,20 @@ class Suspects:
             return ()  # a stream goes on at once, so it had just moved
         return (before.worker, last.worker)
 
-    def convict(self, case: Case) -> None:
-        """The workers are gone: refuse it from now on."""
+    def convict(self, case: Case) -> tuple[Verdict, ...]:
+        """The workers are gone: refuse it from now on. Returns what other routers must hear of it, if anything."""
         self._strikes.pop(case.fingerprint, None)
-        self._refused[case.fingerprint] = self._clock() + self._config.refuse_s
-        while len(self._refused) > self._config.max_refused:
-            self._refused.popitem(last=False)
+        verdict = Verdict(case.fingerprint, min(self._config.refuse_s, LONGEST_S))
+        return self._verdicts.learn([verdict])
+
+    def hear(self, verdicts: Collection[Verdict]) -> None:
+        """Other routers have found these guilty: refuse them too, though no longer than this one's own."""
+        for verdict in self._verdicts.learn(verdicts):
+            self._strikes.pop(verdict.fingerprint, None)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What is refused now, by whomever it was found guilty."""
+        return self._verdicts.to_tell()
 
     def forgive(self, case: Case, worker: Peer) -> None:
         """`worker` lives, or nobody knows better: its loss proves nothing."""
@@ -245,4 +251,4 @@ def fingerprint_of(request: GenerateRequest) -> bytes:
         request.stop_token_ids,
         request.cache_salt,
     )
-    return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()[:16]
+    return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()[:FINGERPRINT_BYTES]

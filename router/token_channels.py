@@ -5,16 +5,17 @@ HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
-from protocol.messages import Cancel, Message, PrefillFailed, SendPrefix
+from protocol.messages import Cancel, Convicted, Message, PrefillFailed, SendPrefix
 from protocol.network import Network
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.token_stream import TokenStream
-from router.worker_channel import ChannelListener, TokenChannelConfig, WorkerChannel
+from router.worker_channel import ChannelListener, TokenChannelConfig, VerdictExchange, WorkerChannel
 
 _DEFAULTS = TokenChannelConfig()
 
@@ -34,13 +35,18 @@ class TokenChannels:
         self._followed: list[WorkerInfo] = []
         self._left: set[Peer] = set()  # those with a channel that are not followed
         self._listener: ChannelListener | None = None
+        self._exchange: VerdictExchange | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
     def listen(self, listener: ChannelListener) -> None:
         """Have `listener` told of all channels. Raises RuntimeError where there are channels already."""
-        if self._channels:
-            raise RuntimeError("a listener must be there before the first channel is")
+        self._check_unused()
         self._listener = listener
+
+    def share_verdicts(self, exchange: VerdictExchange) -> None:
+        """Exchange verdicts with other routers by way of all workers. Raises RuntimeError as `listen`."""
+        self._check_unused()
+        self._exchange = exchange
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
         """Keep a channel to each of `workers`, and to others until nobody uses it. Connects in the background.
@@ -135,11 +141,21 @@ class TokenChannels:
         """Ask the worker for a prefix. Where the channel is down, the target waits for it in vain, but not for long."""
         self._send(worker, message)
 
+    def tell_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        """Have every worker pass this on to its other routers."""
+        if verdicts:
+            for channel in self._channels.values():
+                channel.send(Convicted(tuple(verdicts)))
+
     async def close(self) -> None:
         """Close every channel; streams still open raise WorkerLost."""
         for worker in list(self._channels):
             self._let_go(worker)
         await asyncio.gather(*self._leaving)
+
+    def _check_unused(self) -> None:
+        if self._channels:
+            raise RuntimeError("a listener must be there before the first channel is")
 
     def _let_go(self, worker: Peer) -> None:
         self._left.discard(worker)
@@ -148,7 +164,7 @@ class TokenChannels:
         task.add_done_callback(self._leaving.discard)
 
     def _open(self, info: WorkerInfo) -> WorkerChannel:
-        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener)
+        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener, self._exchange)
 
     def _send(self, worker: Peer, message: Message) -> None:
         channel = self._channels.get(worker)

@@ -6,7 +6,7 @@ worker forgets this router's requests, so every stream on it raises WorkerLost.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.clock import Clock
@@ -15,6 +15,7 @@ from protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
+    Convicted,
     Drain,
     Hello,
     KVNotSent,
@@ -30,6 +31,7 @@ from protocol.network import Connection, Network
 from protocol.silence import Silence
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.subscriptions import Subscriptions
 from router.token_stream import TokenStream
 
@@ -56,6 +58,14 @@ class ChannelListener:
     blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None  # False: ask it for all; None: ask for nothing
 
 
+@dataclass(frozen=True, slots=True)
+class VerdictExchange:
+    """Who knows which requests take workers down."""
+
+    known: Callable[[], tuple[Verdict, ...]]  # told to each worker whose channel comes up
+    heard: Callable[[Sequence[Verdict]], None]  # other routers' verdicts, more than once
+
+
 class WorkerChannel:
     """One worker's connection, and the task that keeps it up. `peer` is this router replica's."""
 
@@ -67,9 +77,11 @@ class WorkerChannel:
         clock: Clock,
         config: TokenChannelConfig,
         listener: ChannelListener | None,
+        exchange: VerdictExchange | None,
     ):
         self.info = info
         self._listener = listener
+        self._exchange = exchange
         self.stats: WorkerStats | None = None
         self._network = network
         self._peer = peer
@@ -200,10 +212,21 @@ class WorkerChannel:
                     raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
                 if answer.receiver != self.info.peer:
                     raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
+                self._exchange_verdicts(connection, await connection.receive())
             except BaseException:
                 await connection.close()
                 raise
         return connection
+
+    def _exchange_verdicts(self, connection: Connection, message: Message) -> None:
+        """Before any request can go to the worker."""
+        if not isinstance(message, Convicted):
+            raise ProtocolError(f"expected what is known of poison requests, got {type(message).__name__}")
+        if self._exchange is not None:
+            self._exchange.heard(message.verdicts)
+            its_own = {verdict.fingerprint for verdict in message.verdicts}
+            if news := tuple(verdict for verdict in self._exchange.known() if verdict.fingerprint not in its_own):
+                connection.send(Convicted(news))
 
     async def _serve(self, connection: Connection) -> None:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
@@ -229,6 +252,9 @@ class WorkerChannel:
                             self._listener.told(self.info.peer, message.stats)
                     case BlocksHeld() | BlocksChanged():
                         self._hear_of_blocks(message)
+                    case Convicted(verdicts):
+                        if self._exchange is not None:
+                            self._exchange.heard(verdicts)
                     case Ping():
                         pass
                     case _:

@@ -5,12 +5,13 @@ An attempt tells each step of its way here; the steps' meaning is in `ejection.p
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocol.clock import Clock
 from protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
 from protocol.stats import Role
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.config import PipelineConfig
 from router.ejection import Ejection
 from router.fleet import Fleet
@@ -18,13 +19,17 @@ from router.policy import Path
 from router.suspect_turns import SuspectTurns
 from router.suspects import Case, Stay, Suspects
 from router.token_channels import TokenChannels
+from router.worker_channel import VerdictExchange
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
 
 
 class WorkerRecords:
-    """One router replica's. `draw` gives numbers from 0 to 1."""
+    """One router replica's. `draw` gives numbers from 0 to 1.
+
+    Shares verdicts over the channels, so it is to be made before those follow any worker.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,14 @@ class WorkerRecords:
         self._fleet = fleet
         self._channels = channels
         self.suspects = Suspects(config.suspects, clock)
-        self.turns = SuspectTurns(self.suspects, clock=clock, verdict_s=config.suspects.verdict_s, fate=self._fate)
+        self.turns = SuspectTurns(
+            self.suspects,
+            clock=clock,
+            verdict_s=config.suspects.verdict_s,
+            fate=self._fate,
+            tell=channels.tell_verdicts,
+        )
+        channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self._heard_verdicts))
         self._ejection = Ejection[Peer](config.ejection, clock=clock, draw=draw)
         pairs = dataclasses.replace(config.ejection, failures_in_a_row=_PAIR_FAILURES)
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
@@ -77,7 +89,8 @@ class WorkerRecords:
             self._pairs.begin((path.prefill.peer, path.decode.peer))
 
     def computes(self, case: Case, worker: Peer) -> None:
-        """The worker is about to be called: it may compute the prompt from now on."""
+        """The worker is about to be called: it may compute the prompt from now on. Raises PoisonRequest."""
+        self.suspects.check(case)
         self.suspects.stay(case, worker, Stay.FRESH)
 
     def prompt_done(self, case: Case, prefill: Peer, decode: Peer) -> None:
@@ -130,6 +143,10 @@ class WorkerRecords:
                 self._ejection.unresolved(info.peer)
         if path.prefill is not None:
             self._pairs.unresolved((path.prefill.peer, path.decode.peer))
+        self.turns.changed()
+
+    def _heard_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        self.suspects.hear(verdicts)
         self.turns.changed()
 
     def _fate(self, worker: Peer) -> bool | None:

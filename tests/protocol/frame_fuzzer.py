@@ -27,6 +27,7 @@ from protocol.messages import (
     Cancel,
     Chunk,
     Commit,
+    Convicted,
     Damaged,
     Drain,
     Grant,
@@ -75,6 +76,7 @@ from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tcp_network import TcpConnection
 from protocol.tickets import Address, Peer, Ticket
+from protocol.verdicts import Verdict
 
 SECRET = b"the fuzzer's secret"
 
@@ -103,6 +105,7 @@ CORPUS: tuple[Message, ...] = (
     Drain(),
     PrefillFailed("r"),
     SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
+    Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
     Offer(_TICKET, 17),
     Chunk(_ID, 0, 1, 2, (Run(0, 1, 2), Run(31, 0, 70_000)), 2**22),
     Chunk(_ID, 2**20, 0, 0, tuple(Run(layer, 0, 300) for layer in range(32)), 2**33),

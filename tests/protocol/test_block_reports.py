@@ -117,6 +117,7 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
                 stats=WorkerStats,
             ),
             blocks=pool,
+            clock=asyncio.get_running_loop().time,
         )
         await script(Scene(fabric, pool, server, await server.start("host"), lost))
         await server.close()

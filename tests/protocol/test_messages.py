@@ -16,6 +16,7 @@ from protocol.messages import (
     Cancel,
     Chunk,
     Commit,
+    Convicted,
     Damaged,
     Drain,
     Grant,
@@ -45,6 +46,7 @@ from protocol.rank_messages import RankMessage
 from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, Ticket
+from protocol.verdicts import MOST_TOLD, Verdict
 from tests.protocol.frame_fuzzer import CORPUS
 
 P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)
@@ -67,6 +69,7 @@ EXAMPLES: list[Message] = [
     PrefillFailed("r"),
     Offer(TICKET, 17),
     SendPrefix(TICKET, (1, 2, 3), b"salt"),
+    Convicted((Verdict(b"f" * 16, 599.5),)),
     Chunk(b"t" * 16, 0, 1, 2, (Run(0, 1, 2), Run(1, 1, 2)), 4),
     Commit(b"t" * 16, 9, SampledToken(5)),
     LinkWanted(3, ("shm",)),
@@ -119,6 +122,12 @@ def test_random_bytes_are_a_message_or_a_protocol_error(payload: bytes):
         ["Chunk", b"t", 0, 1, 2, [[0, 1, 2]], 4.5],
         ["Chunk", b"t", 0, 1, 2, [[0, 1]], 4],
         ["Chunk", b"t", 0, 1, 2, [[0, 1, 2, 3]], "4"],
+        ["Convicted", [[b"too short", 1.0]]],
+        ["Convicted", [[b"f" * 17, 1.0]]],
+        ["Convicted", [[b"f" * 16, 0.0]]],
+        ["Convicted", [[b"f" * 16, float("nan")]]],
+        ["Convicted", [[b"f" * 16, 1e9]]],
+        ["Convicted", [[b"f" * 16, 1.0]] * (MOST_TOLD + 1)],
     ],
 )
 def test_wrong_names_types_and_counts_are_refused(payload: object):

@@ -10,6 +10,7 @@ from model.block_pool import BlockPool
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
     Cancel,
+    Convicted,
     Drain,
     Hello,
     Message,
@@ -25,6 +26,7 @@ from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tickets import Address, Peer, mint_ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from protocol.verdicts import Verdict
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 
@@ -52,10 +54,11 @@ class Scene:
         connection.send(Hello(Peer(router_id, 1), receiver))
         return connection
 
-    async def welcomed(self, router_id: str = "router-0") -> MemoryConnection:
-        """A connection that has read its welcome and the first statistics."""
+    async def welcomed(self, router_id: str = "router-0", known: tuple[Verdict, ...] = ()) -> MemoryConnection:
+        """A connection that has read its welcome, what the worker knows, and the first statistics."""
         connection = await self.connect(router_id)
         assert await connection.receive() == Welcome(WORKER)
+        assert await connection.receive() == Convicted(known)
         assert await connection.receive() == StatsFrame(STATS)
         return connection
 
@@ -81,6 +84,7 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
                 drain=lambda: heard.append(("drain", "")),
             ),
             blocks=BlockPool(1, 16),
+            clock=asyncio.get_running_loop().time,
         )
         await script(Scene(fabric, server, await server.start("host"), heard))
         await server.close()
@@ -242,6 +246,60 @@ def test_a_router_that_sends_what_it_must_not_is_dropped():
         connection.send(TokenFrame((event(0),)))
         await asyncio.sleep(0.1)
         assert scene.heard == [("lost", "router-0")]
+
+    play(script)
+
+
+GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 600.0)
+
+
+def test_a_verdict_goes_to_all_routers_but_the_one_that_told_it_and_but_once():
+    async def script(scene: Scene) -> None:
+        telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
+        telling.send(Convicted((GUILTY,)))
+        for other in others:
+            assert await next_but_stats(other) == Convicted((GUILTY,))
+            other.send(Convicted((GUILTY,)))  # as a router would that has found out the same
+        telling.send(Convicted((GUILTY, OTHER)))
+        for other in others:
+            assert await next_but_stats(other) == Convicted((OTHER,))
+        scene.server.emit("router-0", [event(0)])
+        assert await next_but_stats(telling) == TokenFrame((event(0),)), "it is told nothing that it knows"
+        assert scene.heard == [], "the worker makes nothing of it"
+
+    play(script)
+
+
+def test_a_router_that_comes_later_is_told_all_verdicts_with_what_they_have_left():
+    async def script(scene: Scene) -> None:
+        telling = await scene.welcomed()
+        telling.send(Convicted((Verdict(b"s" * 16, 1.0), GUILTY)))
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(2.0)
+        later = await scene.connect("router-1")
+        assert await later.receive() == Welcome(WORKER)
+        told = await later.receive()
+        assert isinstance(told, Convicted)
+        (verdict,) = told.verdicts
+        assert verdict.fingerprint == GUILTY.fingerprint
+        passed = asyncio.get_running_loop().time() - began
+        assert GUILTY.left_s - passed <= verdict.left_s < GUILTY.left_s - 1.9
+
+    play(script)
+
+
+def test_a_router_that_tells_verdicts_without_end_is_remembered_in_part():
+    async def script(scene: Scene) -> None:
+        telling = await scene.welcomed()
+        for first in range(0, 5000, 1000):
+            numbers = range(first, first + 1000)
+            telling.send(Convicted(tuple(Verdict(number.to_bytes(16, "big"), 600.0) for number in numbers)))
+        await asyncio.sleep(0.1)
+        later = await scene.connect("router-1")
+        await later.receive()
+        told = await later.receive()
+        assert isinstance(told, Convicted)
+        assert [int.from_bytes(verdict.fingerprint, "big") for verdict in told.verdicts] == [*range(3976, 5000)]
 
     play(script)
 

@@ -18,7 +18,18 @@ from fastapi import FastAPI
 
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
 from protocol.kv_layout import KVLayout
-from protocol.messages import Cancel, Drain, Hello, Ping, PrefillFailed, SendPrefix, StatsFrame, TokenFrame, Welcome
+from protocol.messages import (
+    Cancel,
+    Convicted,
+    Drain,
+    Hello,
+    Ping,
+    PrefillFailed,
+    SendPrefix,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
 from protocol.network import Connection, Listener
 from protocol.requests import (
     DecodeReply,
@@ -128,6 +139,7 @@ class FakeWorker:
         hello = await connection.receive()
         assert isinstance(hello, Hello)
         connection.send(Welcome(self.info.peer))
+        connection.send(Convicted(()))
         connection.send(StatsFrame(self.stats))
         self.connections[hello.sender.worker_id] = connection
         try:

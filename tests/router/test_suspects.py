@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from protocol.errors import ConfigError
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
 
 D0, D1, D2 = Peer("d0", 1), Peer("d1", 1), Peer("d2", 1)
@@ -134,6 +135,37 @@ def test_the_guilty_are_refused_for_a_while(scene):
     scene.case(2)
     scene.now = 601.0
     scene.case(1)
+
+
+def test_what_another_router_has_found_guilty_is_refused_here_too_and_suspected_no_more(scene):
+    case, other = scene.case(1), scene.case(2)
+    scene.dies(D0, a=(case, Stay.FRESH), b=(other, Stay.FRESH))
+    scene.suspects.hear([Verdict(case.fingerprint, 300.0)])
+    with pytest.raises(PoisonRequest):
+        scene.suspects.check(case)
+    assert not scene.suspects.is_suspect(case)
+    assert scene.suspects.is_suspect(other)
+    scene.suspects.check(other)
+    scene.now += 301.0
+    scene.suspects.check(case)
+
+
+def test_other_routers_verdicts_hold_no_longer_than_its_own_would(a_request):
+    scene = Scene(a_request, refuse_s=60.0)
+    case = scene.case(1)
+    scene.suspects.hear([Verdict(case.fingerprint, 600.0)])
+    scene.now = 59.0
+    with pytest.raises(PoisonRequest):
+        scene.case(1)
+    scene.now = 61.0
+    scene.case(1)
+
+
+def test_a_verdict_is_told_with_the_time_that_it_has_left(scene):
+    case = scene.case(1)
+    assert scene.suspects.convict(case) == (Verdict(case.fingerprint, 600.0),)
+    scene.now = 100.0
+    assert scene.suspects.verdicts() == (Verdict(case.fingerprint, 500.0),)
 
 
 def test_only_so_many_are_remembered(a_request):

@@ -8,6 +8,8 @@ from protocol.errors import WorkerLost
 from protocol.messages import (
     BlocksChanged,
     BlocksHeld,
+    Cancel,
+    Convicted,
     Drain,
     Hello,
     Ping,
@@ -21,8 +23,9 @@ from protocol.requests import SampledToken, TokenEvent
 from protocol.stats import WorkerStats
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Peer
+from protocol.verdicts import Verdict
 from router.token_channels import TokenChannels
-from router.worker_channel import ChannelListener, TokenChannelConfig
+from router.worker_channel import ChannelListener, TokenChannelConfig, VerdictExchange
 
 SECRET = b"the cluster's secret"
 
@@ -130,6 +133,7 @@ async def listen_with(answer, **config):
         hello = await connection.receive()
         assert isinstance(hello, Hello)
         connection.send(answer(hello))
+        connection.send(Convicted(()))
         await connection.receive()
         await asyncio.Event().wait()
 
@@ -188,6 +192,7 @@ async def test_a_stall_of_our_own_loop_drops_no_channel(info_at, until):
         hello = await connection.receive()
         hellos.append(hello)
         connection.send(Welcome(hello.receiver))
+        connection.send(Convicted(()))
         while True:
             pings.append(await connection.receive())
             connection.send(Ping())
@@ -236,6 +241,7 @@ async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(info_at
     async def worker(connection):
         hello = await connection.receive()
         connection.send(Welcome(hello.receiver))
+        connection.send(Convicted(()))
         while True:
             message = await connection.receive()
             if isinstance(message, ReportBlocks):
@@ -266,6 +272,7 @@ async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_bac
     async def worker(connection):
         hello = await connection.receive()
         connection.send(Welcome(hello.receiver))
+        connection.send(Convicted(()))
         while True:
             match await connection.receive():
                 case ReportBlocks():
@@ -295,5 +302,57 @@ async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_bac
     channels.follow([info])
     await until(lambda: len(heard) == 2)
     assert len(asked) == 2
+    await channels.close()
+    await listener.close()
+
+
+GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)
+
+
+async def test_verdicts_are_exchanged_before_a_channel_is_up_and_what_is_heard_is_not_told_again(info_at, until):
+    heard, told = [], []
+
+    async def worker(connection):
+        hello = await connection.receive()
+        connection.send(Welcome(hello.receiver))
+        connection.send(Convicted((GUILTY,)))
+        while True:
+            message = await connection.receive()
+            told.append(message)
+            if message == Convicted((OTHER,)):
+                connection.send(Convicted((OTHER, GUILTY)))
+
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", worker)
+    info = info_at(listener)
+    channels = TokenChannels(network=network, peer=Peer("r", 1), clock=asyncio.get_running_loop().time)
+    channels.share_verdicts(VerdictExchange(known=lambda: (GUILTY, OTHER), heard=heard.append))
+    await channels.ensure(info)
+    assert heard == [(GUILTY,)], "no request can have gone there before"
+    await until(lambda: len(heard) == 2)
+    assert heard[1] == (OTHER, GUILTY)
+    channels.tell_verdicts((GUILTY,))
+    channels.tell_verdicts(())
+    channels.cancel(info.peer, "last")
+    await until(lambda: Cancel("last") in told)
+    assert told == [Convicted((OTHER,)), Convicted((GUILTY,)), Cancel("last")]
+    with pytest.raises(RuntimeError, match="before the first channel"):
+        channels.share_verdicts(VerdictExchange(known=tuple, heard=heard.append))
+    await channels.close()
+    await listener.close()
+
+
+async def test_who_welcomes_and_then_tells_something_else_is_no_worker(info_at):
+    async def worker(connection):
+        hello = await connection.receive()
+        connection.send(Welcome(hello.receiver))
+        connection.send(Ping())
+        await connection.receive()
+
+    network = TcpNetwork(SECRET)
+    listener = await network.listen("127.0.0.1", worker)
+    channels = TokenChannels(network=network, peer=Peer("r", 1), clock=asyncio.get_running_loop().time)
+    with pytest.raises(WorkerLost, match="poison requests"):
+        await channels.ensure(info_at(listener))
     await channels.close()
     await listener.close()

@@ -29,7 +29,12 @@ class Scene:
         self.now = 0.0
         self.num_looks = 0
         fleet = SimpleNamespace(workers=self._workers)
-        channels = SimpleNamespace(is_connected=lambda worker: True, fell_silent=lambda worker: False)
+        channels = SimpleNamespace(
+            is_connected=lambda worker: True,
+            fell_silent=lambda worker: False,
+            share_verdicts=lambda exchange: None,
+            tell_verdicts=lambda verdicts: None,
+        )
         self.records = WorkerRecords(
             fleet=fleet, channels=channels, clock=lambda: self.now, config=PipelineConfig(), draw=lambda: 0.0
         )

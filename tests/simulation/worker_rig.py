@@ -16,7 +16,7 @@ from kvtransfer.transports import Transports
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ConnectionLost
-from protocol.messages import Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
+from protocol.messages import Convicted, Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
 from protocol.requests import GenerateRequest, SamplingParams
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Address, Peer, Ticket, mint_ticket
@@ -115,6 +115,7 @@ class Rig:
         connection = await self.fabric.at(router_id).connect(self.info.token_address)
         connection.send(Hello(Peer(router_id, 1), self.info.peer))
         assert isinstance(await connection.receive(), Welcome)
+        assert isinstance(await connection.receive(), Convicted)
         asyncio.create_task(self._listen(connection), name="a router's reader")  # noqa: RUF006  (ends with it)
         self.router = connection
         return connection
