@@ -52,18 +52,9 @@ class BlockPool:
         """Blocks that somebody references: 0 on an idle worker."""
         return self.num_blocks - self.free_blocks
 
-    @property
-    def cached_blocks(self) -> int:
-        """Unreferenced blocks that `match` could still find."""
-        return len(self._cached)
-
     def references(self, block_id: int) -> int:
         """How many holders a block has."""
         return self._references[block_id]
-
-    def is_published(self, block_id: int) -> bool:
-        """Whether the block has a name in the prefix cache."""
-        return self._names[block_id] is not None
 
     def lookup(self, hashes: Iterable[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Takes no reference and touches no order."""

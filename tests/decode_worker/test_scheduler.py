@@ -140,7 +140,7 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
     first = rig.scheduler.verified(job, TOKEN)
     assert first == Progress(job, 0, TOKEN, None)
     assert rig.shape() == [(0, 1)]
-    assert rig.pool.is_published(job.sequence.block_ids[1])
+    assert rig.pool.lookup(job.sequence.block_hashes) == 2
 
 
 def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up():

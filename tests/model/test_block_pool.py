@@ -36,9 +36,9 @@ def test_allocated_blocks_are_distinct_and_counted() -> None:
     pool = BlockPool(5, 16)
     blocks = pool.allocate(3)
     assert len(set(blocks)) == 3
-    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (2, 3, 0)
+    assert (pool.free_blocks, pool.owned_blocks) == (2, 3)
     pool.release(blocks)
-    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (5, 0, 0)
+    assert (pool.free_blocks, pool.owned_blocks) == (5, 0)
 
 
 def test_too_large_an_allocation_changes_nothing() -> None:
@@ -47,7 +47,7 @@ def test_too_large_an_allocation_changes_nothing() -> None:
     cached_chain(pool, 2)
     with pytest.raises(OutOfBlocks, match="4 blocks wanted, 3 of 4 free"):
         pool.allocate(4)
-    assert (pool.free_blocks, pool.owned_blocks, pool.cached_blocks) == (3, 1, 2)
+    assert (pool.free_blocks, pool.owned_blocks) == (3, 1)
     assert pool.lookup(names(2)) == 2
     pool.check_integrity()
 
@@ -66,7 +66,7 @@ def test_a_released_published_block_is_found_again() -> None:
     blocks = cached_chain(pool, 3)
     assert pool.owned_blocks == 0
     assert pool.match(names(3)) == blocks
-    assert (pool.owned_blocks, pool.cached_blocks) == (3, 0)
+    assert pool.owned_blocks == 3
     assert [pool.references(block) for block in blocks] == [1, 1, 1]
 
 
@@ -123,7 +123,7 @@ def test_the_first_block_of_a_name_keeps_it() -> None:
     first, second = pool.allocate(2)
     pool.publish(first, name(1))
     pool.publish(second, name(1))
-    assert (pool.is_published(first), pool.is_published(second)) == (True, False)
+    assert (pool.names(first, first + 1), pool.names(second, second + 1)) == ([name(1)], [])
     pool.release([second])
     assert pool.match([name(1)]) == [first]
     pool.check_integrity()
@@ -283,10 +283,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         ]
         assert self.pool.owned_blocks == len(counts)
         assert self.pool.free_blocks + self.pool.owned_blocks == self.pool.num_blocks
-        assert self.pool.cached_blocks == len(self.released)
-        assert [block for block in range(self.NUM_BLOCKS) if self.pool.is_published(block)] == sorted(
-            self.names.values()
-        )
+        named = [block for block in range(self.NUM_BLOCKS) if self.pool.names(block, block + 1)]
+        assert named == sorted(self.names.values())
+        assert [block for block in named if block not in counts] == sorted(self.released)
 
     def teardown(self) -> None:
         for table in self.tables:

@@ -139,7 +139,7 @@ def test_an_abandoned_step_gives_the_blocks_of_ended_jobs_back_unnamed():
     step = one.schedule()
     one.abandon(step)
     one.end(job)
-    assert pool.owned_blocks == pool.cached_blocks == 0
+    assert (pool.owned_blocks, pool.names(0, pool.num_blocks)) == (0, [])
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 64), (200, 64), (17, 4)])
@@ -187,7 +187,7 @@ def test_an_offered_beginning_is_pulled_and_the_rest_is_computed():
     assert one.pulled(job) == 13
     assert run(one) == [(0, 7)]
     assert job.num_cached_tokens == 13
-    assert pool.cached_blocks == 5, "what was pulled is named, like what was computed"
+    assert len(pool.names(0, pool.num_blocks)) == 5, "what was pulled is named, like what was computed"
 
 
 def test_what_is_cached_here_is_not_pulled():
@@ -287,7 +287,7 @@ def test_a_prompt_that_ends_before_it_is_computed_frees_its_blocks_once_nothing_
     assert pool.owned_blocks == (3 if when == "pulling" else 0)
     if when == "pulling":
         assert one.pulled(job) == 0
-    assert pool.owned_blocks == pool.cached_blocks == 0
+    assert (pool.owned_blocks, pool.names(0, pool.num_blocks)) == (0, [])
     assert run(one) == []
 
 
