@@ -74,7 +74,7 @@ class Admission:
         self._admitted_at = -math.inf
 
     def admit(self, request: GenerateRequest, path: Path, stages: Stages) -> None:
-        """Count the request as admitted, with `stages` telling when and on which estimate. Raises Overloaded."""
+        """Count the request as admitted, with `stages` telling on which estimate. Raises Overloaded."""
         now = self._clock()
         history = self._history(request.promise)
         if path.estimate is not None and self._config.admission and not stages.follows:
@@ -90,7 +90,6 @@ class Admission:
             history.is_refusing = False
             history.admitted.add(1.0, now)
         self._count(request, path, history, now)
-        stages.admit = now
         stages.expected = path.estimate
 
     def ended(self, request: GenerateRequest, stages: Stages) -> None:

@@ -120,6 +120,7 @@ class AdmittedLoad:
                 told_s = error.retry_after_s if told_s is None else told_s
                 self._push(self.now + error.retry_after_s, "arrive", (name, obeys, first_at, told_s))
             return
+        job.stages.admit = self.now
         if told_s is not None:
             self.report.waited.append((told_s, self.now - first_at))
         self.report.admitted_at[name].append(self.now)
