@@ -1,0 +1,63 @@
+"""What the documentation names is there: files, folders, links, make targets, commands and their options."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILE = re.compile(
+    r"(?<![\w./-])(?:protocol|model|kvtransfer|prefill_worker|decode_worker|router|cluster|deploy|loadtests|tests|docs)"
+    r"/(?:[\w./*-]*(?:\.\w+|/))?(?![\w/])"
+)
+COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |loadtest |key )?[a-z][a-z-]*)([^|#;&)]*)")
+MODULE = re.compile(r"python -m ((?:cluster|loadtests|tests)[\w.]*)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def code(page: Path) -> Iterator[str]:
+    """What stands between backticks, and the lines of blocks, without what indents them."""
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        yield from re.findall(r"`([^`]+)`", line)
+        yield line.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_file_and_link_is_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    files = {file for line in code(page) for file in FILE.findall(line)}
+    modules = {module for line in code(page) for module in MODULE.findall(line)}
+    files |= {f"{module.replace('.', '/')}*" for module in modules}  # a file or a folder
+    assert [file for file in sorted(files) if not any(ROOT.glob(file))] == []
+
+
+def test_every_make_target_is_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {target for page in PAGES for line in code(page) for target in re.findall(r"^make ([a-z][\w-]*)", line)}
+    assert named - targets == set()
+
+
+def commands() -> dict[str, set[str]]:
+    """Every command that a page names, with the options that it is given anywhere."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in (line for page in PAGES for line in code(page)):
+        for command, rest in COMMAND.findall(line):
+            own, _, of_serve = rest.partition(" -- ")
+            found[command].update(OPTION.findall(own))
+            found["serve"].update(OPTION.findall(of_serve))
+    return found
+
+
+@pytest.mark.parametrize(("command", "options"), sorted(commands().items()))
+def test_every_command_is_there_and_knows_its_options(
+    command: str, options: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--help"])
+    assert options - set(OPTION.findall(capsys.readouterr().out)) == set()
