@@ -162,18 +162,9 @@ class ProcessRanks:
 
     def __init__(self, on_ended: Callable[[str], None]):
         self._on_ended = on_ended
-        self._processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[asyncio.subprocess.Process] = []
+        """All of them, ended ones included."""
         self._watches: list[asyncio.Task[None]] = []
-
-    @property
-    def pids(self) -> list[int]:
-        """Of all processes, ended ones included."""
-        return [process.pid for process in self._processes]
-
-    @property
-    def exit_codes(self) -> list[int | None]:
-        """Of all processes; None while one runs, negative for one that was killed."""
-        return [process.returncode for process in self._processes]
 
     async def add(self, order: RankOrder) -> None:
         """Start the rank's process."""
@@ -181,7 +172,7 @@ class ProcessRanks:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "cluster.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
         )
-        self._processes.append(process)
+        self.processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
         if process.stdin is not None:
             process.stdin.write(msgspec.json.encode(order))
@@ -193,7 +184,7 @@ class ProcessRanks:
             return
         _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S + 1.0)
         if left:
-            for process in self._processes:
+            for process in self.processes:
                 if process.returncode is None:
                     process.kill()
             await asyncio.wait(left)

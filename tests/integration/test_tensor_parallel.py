@@ -6,7 +6,6 @@ Sizes differ between prefill and decode, so KV travels over lanes of every kind:
 import asyncio
 import os
 import random
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,14 +80,14 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
         (parts,) = served.fleet.parts.values()
         assert parts.led is not None
         assert isinstance(parts.led.processes, ProcessRanks)
-        (pid,) = parts.led.processes.pids
+        (process,) = parts.led.processes.processes
         step, num_steps = worker._engine.step, 0
 
         async def kill_and_step(*args: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
             if num_steps == 3:
-                os.kill(pid, signal.SIGKILL)
+                process.kill()
             return await step(*args)
 
         worker._engine.step = kill_and_step  # type: ignore[method-assign]
@@ -97,7 +96,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
             worker.check_health()
         await served.idle()
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(process.pid, 0)
 
 
 async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> None:
@@ -112,7 +111,9 @@ async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> N
     finally:
         await led.close()
     assert isinstance(led.processes, ProcessRanks)
-    assert led.processes.exit_codes == [1], "it left by itself, out of a group that never formed"
+    assert [process.returncode for process in led.processes.processes] == [1], (
+        "it left by itself, out of a group that never formed"
+    )
 
 
 async def test_a_worker_whose_rank_never_comes_does_not_start_and_does_not_hang(folder: Path) -> None:
