@@ -25,7 +25,7 @@ from typing import Any
 from cluster.bench.arguments import positive
 from cluster.bench.open_loop import Mix, Outcome, send_all
 from cluster.bench.serving import percentile
-from cluster.bench.stream_client import stream_completion
+from cluster.bench.stream_client import stream_completion, whole_answer
 from cluster.commands.status import fetch_status
 from cluster.server_process import ServerProcess
 
@@ -41,7 +41,6 @@ TRY_S = 10.0  # at the calm rate, to find that out
 WARM_S = 8.0  # at half of it, for workers to learn what their steps cost
 BLOCK_TOKENS = 16
 LOOK_S = 0.5
-PART_S = 5.0
 BACK_S = 180.0  # for the workers to become as few as they were
 
 
@@ -150,7 +149,7 @@ async def measure_pace(url: str, mix: Mix) -> Pace:
     ttft_s: list[float] = []
     for _ in range(2 * ALONE_REQUESTS):
         result = await stream_completion(url, mix.body(draw, None))
-        ttft_s.append(result.token_times()[0] - result.sent_at)
+        ttft_s.append(whole_answer(result, mix.max_tokens).token_times[0] - result.sent_at)
     alone_s = statistics.median(ttft_s[ALONE_REQUESTS:])
     rate = CALM / alone_s
     calm = await send_all(url, mix.arrivals(rate, TRY_S, seed=7))
@@ -164,29 +163,17 @@ async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) ->
     began = time.perf_counter()
     watching = asyncio.create_task(_watch(url, began, story.sights))
     try:
-        story.calm = await _send(url, mix, rate, calm_s, lambda: False, seed=1000)
+        story.calm = await send_all(url, mix.arrivals(rate, calm_s, seed=1000))
         story.rose_at = time.perf_counter() - began
-        story.step = await _send(url, mix, STEP * rate, step_s, lambda: _have_grown(story.sights), seed=2000)
+        rising = mix.arrivals(STEP * rate, step_s, seed=2000)
+        story.step = await send_all(url, rising, lambda: _have_grown(story.sights))
         story.fell_at = time.perf_counter() - began
-        story.after = await _send(url, mix, rate, BACK_S, lambda: _is_back(story.sights), seed=3000)
+        story.after = await send_all(url, mix.arrivals(rate, BACK_S, seed=3000), lambda: _is_back(story.sights))
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):  # what else has ended it is not passed over
             await watching
     return story
-
-
-async def _send(
-    url: str, mix: Mix, rate: float, most_s: float, is_over: Callable[[], bool], *, seed: int
-) -> list[Outcome]:
-    """Requests that come at this rate for so long, or until it is over; returns when all are answered."""
-    began = time.perf_counter()
-    parts: list[asyncio.Task[list[Outcome]]] = []
-    while not is_over() and time.perf_counter() - began < most_s:
-        part = mix.arrivals(rate, PART_S, seed + len(parts))
-        parts.append(asyncio.create_task(send_all(url, part)))
-        await asyncio.sleep(PART_S)
-    return [outcome for part in parts for outcome in await part]
 
 
 async def _watch(url: str, began: float, sights: list[Sight]) -> None:

@@ -5,17 +5,19 @@ requests were sent is told as well: a client that can't keep up measures itself.
 """
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.bench.stream_client import fault_of, random_prompt, stream_completion
+from loadtests.generator.answers import read_stream
+from loadtests.generator.completions import Exchange, completion_body
 from router.slo import SLOClass
 
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
-
+Result = TypeVar("Result")
 Status = Literal["ok", "refused", "failed"]
 
 
@@ -60,13 +62,7 @@ class Mix:
 
     def body(self, draw: random.Random, class_name: str | None) -> dict[str, Any]:
         """A request whose prompt is random, so that no cache holds its beginning."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.prompt_tokens)],
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        body = completion_body(self.model, random_prompt(draw, self.prompt_tokens), self.max_tokens)
         return body if class_name is None else {**body, "service_tier": class_name}
 
     def arrivals(self, rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -82,39 +78,44 @@ class Mix:
         return found
 
 
-async def send_all(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Send each at its time, and wait for all answers."""
+async def at_their_moments(
+    moments: Iterable[float], send: Callable[[int, float], Coroutine[Any, Any, Result]]
+) -> list[Result]:
+    """Call `send`, with a moment's number and its `time.perf_counter`, when it has come; returns when all calls have.
+
+    The moments are seconds after now, in their order. Each is asked for when the one before it has come: whoever tells
+    them may stop at any time.
+    """
     began = time.perf_counter()
-
-    async def send(arrival: Arrival) -> Outcome:
-        scheduled = began + arrival.at
-        try:
-            result = await stream_completion(url, arrival.body)
-        except OSError as error:
-            result = StreamResult(time.perf_counter(), broken=str(error))
-        return outcome_of(arrival, scheduled, result)
-
+    tasks: list[asyncio.Task[Result]] = []
     async with asyncio.TaskGroup() as group:
-        tasks = []
-        for arrival in arrivals:
-            await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
-            tasks.append(group.create_task(send(arrival)))
+        for number, moment in enumerate(moments):
+            await asyncio.sleep(max(0.0, began + moment - time.perf_counter()))
+            tasks.append(group.create_task(send(number, began + moment)))
     return [task.result() for task in tasks]
 
 
-def outcome_of(arrival: Arrival, scheduled: float, result: StreamResult) -> Outcome:
+async def send_all(url: str, arrivals: Sequence[Arrival], is_over: Callable[[], bool] = lambda: False) -> list[Outcome]:
+    """Send each at its time, until it is over, and wait for all answers. These are read when all are there."""
+
+    async def send(number: int, scheduled: float) -> tuple[Arrival, float, Exchange]:
+        arrival = arrivals[number]
+        return arrival, scheduled, await stream_completion(url, arrival.body)
+
+    moments = itertools.takewhile(lambda _: not is_over(), (arrival.at for arrival in arrivals))
+    return [outcome_of(*sent) for sent in await at_their_moments(moments, send)]
+
+
+def outcome_of(arrival: Arrival, scheduled: float, came: Exchange) -> Outcome:
     """Read what came over the wire. An answer that is shorter than it was to be has failed."""
-    lag_s = result.sent_at - scheduled
-    head = result.arrivals[0][1] if result.arrivals else b""
-    if head.startswith(b"HTTP/1.1 429"):
+    lag_s = came.sent_at - scheduled
+    answer = read_stream(came)
+    if answer.http_status == 429:
         return Outcome(arrival.class_name, arrival.at, lag_s, "refused")
-    try:
-        times = result.token_times()
-        num_tokens = int(result.usage()["completion_tokens"])
-    except (ValueError, StopIteration) as error:
-        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=str(error)[:200] or "no answer")
-    asked = arrival.body.get("max_tokens", num_tokens)
-    if num_tokens != asked and arrival.body.get("ignore_eos"):
-        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=f"{num_tokens} tokens instead of {asked}")
+    num_tokens = arrival.body["max_tokens"]
+    fault = fault_of(answer, num_tokens)
+    if fault is not None:
+        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=fault)
+    times = answer.token_times
     tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else None
     return Outcome(arrival.class_name, arrival.at, lag_s, "ok", times[0] - scheduled, tpot_s)

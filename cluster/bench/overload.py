@@ -21,7 +21,7 @@ from typing import Any
 from cluster.bench.arguments import positive
 from cluster.bench.open_loop import Mix, Outcome, send_all
 from cluster.bench.serving import percentile
-from cluster.bench.stream_client import stream_completion
+from cluster.bench.stream_client import stream_completion, whole_answer
 from cluster.commands.status import fetch_status
 from cluster.server_process import ServerProcess
 from router.slo import SLOClass
@@ -107,7 +107,7 @@ async def measure_alone(url: str, mix: Mix, seconds: float) -> tuple[float, floa
     tpot_s: list[float] = []
     for _ in range(ALONE_REQUESTS):
         result = await stream_completion(url, mix.body(draw, None))
-        times = result.token_times()
+        times = whole_answer(result, mix.max_tokens).token_times
         ttft_s.append(times[0] - result.sent_at)
         tpot_s.append((times[-1] - times[0]) / max(1, mix.max_tokens - 1))
     return statistics.median(ttft_s), statistics.median(tpot_s), await _closed_loop(url, mix, draw, seconds)
@@ -121,7 +121,7 @@ async def _closed_loop(url: str, mix: Mix, draw: random.Random, seconds: float) 
     async def client() -> None:
         nonlocal answered
         while time.perf_counter() < until:
-            (await stream_completion(url, mix.body(draw, None))).token_times()
+            whole_answer(await stream_completion(url, mix.body(draw, None)), mix.max_tokens)
             answered += time.perf_counter() < until
 
     async with asyncio.TaskGroup() as clients:

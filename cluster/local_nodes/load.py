@@ -3,18 +3,18 @@
 Open loop: a request is sent when its time has come, however the server fares.
 """
 
-import json
+import asyncio
+import itertools
 import threading
-import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
 from types import TracebackType
 from typing import Any
 
-PATIENCE_S = 60.0
-"""Between two events of a stream, after which it is lost."""
+from cluster.bench.open_loop import at_their_moments
+from cluster.bench.stream_client import stream_completion
+from loadtests.generator.answers import read_stream
+from loadtests.generator.completions import completion_body
 
 _FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 300, 700  # ordinary tokens in any vocabulary
 
@@ -25,7 +25,7 @@ class Answer:
 
     prompt: int  # its number
     text: str
-    longest_pause_s: float  # between two events of its stream
+    longest_pause_s: float  # between two tokens of its stream
     error: str | None  # None: it is whole
 
 
@@ -40,40 +40,18 @@ class Request:
 
     def body(self, prompt: int) -> dict[str, Any]:
         ids = [_FIRST_TOKEN_ID + (prompt * 37 + i * 11) % _NUM_TOKEN_IDS for i in range(self.prompt_tokens)]
-        return {
-            "model": self.model,
-            "prompt": ids,
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        return completion_body(self.model, ids, self.max_tokens)
 
 
 def ask(url: str, request: Request, prompt: int) -> Answer:
     """Send one and read all of it."""
-    text: list[str] = []
-    longest, last, is_whole = 0.0, None, False
-    error: str | None = None
-    body = json.dumps(request.body(prompt)).encode()
-    post = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(post, timeout=PATIENCE_S) as answer:
-            for line in answer:
-                data = line.strip().removeprefix(b"data: ")
-                if data == b"[DONE]":
-                    is_whole = True
-                elif data:
-                    now = time.monotonic()
-                    longest = max(longest, 0.0 if last is None else now - last)
-                    last = now
-                    event = json.loads(data)
-                    if "error" in event:
-                        error = str(event["error"])
-                    text += [choice["text"] for choice in event.get("choices", ())]
-    except (OSError, HTTPException, ValueError) as broken:
-        error = f"{type(broken).__name__}: {broken}"
-    return Answer(prompt, "".join(text), longest, error or (None if is_whole else "the stream has no end"))
+    return asyncio.run(_ask(url, request, prompt))
+
+
+async def _ask(url: str, request: Request, prompt: int) -> Answer:
+    answer = read_stream(await stream_completion(url, request.body(prompt)))
+    pauses_s = (after - before for before, after in itertools.pairwise(answer.token_times))
+    return Answer(prompt, answer.text, max(pauses_s, default=0.0), answer.error)
 
 
 @dataclass(frozen=True)
@@ -113,8 +91,8 @@ class SteadyLoad:
             self._sender.join()
 
     def verdict(self) -> Verdict:
-        """Of what has been answered so far."""
-        answers = list(self._answers)
+        """Of what was answered while it lasted."""
+        answers = self._answers
         whole = [answer for answer in answers if answer.error is None]
         return Verdict(
             requests=len(answers),
@@ -125,16 +103,9 @@ class SteadyLoad:
         )
 
     def _send(self) -> None:
-        began, sent = time.monotonic(), 0
-        asking: list[threading.Thread] = []
-        while not self._ending.wait(max(0.0, began + sent / self._rate - time.monotonic())):
-            prompt = sent % self._request.num_prompts
-            one = threading.Thread(target=self._ask, args=(prompt,), name=f"request {sent}", daemon=True)
-            one.start()
-            asking.append(one)
-            sent += 1
-        for one in asking:
-            one.join()
+        moments = (number / self._rate for number in itertools.count())
+        until = itertools.takewhile(lambda _: not self._ending.is_set(), moments)
+        self._answers = asyncio.run(at_their_moments(until, self._ask))
 
-    def _ask(self, prompt: int) -> None:
-        self._answers.append(ask(self._url, self._request, prompt))
+    async def _ask(self, number: int, _: float) -> Answer:
+        return await _ask(self._url, self._request, number % self._request.num_prompts)

@@ -6,11 +6,11 @@ import pytest
 
 from cluster.bench.open_loop import Arrival, Mix, Outcome, outcome_of
 from cluster.bench.overload import BATCH, INTERACTIVE, PARTS, classes_for
-from cluster.bench.stream_client import StreamResult
+from loadtests.generator.completions import Exchange
 
 CLASSES = classes_for(0.5, 0.05)
 MIX = Mix("m", PARTS, prompt_tokens=8, max_tokens=4)
-ARRIVAL = Arrival(1.0, INTERACTIVE, {})
+ARRIVAL = Arrival(1.0, INTERACTIVE, {"max_tokens": 3})
 
 
 def test_arrivals_are_poisson_of_both_classes_and_the_same_for_a_seed() -> None:
@@ -26,7 +26,7 @@ def test_times_count_from_the_schedule() -> None:
     chunk = b'data: {"choices":[{"text":"x"}]}\n\n'
     end = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
     arrivals = [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk), (10.3, chunk), (10.4, chunk + end)]
-    outcome = outcome_of(ARRIVAL, 10.0, StreamResult(10.1, arrivals))
+    outcome = outcome_of(ARRIVAL, 10.0, Exchange(10.1, arrivals))
     assert outcome.status == "ok"
     assert outcome.lag_s == pytest.approx(0.1)
     assert outcome.ttft_s == pytest.approx(0.2)
@@ -45,7 +45,7 @@ def test_times_count_from_the_schedule() -> None:
     ],
 )
 def test_whatever_is_neither_a_whole_answer_nor_a_429_is_a_failure(head: bytes, status: str) -> None:
-    outcome = outcome_of(ARRIVAL, 10.0, StreamResult(10.0, [(10.1, head)] if head else []))
+    outcome = outcome_of(ARRIVAL, 10.0, Exchange(10.0, [(10.1, head)] if head else []))
     assert outcome.status == status
     assert not outcome.met(CLASSES)
 
@@ -59,8 +59,7 @@ def test_a_batch_class_has_more_time_and_goes_last() -> None:
 def test_an_answer_that_lacks_tokens_has_failed() -> None:
     chunk = b'data: {"choices":[{"text":"x"}]}\n\n'
     end = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n'
-    result = StreamResult(10.1, [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk + end)])
-    short = Arrival(1.0, INTERACTIVE, {"max_tokens": 4, "ignore_eos": True})
+    result = Exchange(10.1, [(10.2, b"HTTP/1.1 200 OK\r\n\r\n" + chunk + end)])
+    short = Arrival(1.0, INTERACTIVE, {"max_tokens": 4})
     assert outcome_of(short, 10.0, result).why == "3 tokens instead of 4"
-    whole = Arrival(1.0, INTERACTIVE, {"max_tokens": 3, "ignore_eos": True})
-    assert outcome_of(whole, 10.0, result).status == "ok"
+    assert outcome_of(ARRIVAL, 10.0, result).status == "ok"

@@ -1,9 +1,9 @@
 """What the serving bench makes of raw streams."""
 
 from cluster.bench.serving import Load, percentile, summarise
-from cluster.bench.stream_client import StreamResult
+from loadtests.generator.completions import Exchange
 
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 LOAD = Load("m", concurrency=1, requests=1, prompt_tokens=4, max_tokens=3)
 
 
@@ -16,9 +16,7 @@ END = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n
 
 def test_a_token_counts_when_its_last_byte_is_there() -> None:
     first = event("a")
-    result = StreamResult(
-        10.0, [(10.5, HEAD + first[:9]), (11.0, first[9:]), (12.0, event("b")), (12.5, event("c") + END)]
-    )
+    result = Exchange(10.0, [(10.5, HEAD + first[:9]), (11.0, first[9:]), (12.0, event("b")), (12.5, event("c") + END)])
     figures = summarise([result], LOAD, wall_s=2.0)
     assert figures["errors"] == 0
     assert figures["out_tok_s"] == 1.5
@@ -28,10 +26,10 @@ def test_a_token_counts_when_its_last_byte_is_there() -> None:
 
 
 def test_refused_broken_and_short_streams_are_errors_and_count_for_nothing() -> None:
-    refused = StreamResult(0.0, [(1.0, b'HTTP/1.1 503 no\r\n\r\n{"error":{}}')])
-    cut = StreamResult(0.0, [(1.0, HEAD + event("a"))])
-    broken = StreamResult(0.0, [(1.0, HEAD + event("a") + END)], broken="reset by peer")
-    short = StreamResult(0.0, [(1.0, HEAD + event("a") + END.replace(b":3}", b":2}"))])
+    refused = Exchange(0.0, [(1.0, b'HTTP/1.1 503 no\r\n\r\n{"error":{}}')])
+    cut = Exchange(0.0, [(1.0, HEAD + event("a"))])
+    broken = Exchange(0.0, [(1.0, HEAD + event("a"))], broken="reset by peer")
+    short = Exchange(0.0, [(1.0, HEAD + event("a") + END.replace(b":3}", b":2}"))])
     figures = summarise([refused, cut, broken, short], LOAD, wall_s=1.0)
     assert figures["errors"] == 4
     assert figures["output_tokens"] == 0

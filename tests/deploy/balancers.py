@@ -27,9 +27,11 @@ from typing import Any
 import httpx
 import yaml
 
-from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.bench.stream_client import stream_completion
 from cluster.descendants import become_subreaper, descendants, end_descendants
 from cluster.server_process import ServerProcess, processes_named
+from loadtests.generator.answers import read_stream
+from loadtests.generator.completions import Exchange
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 
@@ -54,7 +56,7 @@ class Counts:
     failures: list[str] = field(default_factory=list)
 
 
-def outcome(result: StreamResult) -> str:
+def outcome(result: Exchange) -> str:
     """done, cut (an answer that began and did not end), or what was said instead."""
     raw = b"".join(data for _, data in result.arrivals)
     if not raw.startswith(b"HTTP/1.1 200"):
@@ -62,12 +64,9 @@ def outcome(result: StreamResult) -> str:
     return "done" if b"data: [DONE]" in raw else "cut"
 
 
-async def ask(url: str, number: int) -> StreamResult:
+async def ask(url: str, number: int) -> Exchange:
     body = {"model": MODEL, "prompt": f"Request {number} tells of", "max_tokens": TOKENS, "ignore_eos": True}
-    try:
-        return await stream_completion(url, body)
-    except OSError as error:
-        return StreamResult(time.perf_counter(), broken=str(error))
+    return await stream_completion(url, body)
 
 
 async def phase(
@@ -83,7 +82,7 @@ async def phase(
         await fault()
 
     harming = asyncio.create_task(harm())
-    asked: dict[str, list[tuple[float, asyncio.Task[StreamResult]]]] = {name: [] for name in proxies}
+    asked: dict[str, list[tuple[float, asyncio.Task[Exchange]]]] = {name: [] for name in proxies}
     number = 0
     while time.perf_counter() - began < before_s + after_s or not harming.done():
         await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
@@ -113,7 +112,7 @@ async def phase(
 async def gaps(url: str) -> dict[str, float]:
     """How the events of a stream come: milliseconds between them, and events a packet."""
     result = await ask(url, 0)
-    times = result.token_times()
+    times = read_stream(result).token_times
     between = sorted(1000 * (later - earlier) for earlier, later in itertools.pairwise(times))
     return {
         "gap_ms_p50": round(statistics.median(between), 2),
@@ -132,7 +131,7 @@ async def paced_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             began = time.perf_counter()
             for number in range(PACED_EVENTS):
                 await asyncio.sleep(began + number * PACE_S - time.perf_counter())
-                writer.write(b'1c\r\ndata: {"choices":[{%04d}]}\n\n\r\n' % number)
+                writer.write(b'25\r\ndata: {"choices":[{"text":"%04d"}]}\n\n\r\n' % number)
             writer.write(b"e\r\ndata: [DONE]\n\n\r\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

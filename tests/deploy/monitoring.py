@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import yaml
 
+from cluster.bench.open_loop import at_their_moments
 from cluster.bench.stream_client import stream_completion
 from cluster.descendants import become_subreaper, descendants, end_descendants
 from cluster.local_ray import free_ports
@@ -61,21 +62,16 @@ EMPTY_UNTIL = {
 
 async def load(url: str, rate: float, seconds: float) -> int:
     """Streams of two classes, some refused and some wrong; returns how many the server must have begun."""
-    began = time.perf_counter()
-    tasks: list[asyncio.Task[Any]] = []
-    sound = 0
-    while time.perf_counter() - began < seconds:
-        number = len(tasks)
-        tier = "instant" if number % 10 == 9 else ("chat", "batch")[number % 2]
-        body = {"model": MODEL, "prompt": f"{SHARED}{number}", "max_tokens": 24, "service_tier": tier}
-        if number % 17 == 16:
-            body["temperature"] = -1
-        else:
-            sound += 1
-        tasks.append(asyncio.create_task(stream_completion(url, body)))
-        await asyncio.sleep(1 / rate)
-    await asyncio.gather(*tasks)
-    return sound
+    bodies = [_body(number) for number in range(round(rate * seconds))]
+    moments = (number / rate for number in range(len(bodies)))
+    await at_their_moments(moments, lambda number, _: stream_completion(url, bodies[number]))
+    return sum("temperature" not in body for body in bodies)
+
+
+def _body(number: int) -> dict[str, Any]:
+    tier = "instant" if number % 10 == 9 else ("chat", "batch")[number % 2]
+    body = {"model": MODEL, "prompt": f"{SHARED}{number}", "max_tokens": 24, "service_tier": tier}
+    return body | {"temperature": -1} if number % 17 == 16 else body
 
 
 def prometheus_config(operators: str, folder: Path) -> dict[str, Any]:

@@ -5,11 +5,10 @@ import json
 import random
 import urllib.request
 from pathlib import Path
-from typing import Any
 
-from cluster.bench.open_loop import FIRST_TOKEN_ID, LAST_TOKEN_ID
-from cluster.bench.stream_client import StreamResult, stream_completion
+from cluster.bench.stream_client import random_prompt, stream_completion, whole_answer
 from cluster.server_process import ServerProcess
+from loadtests.generator.completions import Exchange, completion_body
 from tests.e2e.conftest import MODEL, Server, eventually
 
 CLIENTS = 24
@@ -44,21 +43,19 @@ def test_both_roles_scale_out_and_in_and_every_answer_is_whole(tmp_path: Path) -
         told = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
     assert len(results) > CLIENTS + LONG_ANSWERS
     for result, num_tokens in results:
-        assert result.token_times()
-        assert result.usage()["completion_tokens"] == num_tokens
+        whole_answer(result, num_tokens)
     for role in ("prefill", "decode"):
         assert f'twostroke:autoscaling_target{{role="{role}"' in told
 
 
-async def out_and_in(server: Server) -> list[tuple[StreamResult, int]]:
+async def out_and_in(server: Server) -> list[tuple[Exchange, int]]:
     """Load until there are more workers, then long answers while these become fewer. What came, and what was asked."""
-    results: list[tuple[StreamResult, int]] = []
+    results: list[tuple[Exchange, int]] = []
     draw = random.Random(4)
     has_grown = asyncio.Event()
 
     async def ask(prompt_tokens: int, max_tokens: int) -> None:
-        prompt = [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(prompt_tokens)]
-        body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        body = completion_body(MODEL, random_prompt(draw, prompt_tokens), max_tokens)
         results.append((await stream_completion(server.url, body), max_tokens))
 
     async def client() -> None:
