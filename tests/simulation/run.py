@@ -1,10 +1,10 @@
 """Runs a scenario: real routers' pipelines and token channels, real workers, real KV transfer, in one process.
 
 What must hold, whatever the seed: each client gets exactly the oracle's tokens (those before it left), each index once
-and in order, and one end, soon; the blocks of a lost router's requests are free within a lease; afterwards no worker
-owns a block, no call, connection or task is left. Only these requests may fail: in an overload with status 429, before
-the first token; those that kill engines, of which they get two at most; and, taken for such, one that two other faults
-have met on two workers in a row.
+and in order, and one end, soon; where nothing goes wrong, no prompt is computed twice; the blocks of a lost router's
+requests are free within a lease; afterwards no worker owns a block, no call, connection or task is left. Only these
+requests may fail: in an overload with status 429, before the first token; those that kill engines, of which they get
+two at most; and, taken for such, one that two other faults have met on two workers in a row.
 """
 
 import asyncio
@@ -127,6 +127,7 @@ class _Simulation:
             self._report.orphaned += 1
             reading.cancel()  # to be seen to its end when the router is
         self._check_answer(arrival, answer, reading)
+        self._check_computed_once(arrival, stages)
 
     def _check_answer(self, arrival: Arrival, answer: _Answer, reading: "asyncio.Task[None]") -> None:
         name, tokens = arrival.request.request_id, answer.tokens
@@ -158,6 +159,13 @@ class _Simulation:
         stopped = expected[-1] in arrival.request.stop_token_ids and len(expected) > arrival.request.min_tokens
         if answer.ends != ["stop" if stopped else "length"] or answer.events[-1].finish_reason is None:
             raise InvariantBroken(f"{name}: ends {answer.ends} in {len(answer.events)} events")
+
+    def _check_computed_once(self, arrival: Arrival, stages: Stages) -> None:
+        """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
+        scenario = self._scenario
+        is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
+        if is_calm and stages.transfer_s == 0.0:
+            raise InvariantBroken(f"{arrival.request.request_id}: its prompt was computed twice")
 
     async def _read(self, arrival: Arrival, router: SimRouter, answer: _Answer, stages: Stages) -> None:
         next_index = 0
@@ -245,6 +253,11 @@ class _Simulation:
             raise InvariantBroken(f"{process.host} is not idle: {stats}")
         if stats.free_blocks != stats.total_blocks:
             raise InvariantBroken(f"{process.host} lost blocks: {stats}")
+        receiver = process.parts.receiver
+        if receiver is not None:
+            offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
+            if receiver._kept or any(pending.deadline._due is None for pending in offers):
+                raise InvariantBroken(f"{process.host} keeps offers for requests that have ended")
 
     def _check_ended(self, process: SimProcess) -> None:
         process.pool.check_integrity()

@@ -38,6 +38,7 @@ class Parts:
     """What a worker's process is made of."""
 
     worker: PrefillWorker | DecodeWorker
+    receiver: KVReceiver | None
     store: FakeStore
     pool: SpoilingPool
     engine: FakeEngine
@@ -170,7 +171,7 @@ class SimFleet:
                 max_context=scenario.max_context,
                 swap_space=swap_space,
             )
-        return Parts(worker, store, pool, engine, network, transports)
+        return Parts(worker, receiver, store, pool, engine, network, transports)
 
     def crash(self, process: SimProcess) -> None:
         """Take a worker away at once."""

@@ -43,6 +43,7 @@ class Served:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     refused: bool = False
+    computed_twice: bool = False  # by the decode worker, though a prefill worker was asked to
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,24 @@ class _Fleet(SimFleet):
         return process
 
 
-def serve(trace: list[TracedRequest], policy: Policy, *, seed: int = 0, slo: SLOConfig = PROMISE_NOTHING) -> Run:
+def serve(
+    trace: list[TracedRequest],
+    policy: Policy,
+    *,
+    seed: int = 0,
+    slo: SLOConfig = PROMISE_NOTHING,
+    decode_cache_tokens: int = DECODE_CACHE_TOKENS,
+) -> Run:
     """Run the trace to its end; with classes that promise something, some requests are refused."""
-    return run_virtually(_Deployment(trace, policy, seed, slo).run(), limit_s=100_000.0)
+    scenario = _scenario(policy, seed, decode_cache_tokens)
+    return run_virtually(_Deployment(trace, scenario, slo).run(), limit_s=100_000.0)
 
 
 class _Deployment:
-    def __init__(self, trace: list[TracedRequest], policy: Policy, seed: int, slo: SLOConfig):
+    def __init__(self, trace: list[TracedRequest], scenario: Scenario, slo: SLOConfig):
         self._trace = trace
         self._slo = slo
-        self._scenario = _scenario(policy, seed)
+        self._scenario = scenario
 
     async def run(self) -> Run:
         self._clock = asyncio.get_running_loop().time
@@ -123,6 +132,7 @@ class _Deployment:
             num_cached_tokens=stages.num_cached_tokens,
             ttft_s=stages.first_token - stages.arrive,
             tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
+            computed_twice=stages.transfer_s == 0.0,
         )
 
 
@@ -132,7 +142,7 @@ async def _read(router: SimRouter, request: GenerateRequest, stages: Stages) -> 
             pass
 
 
-def _scenario(policy: Policy, seed: int) -> Scenario:
+def _scenario(policy: Policy, seed: int, decode_cache_tokens: int) -> Scenario:
     block_size = SMALL_MODEL.layout.block_size
     real_token_bytes = SMALL_MODEL.layout.block_bytes * SMALL_MODEL.layout.num_layers / block_size
     return replace(
@@ -146,7 +156,7 @@ def _scenario(policy: Policy, seed: int) -> Scenario:
         num_prefill=2,
         num_decode=2,
         prefill_blocks=PREFILL_CACHE_TOKENS // block_size,
-        decode_blocks=DECODE_CACHE_TOKENS // block_size,
+        decode_blocks=decode_cache_tokens // block_size,
         swap_blocks=0,
         prefill=PrefillConfig(),
         decode=DecodeConfig(),

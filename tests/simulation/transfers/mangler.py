@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvtransfer.digest import chunk_seal
 from protocol.messages import (
     Abort,
+    Awaited,
     Chunk,
     Commit,
     Damaged,
@@ -36,7 +37,7 @@ from tests.simulation.memory_transport import LinkFabric
 _LIES = ("lie in messages", "alter retries")
 FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
-_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Damaged, Damaged, LinkWanted, LinkReady, LinkReady)
+_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Awaited, Damaged, Damaged, LinkWanted, LinkReady, LinkReady)
 
 
 @dataclass
@@ -224,7 +225,7 @@ class Mangler:
                 return draw.choice(_HELLOS)(draw, message)
             case Welcome():
                 return draw.choice(_WELCOMES)(draw, message)
-            case Verified() | Abort():
+            case Verified() | Abort() | Awaited():
                 return replace(message, transfer_id=other_id)
         return message
 

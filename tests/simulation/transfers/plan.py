@@ -9,6 +9,7 @@ from itertools import pairwise
 
 LEASE_S = 0.3
 PROGRESS_S = 0.6
+WAIT_FOR_ROOM_S = 3 * PROGRESS_S
 
 LINK_FAULTS = ("flip a bit", "lose bytes", "repeat bytes", "swap bytes", "stall bytes", "rot a link", "cut a link")
 NETWORK_FAULTS = ("cut a connection", "part", "slow messages")
@@ -31,6 +32,7 @@ SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "fall sil
 TARGET_ACTS = (
     "expect",
     "wait for the offer",
+    "wait for room",
     "abort",
     "cancel",
     "never expect",
@@ -75,6 +77,7 @@ class TransferPlan:
     target_delay_s: float
     target_act: str
     target_act_after_s: float
+    room_s: float  # until the target has blocks, once the offer is there; 0 but where it is to wait for room
     hold_s: float  # the target reads what it got for so long before it lets go of it
 
     def compute_s(self, num_layers: int) -> float:
@@ -183,6 +186,7 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
         # A long prompt: its chunks come steadily, for longer than a silence may be.
         layer_s = 0.4 * PROGRESS_S / num_layers
     is_plain = draw.random() < 0.6  # both sides want it, and go on with it to its end
+    target_act = "expect" if is_plain or draw.random() < 0.4 else draw.choice(TARGET_ACTS[1:])
     return TransferPlan(
         number=number,
         at_s=draw.choice((0.0, 0.0, 0.02, 0.2)) * draw.random() * number,
@@ -199,8 +203,9 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
         source_act="send" if is_plain or draw.random() < 0.4 else draw.choice(SOURCE_ACTS[1:]),
         source_act_after_s=draw.choice((0.001, 0.01, 0.05)) * draw.random(),
         target_delay_s=draw.choice((0.0, 0.0, 0.01, 0.3)) * draw.random(),
-        target_act="expect" if is_plain or draw.random() < 0.4 else draw.choice(TARGET_ACTS[1:]),
+        target_act=target_act,
         target_act_after_s=draw.choice((0.001, 0.01, 0.05)) * draw.random(),
+        room_s=WAIT_FOR_ROOM_S if target_act == "wait for room" else 0.0,
         hold_s=draw.choice((0.0, 0.002, 0.02, 0.4)),
     )
 

@@ -204,6 +204,7 @@ class _World:
         self._trace(f"{side} of transfer {one.number}: {outcome}")
         self._ended[one.number, side] = outcome
         took_s = self._clock() - began - self._faults.lost_s - one.hold_s - one.compute_s(self._plan.num_layers)
+        took_s -= one.room_s
         if took_s > END_S:
             self._problems.append(f"the {side} of transfer {one.number} took {took_s:.2f} s to its end")
 
@@ -215,7 +216,7 @@ class _World:
             self._problems.append(f"the source of transfer {one.number} was told that all is verified, and it is not")
         if self._plan.is_calm:
             self._judge_end(one)
-        wanted = one.source_act == "send" and one.target_act in ("expect", "wait for the offer")
+        wanted = one.source_act == "send" and one.target_act in ("expect", "wait for the offer", "wait for room")
         self._report.late += wanted and is_late
         if (
             wanted
@@ -233,7 +234,7 @@ class _World:
         if one.source_act == "abort":
             late_s = source_ended - source_began - one.compute_s(self._plan.num_layers)
         if one.source_act in ("abort", "decline") and one.target_act != "never expect":
-            late_s = max(late_s, target_ended - one.hold_s - max(source_ended, target_began))
+            late_s = max(late_s, target_ended - one.hold_s - one.room_s - max(source_ended, target_began))
         if one.target_act in ("abort", "cancel"):
             late_s = max(late_s, target_ended - one.hold_s - target_began)
         if one.target_act in ("abort", "cancel", "refuse") and one.source_act == "send":

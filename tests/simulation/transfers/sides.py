@@ -176,10 +176,14 @@ class Sides:
             for rank in process.ranks:
                 rank.receiver.refuse(ticket)
             return "refused"
-        if one.target_act == "wait for the offer" and not await self._offered(process, one, ticket):
+        if one.target_act in ("wait for the offer", "wait for room") and not await self._offered(process, one, ticket):
             for rank in process.ranks:
                 rank.receiver.refuse(ticket)
             return "no offer"
+        if one.target_act == "wait for room":
+            for rank in process.ranks:
+                rank.receiver.keep(ticket)
+            await asyncio.sleep(one.room_s)
         num_tokens = one.num_tokens + (one.target_act == "other size")
         skip = min(one.num_skip_tokens, one.num_tokens) if one.target_act != "other size" else 0
         tables = [_allocate(rank, num_tokens) for rank in process.ranks]

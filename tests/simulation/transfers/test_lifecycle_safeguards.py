@@ -18,6 +18,7 @@ from kvtransfer.endings import all_ended
 from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.leased_connection import LeasedConnection
 from kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from kvtransfer.outgoing_lane import OutgoingLane
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.receiver_connection import ReceiverConnection
 from kvtransfer.sender import KVSender
@@ -172,6 +173,10 @@ def _leave_lanes_of_lost_connections(lane: IncomingLane, reason: str) -> None:
     """Their deadlines end them some day."""
 
 
+def _hear_nothing_of_room(lane: OutgoingLane) -> None:
+    """The target's request waits for it, and the source's patience ends."""
+
+
 def _keep_an_abort_to_oneself(desk: KVReceiver, lane: IncomingLane, reason: str) -> None:
     """The source finds out some day."""
 
@@ -261,6 +266,7 @@ SABOTAGES = [
     ),
     Sabotage("a silent peer keeps its lease", ((LeasedConnection, "watch", _watch_for_ever),)),
     Sabotage("a peer that makes no progress is waited for", ((Deadline, "restart", _never_restart),)),
+    Sabotage("a source gives up KV that is awaited", ((OutgoingLane, "awaited", _hear_nothing_of_room),)),
     Sabotage("progress does not count", ((Deadline, "restart", _restart_once),)),
     Sabotage(
         "the end of a connection is not the end of its lanes",
