@@ -76,9 +76,7 @@ def _scaling_order(config: ClusterConfig) -> ScalingOrder | None:
         return None
     scaling = config.autoscaling
     if not config.has_prefill:
-        scaling = replace(
-            scaling, prefill=RoleLimits(min=0, max=1)
-        )  # so that nothing is kept for workers never asked for
+        scaling = replace(scaling, prefill=RoleLimits(min=0, max=0))  # left out, as `prefill.replicas` says
     roles = tuple(role for role, counts in config.counts.items() if counts.most > 0)
     return ScalingOrder(scaling, config.gpus_each, roles)
 

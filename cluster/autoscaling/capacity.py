@@ -30,12 +30,15 @@ def decode_capacity(
     is promised gives the same. `kv_tokens` 0: nobody knows how much room there is.
     """
     row_s = max(1e-9, costs.row_s + context * costs.context_s)
-    if tpot_s is None:
-        step_s = costs.base_s / max(spare, LEAST_SPARE)
-    else:
-        step_s = max(tpot_s * (1 - spare), costs.base_s * LEAST_STRETCH)  # an impossible promise is no reason for more
-    rows = min((step_s - costs.base_s) / row_s, float(max_batch))
+    rows = min((longest_step_s(costs, tpot_s, spare) - costs.base_s) / row_s, float(max_batch))
     if kv_tokens > 0 and context > 0:
         rows = min(rows, kv_tokens * (1 - spare) / context)
     rows = max(1.0, rows)
     return DecodeCapacity(rows, costs.base_s + rows * row_s)
+
+
+def longest_step_s(costs: StepCosts, tpot_s: float | None, spare: float) -> float:
+    """What a step with rows may take."""
+    if tpot_s is None:
+        return costs.base_s / max(spare, LEAST_SPARE)
+    return max(tpot_s * (1 - spare), costs.base_s * LEAST_STRETCH)  # an impossible promise is no reason for more

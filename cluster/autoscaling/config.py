@@ -11,14 +11,12 @@ class RoleLimits:
     """How many workers a role may have. Raises ConfigError."""
 
     min: int = 1  # of prefill workers 0 is allowed: decode workers then read the prompts while there are few
-    max: int = 1
+    max: int = 1  # 0: the role is left out, which `prefill` may be
     ongoing: float = 8.0  # policy `separate`: requests a worker is to have at once, those that wait included
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max:
             raise ConfigError(f"min: {self.min} must be from 0 to max, which is {self.max}")
-        if self.max < 1:
-            raise ConfigError(f"max: {self.max} must be at least 1; leave the role out to have none of it")
         if self.ongoing <= 0:
             raise ConfigError(f"ongoing: {self.ongoing} must be above 0")
 

@@ -40,6 +40,7 @@ class Need:
 
 
 UNKNOWN = Need(0, 0, 0.0, known=False)
+NONE = Need(0, 0, 0.0)
 
 
 def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
@@ -54,6 +55,15 @@ def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
     return work
 
 
+@dataclass(frozen=True)
+class Work:
+    """Of one role, in seconds of a worker by look, and what waits of it."""
+
+    all: Series
+    prompts: Series  # of `all`: what a prompt's wait is made of
+    queued_tokens: int  # of prompts
+
+
 def prefill_need(
     signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
 ) -> Need:
@@ -61,18 +71,34 @@ def prefill_need(
     role = signals.prefill
     if role.costs is None:
         return UNKNOWN
-    work = margin * prompt_work_s(role.costs, role.step_tokens, window)
-    requests = float(window.requests.sum())
-    mean_s = float(work.sum()) / requests if requests else 0.0
-    ttft_s = UNPROMISED_TTFT * mean_s if signals.ttft_s is None else signals.ttft_s
-    lately = replay.prefill_workers(
-        window.span_s, work, window.requests, _wait_s(config, ttft_s, mean_s), config.attainment, config.prefill.max
-    )
-    load = sure_rate(window, work, startup_s)
+    prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
-    waiting_s = margin * queued_tokens * _token_s(role, work, window)
-    in_time_s = role.running * config.slack * ttft_s
+    work = Work(prompts, prompts, queued_tokens)
+    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s, margin)
+
+
+def need_of(
+    role: RoleSignals,
+    work: Work,
+    ttft_s: float | None,
+    window: Window,
+    config: AutoscalingConfig,
+    most: int,
+    startup_s: float,
+    margin: float,
+) -> Need:
+    """Of workers who read prompts, be it all they do or not."""
+    requests = float(window.requests.sum())
+    mean_s = float(work.prompts.sum()) / requests if requests else 0.0
+    if ttft_s is None:
+        ttft_s = UNPROMISED_TTFT * mean_s
+    wait_s = _wait_s(config, ttft_s, mean_s)
+    lately = replay.prefill_workers(window.span_s, work.all, window.requests, wait_s, config.attainment, most)
+    load = sure_rate(window, work.all, startup_s)
+    waiting_s = margin * work.queued_tokens * _token_s(role, work.prompts, window)
+    other_load = float((work.all - work.prompts).sum()) / max(float(window.span_s.sum()), 1e-9)
+    in_time_s = max(0.0, role.running - other_load) * config.slack * ttft_s
     # What will wait too long when a worker that is asked for now can help.
     backlog = max(0.0, waiting_s - in_time_s + (load - role.running) * startup_s) if waiting_s > in_time_s else 0.0
     clear_s = max(config.slack * ttft_s, startup_s, SHORTEST_RATE_S)
@@ -94,11 +120,7 @@ def decode_need(
     if role.costs is None:
         return UNKNOWN
     each = capacity_of(role, signals.tpot_s, window, config.spare)
-    count = window.count_of_last(SETTLE_S)
-    held = _ceil(margin * float(window.decoding[-count:].mean()) / each.rows) if count else 0
-    if role.running and role.total_tokens:
-        room = role.total_tokens / role.running * (1 - config.spare)
-        held = max(held, _ceil(margin * role.owned_tokens / room))
+    held = workers_held(role, window, each, config.spare, margin)
     if window.mean_output is None:
         return Need(held, held, 0.0, from_backlog=True)
     load = sure_rate(window, margin * window.requests, startup_s) * window.mean_output / each.tokens_per_s
@@ -111,12 +133,22 @@ def decode_need(
     return Need(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
 
 
+def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare: float, margin: float) -> int:
+    """Decode workers that have a place and KV for all requests that decode, or wait to."""
+    count = window.count_of_last(SETTLE_S)
+    held = _ceil(margin * float(window.decoding[-count:].mean()) / each.rows) if count else 0
+    if role.running and role.total_tokens:
+        room = role.total_tokens / role.running * (1 - spare)
+        held = max(held, _ceil(margin * role.owned_tokens / room))
+    return held
+
+
 def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:
     """Of one decode worker, for requests as long as those of the window. Raises ValueError without step costs."""
     if role.costs is None:
         raise ValueError("nobody knows yet how long this role's steps take")
     kv_tokens = role.total_tokens / role.running if role.running else 0.0
-    return decode_capacity(role.costs, _mean_context(role, window), tpot_s, kv_tokens, role.max_batch, spare)
+    return decode_capacity(role.costs, mean_context(role, window), tpot_s, kv_tokens, role.max_batch, spare)
 
 
 def sure_rate(window: Window, amounts: Series, startup_s: float) -> float:
@@ -152,7 +184,7 @@ def _token_s(role: RoleSignals, work: Series, window: Window) -> float:
     return role.costs.token_s + role.costs.base_s / role.step_tokens if role.costs else 0.0
 
 
-def _mean_context(role: RoleSignals, window: Window) -> float:
+def mean_context(role: RoleSignals, window: Window) -> float:
     """A row's tokens: its prompt and, since long answers are there for longer, not half but all of a mean answer."""
     requests = float(window.requests.sum())
     if not requests:

@@ -8,10 +8,11 @@ import math
 from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling import separate
+from cluster.autoscaling.aggregated import aggregated_need
 from cluster.autoscaling.budget import Claim, share
 from cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
 from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.demand import SETTLE_S, Need, decode_need, prefill_need
+from cluster.autoscaling.demand import NONE, SETTLE_S, Need, decode_need, prefill_need
 from cluster.autoscaling.history import History, Window
 from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import Decision, Signals
@@ -88,6 +89,11 @@ def _joint_needs(
     signals: Signals, window: Window, memory: Memory, config: AutoscalingConfig, idle: bool
 ) -> tuple[Needs, Needs]:
     """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
+    if config.prefill.max == 0:
+        need, more = (
+            aggregated_need(signals, window, config, memory.decode.startup_s, margin) for margin in (1.0, MARGIN)
+        )
+        return Needs(NONE, NONE, idle), Needs(need, more, idle)
     found = []
     for margin in (1.0, MARGIN):
         p = prefill_need(signals, window, config, memory.prefill.startup_s, margin)
@@ -128,10 +134,11 @@ def _reason(wished: Wish, has: int, gets: int, other_gave: bool) -> Reason:
 def _numbers(signals: Signals, window: Window, memory: Memory, prefill: Needs, decode: Needs) -> dict[str, float]:
     count = window.count_of_last(SETTLE_S)
     span_s = float(window.span_s[-count:].sum()) or math.inf
+    prompts_at = signals.prefill if signals.prefill.running else signals.decode
     return {
         "requests_per_s": float(window.requests[-count:].sum()) / span_s,
         "prompt_tokens_per_s": float(window.new_tokens[-count:].sum()) / span_s,
-        "queued_tokens": float(signals.prefill.queued_tokens),
+        "queued_tokens": float(prompts_at.queued_tokens),
         "output_tokens_per_request": window.mean_output or 0.0,
         "prefill_load": prefill.need.load,
         "prefill_now": float(prefill.need.now),

@@ -35,11 +35,6 @@ def check_counts(
                 f"{role}.replicas: {first}, where the autoscaler begins, must be from {least} (autoscaling.{role}.min) "
                 f"to {most} (autoscaling.{role}.max)"
             )
-    if autoscaling.enabled and autoscaling.policy == "joint" and counts["prefill"].most == 0:
-        raise ConfigError(
-            "autoscaling.policy: joint plans prefill and decode workers together, and there are no prefill workers "
-            "(prefill.replicas): set separate"
-        )
     if not autoscaling.enabled or autoscaling.budget is None:
         return
     unit = "GPUs" if any(gpus_each.values()) else "workers"

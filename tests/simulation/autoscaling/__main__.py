@@ -39,6 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--cooldown", type=float, action="append", help="of our policy, s; several times: one run each")
     parser.add_argument("--startup", type=float, default=STARTUP_S, help="of a worker, s")
+    parser.add_argument("--aggregated", action="store_true", help="decode workers read the prompts; no others")
     options = parser.parse_args()
     cooldowns = options.cooldown or [AutoscalingConfig().cooldown_s]
     small = Setting(SMALL, 5.0, 0.02, options.startup)  # twice what the longest prompt of Azure's takes alone
@@ -53,18 +54,20 @@ def main() -> None:
         cases = [(day, Setting(ONE_B, 30.0, 0.15, options.startup))]
     else:
         cases = [(bursts(0, 3600.0), small), (diurnal(0, 3 * 3600.0, 2.0, 20.0), small)]
+    if options.aggregated:
+        cases = [(trace, replace(setting, is_aggregated=True)) for trace, setting in cases]
     print(json.dumps([compare(trace, setting, cooldowns) for trace, setting in cases]))
 
 
 def compare(trace: Trace, setting: Setting, cooldowns: list[float]) -> dict[str, Any]:
     """All scalers on one trace; each begins with the fleet that hindsight would have had."""
     begun = time.monotonic()
-    config = AutoscalingConfig(prefill=RoleLimits(1, MOST[0]), decode=RoleLimits(1, MOST[1]))
     hindsight = fleet_in_hindsight(trace, setting, MOST)
-    busiest = fleet_for_busiest(trace, setting, config)
+    busiest = fleet_for_busiest(trace, setting, AutoscalingConfig())
     most = max(hindsight[0], busiest[0]), max(hindsight[1], busiest[1])
-    config = replace(config, prefill=RoleLimits(1, most[0]), decode=RoleLimits(1, most[1]))
-    print(f"{trace.name} on {setting.kind.name}: {len(trace.requests)} requests, TTFT {setting.ttft_s:g} s")
+    config = AutoscalingConfig(prefill=RoleLimits(min(1, most[0]), most[0]), decode=RoleLimits(1, most[1]))
+    mode = ", aggregated" if setting.is_aggregated else ""
+    print(f"{trace.name} on {setting.kind.name}{mode}: {len(trace.requests)} requests, TTFT {setting.ttft_s:g} s")
     scalers: dict[str, Scaler] = {"fixed, busiest 10 s": Fixed(*busiest), "fixed, hindsight": Fixed(*hindsight)}
     for cooldown_s in cooldowns:
         scalers[f"joint, {cooldown_s:g} s"] = Ours(replace(config, cooldown_s=cooldown_s))
@@ -83,6 +86,7 @@ def compare(trace: Trace, setting: Setting, cooldowns: list[float]) -> dict[str,
     return {
         "trace": trace.name,
         "workers": setting.kind.name,
+        "is_aggregated": setting.is_aggregated,
         "ttft_s": setting.ttft_s,
         "tpot_s": setting.tpot_s,
         "startup_s": setting.startup_s,

@@ -27,6 +27,7 @@ class Setting:
     ttft_s: float
     tpot_s: float
     startup_s: float
+    is_aggregated: bool = False  # decode workers read the prompts, and there are no others
 
 
 def serve(trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int], after_s: float = 0.0) -> Outcome:
@@ -46,7 +47,10 @@ def serve_with_fleet(
 
 
 def fleet_for_busiest(trace: Trace, setting: Setting, config: AutoscalingConfig) -> tuple[int, int]:
-    """(prefill, decode) workers that do the work of the busiest `BUSIEST_S` seconds within as long, less `spare`."""
+    """(prefill, decode) workers that do the work of the busiest `BUSIEST_S` seconds within as long, less `spare`.
+
+    Aggregated ones do both, each by itself.
+    """
     costs = setting.kind.costs
     work: dict[int, float] = defaultdict(float)
     tokens: dict[int, float] = defaultdict(float)
@@ -63,12 +67,14 @@ def fleet_for_busiest(trace: Trace, setting: Setting, config: AutoscalingConfig)
         setting.kind.max_batch,
         config.spare,
     )
-    prefill = _busiest(work) / BUSIEST_S / (1 - config.spare)
-    return math.ceil(prefill), math.ceil(_busiest(tokens) / BUSIEST_S / each.tokens_per_s)
+    prefill, decode = _busiest(work) / BUSIEST_S / (1 - config.spare), _busiest(tokens) / BUSIEST_S / each.tokens_per_s
+    return (0, math.ceil(prefill + decode)) if setting.is_aggregated else (math.ceil(prefill), math.ceil(decode))
 
 
 def fleet_in_hindsight(trace: Trace, setting: Setting, most: tuple[int, int]) -> tuple[int, int]:
     """The smallest fixed fleet that is enough, each role found beside as many of the other as there may be."""
+    if setting.is_aggregated:
+        return 0, _least(sum(most), lambda count: _attained(trace, setting, (0, count)).attainment)
     prefill = _least(most[0], lambda count: _attained(trace, setting, (count, most[1])).ttft_attainment)
     decode = _least(most[1], lambda count: _attained(trace, setting, (prefill, count)).attainment)
     return prefill, decode

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
+from tests.simulation.autoscaling.aggregated import AggregatedWorker
 from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
 
 TRANSFER_S = 0.002
@@ -28,7 +29,10 @@ class Change:
 
 @dataclass
 class Fleet:
-    """All workers, those that start and drain included, and the counters that a scaler sees."""
+    """All workers, those that start and drain included, and the counters that a scaler sees.
+
+    One that begins without prefill workers is aggregated: decode workers read the prompts.
+    """
 
     kind: Kind
     startup_s: float
@@ -36,6 +40,7 @@ class Fleet:
     tpot_s: float
     prefill: list[PrefillWorker] = field(default_factory=list)
     decode: list[DecodeWorker] = field(default_factory=list)
+    is_aggregated: bool = False
     prefill_target: int = 0
     decode_target: int = 0
     now_s: float = 0.0
@@ -55,25 +60,28 @@ class Fleet:
         for worker in self.decode:
             worker.advance(self.now_s)
         costs = self.kind.costs if self.prefilled >= WARM_REQUESTS else None
+        unread = self.requests - self.prefilled, self.prompt_tokens - self.prefilled_tokens
         arrived = Arrived(self.requests, self.prompt_tokens, 0.0, self.prompt_pairs, self.output_tokens, self.ended)
         prefill = RoleSignals(
             running=len(running_p),
             target=self.prefill_target,
-            costs=costs,
-            queued_requests=self.requests - self.prefilled,
-            queued_tokens=self.prompt_tokens - self.prefilled_tokens,
+            costs=None if self.is_aggregated else costs,
+            queued_requests=0 if self.is_aggregated else unread[0],
+            queued_tokens=0 if self.is_aggregated else unread[1],
             step_tokens=self.kind.step_tokens,
         )
         decode = RoleSignals(
             running=len(running_d),
             target=self.decode_target,
             costs=costs,
-            queued_requests=sum(len(worker.waiting) for worker in self.decode),
+            queued_requests=sum(len(worker.waiting) for worker in self.decode) + unread[0] * self.is_aggregated,
+            queued_tokens=unread[1] * self.is_aggregated,
             num_decoding=sum(len(worker.rows) for worker in self.decode),
             context_tokens=int(sum(worker.context for worker in self.decode)),
             owned_tokens=sum(worker.held_tokens for worker in self.decode),
             total_tokens=self.kind.kv_tokens * len(running_d),
             max_batch=self.kind.max_batch,
+            step_tokens=self.kind.step_tokens,
         )
         return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
 
@@ -95,7 +103,7 @@ class Fleet:
             self.prefill.append(PrefillWorker(self.kind, self.now_s, ready_s))
             self.prefill_target += 1
         while self.decode_target < decode:
-            self.decode.append(DecodeWorker(self.kind, self.now_s, ready_s))
+            self.decode.append(self._decode_worker(ready_s))
             self.decode_target += 1
         while self.prefill_target > prefill:
             kept_p = [one for one in self.prefill if one.gone_s is None]
@@ -104,14 +112,19 @@ class Fleet:
             self.prefill_target -= 1
         while self.decode_target > decode:
             kept_d = [one for one in self.decode if one.gone_s is None]
-            least = max(kept_d, key=lambda one: (max(one.ready_s, self.now_s), -len(one.rows) - len(one.waiting)))
-            least.gone_s = math.inf if least.rows or least.waiting else self.now_s
+            least = max(kept_d, key=lambda one: (max(one.ready_s, self.now_s), -one.num_requests))
+            least.gone_s = math.inf if least.num_requests else self.now_s
             self.decode_target -= 1
+
+    def _decode_worker(self, ready_s: float) -> DecodeWorker:
+        if self.is_aggregated:
+            return AggregatedWorker(self.kind, self.now_s, ready_s, self.tpot_s)
+        return DecodeWorker(self.kind, self.now_s, ready_s)
 
     def clean(self) -> None:
         """Forgets workers that have gone; a draining one goes when it is empty."""
         for one in self.decode:
-            if one.gone_s == math.inf and not one.rows and not one.waiting:
+            if one.gone_s == math.inf and not one.num_requests:
                 one.gone_s = self.now_s
         for workers in (self.prefill, self.decode):
             for worker in [one for one in workers if one.gone_s is not None and one.gone_s <= self.now_s]:
@@ -136,6 +149,7 @@ def run(
 
     `scaler` is asked every `look_s`; the first workers are there at once. After `until_s` nobody is paid.
     """
+    fleet.is_aggregated = start[0] == 0
     fleet.scale(*start, startup_s=0.0)
     fleet.changes.clear()
     _Run(fleet, requests, scaler).go(until_s, look_s)
@@ -191,6 +205,10 @@ class _Run:
         fleet.requests += 1
         fleet.prompt_tokens += tokens
         fleet.prompt_pairs += tokens * tokens / 2
+        if fleet.is_aggregated:
+            readers = [one for one in fleet.running_decode() if isinstance(one, AggregatedWorker)]
+            min(readers, key=lambda one: one.predicted_s(tokens)).read(request, fleet.now_s)
+            return
         running = fleet.running_prefill()
         best = min(running, key=lambda one: one.free_s)
         best.free_s = best.end_of(tokens, fleet.now_s)
@@ -219,6 +237,10 @@ class _Run:
         best.join(request, fleet.now_s)
 
     def _end(self, worker: DecodeWorker) -> None:
-        request = worker.end_one(self.fleet.now_s)
-        self.fleet.ended += 1
-        self.fleet.output_tokens += request.output_tokens
+        fleet, request = self.fleet, worker.end_one(self.fleet.now_s)
+        if request.first_s == fleet.now_s:
+            fleet.prefilled += 1
+            fleet.prefilled_tokens += request.prompt_tokens
+        if request.last_s < math.inf:
+            fleet.ended += 1
+            fleet.output_tokens += request.output_tokens

@@ -51,13 +51,16 @@ class RayServe:
     """
 
     def __init__(self, config: AutoscalingConfig, prefill_ongoing: float, decode_ongoing: float) -> None:
-        self.prefill = _Deployment("prefill", config.prefill.min, config.prefill.max, prefill_ongoing)
+        self.prefill = None
+        if config.prefill.max:
+            self.prefill = _Deployment("prefill", config.prefill.min, config.prefill.max, prefill_ongoing)
         self.decode = _Deployment("decode", config.decode.min, config.decode.max, decode_ongoing)
 
     def __call__(self, fleet: Fleet) -> tuple[int, int]:
-        prefill = self.prefill.target(
-            fleet.now_s, fleet.requests - fleet.prefilled, len(fleet.running_prefill()), fleet.prefill_target
-        )
+        unread = fleet.requests - fleet.prefilled
+        prefill = 0
+        if self.prefill is not None:
+            prefill = self.prefill.target(fleet.now_s, unread, len(fleet.running_prefill()), fleet.prefill_target)
         decode = self.decode.target(
             fleet.now_s, fleet.requests - fleet.ended, len(fleet.running_decode()), fleet.decode_target
         )

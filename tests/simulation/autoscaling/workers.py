@@ -95,6 +95,11 @@ class DecodeWorker:
         self.waiting_tokens = 0  # of their prompts
         self._number = 0
 
+    @property
+    def num_requests(self) -> int:
+        """All that are here."""
+        return len(self.rows) + len(self.waiting)
+
     def join(self, request: Request, now_s: float) -> None:
         """A request whose KV has come."""
         self.advance(now_s)
