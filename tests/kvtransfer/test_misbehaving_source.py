@@ -1,23 +1,14 @@
-"""A source that breaks the protocol, message by message, beside one that does not; and a target that does."""
+"""A source that breaks the protocol, message by message, beside one that does not."""
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import pytest
-from memory_transport import MemoryTransport
-from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
+from raw_peer import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
+from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, make_pair, settle
 
 from kvtransfer.config import TransferConfig
 from kvtransfer.digest import chunk_seal
-from kvtransfer.layout import Segment
-from kvtransfer.lifecycle import SenderState
-from kvtransfer.link import DataLink
-from kvtransfer.receiver import KVReceiver
 from protocol.errors import ConnectionLost, TransferFailed
 from protocol.messages import (
     Abort,
@@ -26,8 +17,6 @@ from protocol.messages import (
     Damaged,
     Grant,
     Hello,
-    KVHello,
-    KVWelcome,
     LinkReady,
     LinkWanted,
     Message,
@@ -36,79 +25,9 @@ from protocol.messages import (
     Run,
     StatsFrame,
     Verified,
-    Welcome,
 )
-from protocol.network import Connection, Handler, Listener
 from protocol.stats import WorkerStats
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address, Peer, Ticket, mint_ticket
-
-NEIGHBOUR = Peer("prefill-1", 33)
-ANYBODY = b"x" * 16
-
-
-@dataclass
-class RawPeer:
-    """A source whose messages the test writes itself."""
-
-    connection: Connection
-    link: DataLink
-    store: BytesStore
-    name: Peer = P
-
-    async def send_chunk(self, ticket: Ticket, sequence: int, *runs: Run, attempt: int = 0) -> None:
-        """Chunk and bytes: those of block 0, as often as it takes."""
-        chunk = announced(ticket.transfer_id, sequence, *runs, attempt=attempt)
-        self.connection.send(chunk)
-        await self.send_bytes(chunk)
-
-    async def send_bytes(self, chunk: Chunk, seal: int | None = None) -> None:
-        num_units = sum(run.num_units for run in chunk.runs)
-        await self.link.send([Segment(0, (0,) * num_units)], chunk_seal(chunk, self.name, D) if seal is None else seal)
-
-    async def answer(self) -> Message:
-        """The next message that is no Ping."""
-        while isinstance(message := await self.connection.receive(), Ping):
-            pass
-        return message
-
-
-def announced(transfer_id: bytes, sequence: int, *runs: Run, attempt: int = 0, link: int = 0) -> Chunk:
-    num_bytes = sum(run.num_units for run in runs) * BLOCK_BYTES
-    return Chunk(transfer_id, sequence, attempt, link, runs, num_bytes)
-
-
-def greeting(pair: Pair, peer: Peer = P) -> Hello:
-    return Hello(peer, D, KVHello(pair.source.layout, 0, "raw", reach("memory")))
-
-
-@contextlib.asynccontextmanager
-async def raw_peer(pair: Pair, peer: Peer = P) -> AsyncIterator[RawPeer]:
-    store = BytesStore()
-    store.fill(5)
-    transport = MemoryTransport(store)
-    connection = await pair.network.connect(pair.address)
-    connection.send(greeting(pair, peer))
-    welcome = await connection.receive()
-    assert isinstance(welcome, Welcome)
-    assert welcome.kv is not None
-    link = await transport.join(welcome.kv.link, pair.target_cut)
-    try:
-        yield RawPeer(connection, link, store, peer)
-    finally:
-        await link.close()
-        await connection.close()
-
-
-async def granted(
-    pair: Pair, peer: RawPeer, request_id: str = "r", skip: int = 0
-) -> tuple[Ticket, asyncio.Task[object]]:
-    """A transfer of blocks 4, 5, 6 (12 tokens), and a task that awaits it."""
-    ticket = pair.ticket(request_id)
-    incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, skip)
-    peer.connection.send(Offer(ticket, 12))
-    assert await peer.answer() == Grant(ticket.transfer_id, skip)
-    return ticket, asyncio.create_task(incoming.verified())
+from protocol.tickets import Peer, mint_ticket
 
 
 @pytest.mark.parametrize(
@@ -432,176 +351,3 @@ async def test_an_abort_is_heard_while_a_chunk_before_it_is_still_under_way() ->
         await peer.send_bytes(chunk)
         peer.connection.send(Commit(slow.transfer_id, 1, TOKEN))
         assert await slow_waiting == TOKEN
-
-
-# --- targets ---
-
-
-@contextlib.asynccontextmanager
-async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator[Ticket]:
-    """A target that grants, and after the commit sends `answers` (made of the transfer's id); a ticket for it.
-
-    It says Ping so often before its Welcome.
-    """
-
-    async def serve(connection: Connection) -> None:
-        await connection.receive()
-        pending = await pair.transports[1].by_name["memory"].prepare("127.0.0.1", pair.target_cut)
-        kv = KVWelcome(pair.target.layout, 0, "memory", "why", (), pending.params)
-        for _ in range(pings):
-            connection.send(Ping())
-        connection.send(Welcome(D, kv))
-        try:
-            while True:
-                message = await connection.receive()
-                if isinstance(message, Offer):
-                    connection.send(Grant(message.ticket.transfer_id, 0))
-                if isinstance(message, Commit):
-                    for answer in answers:
-                        connection.send(answer(message.transfer_id))
-        except ConnectionLost:
-            await pending.close()
-
-    listener = await TcpNetwork(SECRET).listen("127.0.0.1", serve)
-    yield mint_ticket(SECRET, "r", P, D, (listener.address,))
-    await listener.close()
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (lambda transfer_id: Damaged(transfer_id, 1, 0), "attempt 0 of chunk 1 is not out"),
-        (lambda transfer_id: Damaged(transfer_id, -1, 0), "attempt 0 of chunk -1 is not out"),
-        (lambda transfer_id: Damaged(transfer_id, 0, 1), "attempt 1 of chunk 0 is not out"),
-        (lambda transfer_id: Damaged(transfer_id, 0, 2), "attempt 2 of chunk 0 is not out"),
-        (lambda transfer_id: Grant(transfer_id, 0), "GRANT can't happen"),
-        (lambda transfer_id: LinkReady(1, "memory", {}), "link 1 was not asked for"),
-        (lambda transfer_id: Ping(), None),
-    ],
-)
-async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | None) -> None:
-    async with make_pair() as pair, raw_target(pair, answer) as ticket:
-        out = pair.sender.open(ticket, 4, [1], 4)
-        out.commit(TOKEN)
-        if text is None:
-            await settle(lambda: out.lanes[0].state.name == "COMMITTED")
-            out.abort("enough")
-        with pytest.raises(TransferFailed, match=text or "enough"):
-            await out.done()
-
-
-async def test_a_target_that_calls_a_chunk_damaged_twice_at_once_ends_the_transfer() -> None:
-    async with make_pair() as pair:
-        damaged = [lambda transfer_id: Damaged(transfer_id, 0, 0)] * 2
-        async with raw_target(pair, *damaged) as ticket:
-            out = pair.sender.open(ticket, 4, [1], 4)
-            out.commit(TOKEN)
-            with pytest.raises(TransferFailed, match="attempt 0 of chunk 0 is not out"):
-                await out.done()
-
-
-async def test_a_target_that_is_slow_to_prepare_its_link_may_ping_before_its_welcome() -> None:
-    verified = [lambda transfer_id: Verified(transfer_id)]
-    async with make_pair() as pair, raw_target(pair, *verified, pings=2) as ticket:
-        out = pair.sender.open(ticket, 4, [1], 4)
-        out.commit(TOKEN)
-        await out.done()
-
-
-# --- peers that listen to nothing ---
-
-
-class DeafConnection:
-    """The connection to a peer that reads nothing any more once `is_deaf`: what is sent to it piles up here."""
-
-    def __init__(self, inner: Connection):
-        self._inner = inner
-        self._never = asyncio.Event()
-        self.is_deaf = False
-        self.num_sent = 0
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._inner.unsent_bytes
-
-    def send(self, message: Message) -> None:
-        self.num_sent += not isinstance(message, Ping)
-        self._inner.send(message)
-
-    async def drain(self) -> None:
-        if self.is_deaf:
-            await self._never.wait()
-        await self._inner.drain()
-
-    async def receive(self) -> Message:
-        return await self._inner.receive()
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
-async def read_to_the_end(peer: RawPeer) -> None:
-    while True:
-        await peer.connection.receive()
-
-
-class DeafNetwork:
-    """A network of such connections, on this side of them."""
-
-    def __init__(self) -> None:
-        self._inner = TcpNetwork(SECRET)
-        self.connections: list[DeafConnection] = []
-
-    async def connect(self, address: Address) -> Connection:
-        self.connections.append(DeafConnection(await self._inner.connect(address)))
-        return self.connections[-1]
-
-    async def listen(self, host: str, handler: Handler) -> Listener:
-        async def handle(connection: Connection) -> None:
-            self.connections.append(DeafConnection(connection))
-            await handler(self.connections[-1])
-
-        return await self._inner.listen(host, handle)
-
-
-async def test_a_target_that_reads_no_messages_holds_a_sources_blocks_no_longer_than_a_lease() -> None:
-    async with make_pair(config=TransferConfig(lease_s=0.3)) as pair:
-        network = DeafNetwork()
-        pair.network = network
-        sender = pair.make_sender(config=TransferConfig(lease_s=0.3))
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [4], 4, 0)
-        out = sender.open(ticket, 4, [1], 0)
-        await settle(lambda: out.lanes[0].state is SenderState.GRANTED)
-        network.connections[0].is_deaf = True
-        for layer in range(3):
-            out.layer_ready(layer, 4)
-        with pytest.raises(TransferFailed, match="has taken no message"):
-            await out.done()
-        with pytest.raises(TransferFailed):
-            await incoming.verified()
-        await sender.close()
-
-
-async def test_a_source_that_reads_no_answers_is_not_listened_to_until_it_does() -> None:
-    network = DeafNetwork()
-    async with make_pair() as pair:
-        receiver = KVReceiver(
-            peer=D,
-            store=pair.target,
-            network=network,
-            transports=pair.transports[1],
-            config=TransferConfig(lease_s=0.3),
-            clock=time.monotonic,
-            secret=SECRET,
-        )
-        (pair.address,) = await receiver.start("127.0.0.1")
-        async with raw_peer(pair) as peer:
-            connection = network.connections[0]
-            connection.is_deaf, before = True, connection.num_sent
-            for index in range(50):
-                peer.connection.send(Offer(pair.ticket(str(index), secret=b"forged"), 12))
-            with pytest.raises(ConnectionLost):
-                await read_to_the_end(peer)
-            assert connection.num_sent == before + 1
-        await receiver.close()
