@@ -119,6 +119,8 @@ class DecodeSection:
             stall_factor=1,
             min_chunk_tokens=1,
             router_wait_s=NOT_AT_ONCE_S,
+            pull_wait_s=NOT_AT_ONCE_S,
+            min_pull_tokens=1,
             swap_gib=0,
             max_step_s=NOT_AT_ONCE_S,
             token_channel=_WORKER_CHANNEL,

@@ -24,12 +24,14 @@ class DecodeConfig:
     swap_gib: float = 0.0  # host memory for KV of such requests; 0: all are computed again
     run_ahead: bool = True  # schedule a step while the one before it runs, so that the engine never waits for it
     router_wait_s: float = 30.0  # where a transfer has failed, and the router says nothing for so long, compute here
+    pull_wait_s: float = 0.5  # a prompt waits so long for another worker to offer its beginning
+    min_pull_tokens: int = 64  # an offer that would spare fewer is declined: they are computed as quickly
     max_step_s: float = 60.0  # a step that takes longer is stuck, and the worker unhealthy
     integrity_interval_s: float = 10.0  # an idle worker checks its block accounting at most this often
     token_channel: TokenServerConfig = field(default_factory=TokenServerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_waiting", "min_chunk_tokens"):
+        for name in ("max_batch", "max_waiting", "min_chunk_tokens", "min_pull_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be at least 1")
         if self.max_step_tokens < self.max_batch:
@@ -37,7 +39,7 @@ class DecodeConfig:
                 f"decode.max_step_tokens is {self.max_step_tokens}, less than decode.max_batch {self.max_batch}: "
                 "a step could not give every running request its token"
             )
-        for name in ("router_wait_s", "max_step_s"):
+        for name in ("router_wait_s", "pull_wait_s", "max_step_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"decode.{name} is {getattr(self, name)}: it must be above 0")
         if not 0 < self.tpot_safety <= 1:

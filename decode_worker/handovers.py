@@ -10,10 +10,10 @@ the prefill worker died of may be this very prompt.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from decode_worker.calls import Call, Calls
-from decode_worker.jobs import DecodeJob, Progress
+from decode_worker.calls import Call
+from decode_worker.jobs import Progress
 from decode_worker.scheduler import DecodeScheduler
 from kvtransfer.offers import AwaitedOffers
 from kvtransfer.sides import Incoming, ReceivingSide
@@ -26,31 +26,31 @@ _log = logging.getLogger(__name__)
 class Handovers:
     """One worker's. After a transfer that failed the router's word is waited for `router_wait_s`.
 
-    Takes the receiver's `on_offer` for itself.
-
-    `got_on` is called with what a request's first token makes of it, `wake` where there may be something to do. Both
-    are called on the event loop and must not wait.
+    `admit` is called where an offer has come, to let in whose turn it is though a step may be under way; `got_on` with
+    what a request's first token makes of it; `wake` where there may be something to do. All are called on the event
+    loop and must not wait.
     """
 
     def __init__(
         self,
         *,
         receiver: ReceivingSide,
+        offers: AwaitedOffers,
         scheduler: DecodeScheduler,
-        calls: Calls,
         clock: Clock,
         router_wait_s: float,
+        admit: Callable[[], None],
         got_on: Callable[[Progress], None],
         wake: Callable[[], None],
     ):
         self._receiver = receiver
         self._scheduler = scheduler
-        self._calls = calls
         self._clock = clock
+        self._admit = admit
         self._got_on = got_on
         self._wake = wake
         self._router_wait_s = router_wait_s
-        self._offers = AwaitedOffers(receiver)
+        self._offers = offers
         self._receiving: dict[Call, asyncio.Task[None]] = {}
 
     @property
@@ -63,17 +63,16 @@ class Handovers:
         if call.ticket is not None:
             self._offers.wait(call.ticket, came=lambda: self._offered(call))
 
-    def begin(self, reserved: Iterable[DecodeJob]) -> None:
-        """Let KV into the blocks that these jobs now hold."""
-        for job in reserved:
-            call, sequence = self._calls.of_job(job), job.sequence
-            if call.ticket is not None:
-                call.incoming = self._receiver.expect(
-                    call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
-                )
-                self._receiving[call] = asyncio.create_task(
-                    self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
-                )
+    def begin(self, call: Call) -> None:
+        """Let KV into the blocks that the call's job now holds."""
+        sequence = call.job.sequence
+        if call.ticket is not None:
+            call.incoming = self._receiver.expect(
+                call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+            )
+            self._receiving[call] = asyncio.create_task(
+                self._receive(call, call.incoming), name=f"receive {call.request.request_id}"
+            )
 
     def do_without(self, call: Call) -> None:
         """Have the prompt computed here, now or when its transfer has ended."""
@@ -97,7 +96,7 @@ class Handovers:
 
     def _offered(self, call: Call) -> None:
         self._scheduler.offered(call.job)
-        self.begin(self._scheduler.reserve_offered())  # the KV may come while a step is under way
+        self._admit()
         if call.ticket is not None and call.incoming is None:
             self._receiver.keep(call.ticket)  # until there is room: `begin`, or nobody wants it: `refuse`
         self._wake()

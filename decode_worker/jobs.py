@@ -13,7 +13,7 @@ class Phase(Enum):
     """Where a request stands on a decode worker."""
 
     WAITING = auto()  # holds no blocks
-    TRANSFERRING = auto()  # holds the prompt's blocks; their KV is on its way
+    TRANSFERRING = auto()  # holds the prompt's blocks; their KV, or that of the first of them, is on its way
     RUNNING = auto()  # in every step that has a place for it, with a chunk of tokens not computed yet or its last token
     ENDED = auto()  # finished, failed or aborted
 
@@ -37,6 +37,8 @@ class DecodeJob:
     wants_transfer: bool  # its KV comes from a prefill worker
     turn: Turn = ()  # while it waits, or its prompt is computed here
     is_offered: bool = False  # that worker has begun, and holds all the blocks that it needs itself
+    awaits_offer: bool = False  # another worker may offer its beginning: not to be admitted yet
+    offered_tokens: int = 0  # how much of its beginning another worker offers; 0: nothing, or no longer wanted
     phase: Phase = Phase.WAITING
     # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
     under_way: list[SequenceStep] = field(default_factory=list)
@@ -45,7 +47,7 @@ class DecodeJob:
     swapped: SwappedKV | None = None
     has_place: bool = False  # it was in the batch of the last step
     keeps_blocks: bool = False  # its class's share has brought it on: no higher class takes its blocks back
-    num_cached_tokens: int = 0  # found in the prefix cache on first admission
+    num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
     num_preemptions: int = 0
 
     @property
@@ -60,6 +62,11 @@ class DecodeJob:
     def has_begun(self) -> bool:
         """Whether it has output tokens already: it was resumed, or gave way."""
         return self.sequence.num_output_tokens > 0
+
+    @property
+    def has_kv_coming(self) -> bool:
+        """Whether a transfer brings KV of it, which takes blocks but no place in a step."""
+        return self.wants_transfer or self.offered_tokens > 0
 
     @property
     def num_indivisible(self) -> int:

@@ -1,6 +1,7 @@
 """Who holds blocks: all that a request needs so far are reserved for it at once, when its turn has come. Pure."""
 
 from decode_worker.jobs import DecodeJob
+from decode_worker.offered_prefixes import OfferedPrefixes
 from decode_worker.standings import Standings
 from decode_worker.yielding import who_yields
 from model.block_pool import BlockPool
@@ -10,9 +11,10 @@ from model.queue_order import NO_LIMIT
 class Reservations:
     """Blocks of `pool`. `watermark_blocks` are left free, so that running requests have some to grow into."""
 
-    def __init__(self, pool: BlockPool, standings: Standings, *, watermark_blocks: int):
+    def __init__(self, pool: BlockPool, standings: Standings, prefixes: OfferedPrefixes, *, watermark_blocks: int):
         self._pool = pool
         self._standings = standings
+        self._prefixes = prefixes
         self._watermark_blocks = watermark_blocks
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
@@ -23,17 +25,22 @@ class Reservations:
         Not before it is offered: blocks reserved for what may still wait for blocks elsewhere could end in a circle of
         workers that wait for each other.
         """
-        return [job for job in self._standings.waiting if job.is_offered or not job.wants_transfer]
+        return [
+            job
+            for job in self._standings.waiting
+            if not job.awaits_offer and (job.is_offered or not job.wants_transfer)
+        ]
 
     def reserve(self, job: DecodeJob, most: int) -> bool:
         """Admit a waiting job, if there are blocks for all tokens known so far.
 
-        With a limit `most` to its tokens, so by its class's share, it keeps them.
+        With a limit `most` to its tokens, so by its class's share, it keeps them. It `is_receiving` then, or runs.
         """
         sequence = job.sequence
         matched = sequence.match_prefix(self._pool)
         if self._missing(job) > 0:
             sequence.reset(self._pool)
+            self._prefixes.decline_all()
             return False
         sequence.reserve(self._pool, sequence.num_uncomputed)
         if job.num_preemptions == 0:
@@ -41,7 +48,7 @@ class Reservations:
         job.keeps_blocks = most < NO_LIMIT
         self.prefix_queries += len(sequence.token_ids)
         self.prefix_hits += matched
-        if job.wants_transfer:
+        if job.wants_transfer or self._prefixes.takes(job):
             self._standings.receive(job)
         else:
             self._standings.run(job)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from decode_worker.batch import Batch
 from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
+from decode_worker.offered_prefixes import OfferedPrefixes
 from decode_worker.request_bounds import check_fits
 from decode_worker.reservations import Reservations
 from decode_worker.run_ahead import drawn_for, must_be_awaited
@@ -48,6 +49,7 @@ class DecodeScheduler:
         max_context: int,
         max_waiting: int,
         swapped: SwappedBlocks,
+        min_pull_tokens: int = 1,
         queue: QueuePolicy = "edf",
     ):
         self._pool = pool
@@ -57,7 +59,8 @@ class DecodeScheduler:
         self._max_context = max_context
         self._max_waiting = max_waiting
         self._standings = Standings(pool, swapped, queue)
-        self._reservations = Reservations(pool, self._standings, watermark_blocks=watermark_blocks)
+        self.prefixes = OfferedPrefixes(pool, self._standings, min_tokens=min_pull_tokens)
+        self._reservations = Reservations(pool, self._standings, self.prefixes, watermark_blocks=watermark_blocks)
         self._batch = Batch(max_batch, budget)
         self._shares = ClassShares()
         self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
@@ -99,8 +102,12 @@ class DecodeScheduler:
         """Tokens still to be computed here before they decode, of each request that does not."""
         return self._standings.waiting_work()
 
-    def add(self, request: GenerateRequest, *, now: float, wants_transfer: bool) -> DecodeJob:
+    def add(
+        self, request: GenerateRequest, *, now: float, wants_transfer: bool, awaits_offer: bool = False
+    ) -> DecodeJob:
         """Queue a request; `now` is in seconds of a clock that the caller keeps to.
+
+        One that awaits the offer of a prefix is not admitted before `prefixes` hear of it.
 
         Raises RequestError for one that could never run here to its end, and, with status 429, for one too many.
         One that gives way later is queued again whatever the number.
@@ -111,7 +118,7 @@ class DecodeScheduler:
         sequence = SequenceState(request, self._pool.block_size)
         num_cached = self._pool.lookup(sequence.matchable_hashes) * self._pool.block_size
         num_uncached = len(sequence.token_ids) - num_cached
-        job = DecodeJob(sequence, self._num_arrived, now, num_uncached, wants_transfer)
+        job = DecodeJob(sequence, self._num_arrived, now, num_uncached, wants_transfer, awaits_offer=awaits_offer)
         self._num_arrived += 1
         self._standings.wait(job)
         return job
@@ -158,9 +165,10 @@ class DecodeScheduler:
         reserved: list[DecodeJob] = []
         for job, most in turns((self._reservations.ready(),), self._shares):
             if job.phase is Phase.WAITING:
-                if not job.wants_transfer or not self._admit(job, most):
+                if not job.has_kv_coming or not self._admit(job, most):
                     break
-                reserved.append(job)
+                if job.is_receiving:
+                    reserved.append(job)
         return tuple(reserved)
 
     def complete(self, step: DecodeStep, sampled: "list[SampledToken | None]") -> list[Progress]:
@@ -266,14 +274,14 @@ class DecodeScheduler:
         if waiting[0].request.promise.priority <= min(job.request.promise.priority for job in running):
             return []
         head, _ = next(turns((self._reservations.ready(),), self._shares), (None, 0))
-        if head is None or not (head.wants_transfer or self._batch.has_room(head, self._staying())):
+        if head is None or not (head.has_kv_coming or self._batch.has_room(head, self._staying())):
             return []
         return self._reservations.who_yields_to(head)
 
     def _give_turns(
         self, prompts: Sequence[DecodeJob], num_places: int, budget: PromptBudget
     ) -> tuple[Counter[DecodeJob], list[DecodeJob], list[Swap]]:
-        """Chunks of prompts in so many places, who is admitted for a transfer, and whose KV comes back."""
+        """Chunks of prompts in so many places, whose blocks a transfer may fill, and whose KV comes back."""
         given: Counter[DecodeJob] = Counter()
         reserved: list[DecodeJob] = []
         swapped_in: list[Swap] = []
@@ -312,7 +320,7 @@ class DecodeScheduler:
         self._given.clear()
 
     def _may_join(self, job: DecodeJob, budget: PromptBudget) -> bool:
-        return job.wants_transfer or (not budget.is_spent and self._batch.has_room(job, self._staying()))
+        return job.has_kv_coming or (not budget.is_spent and self._batch.has_room(job, self._staying()))
 
     def _admit(self, job: DecodeJob, most: int) -> bool:
         if not self._reservations.reserve(job, most):

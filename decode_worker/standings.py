@@ -31,6 +31,9 @@ class Standings:
         for job in self.waiting:
             if not job.wants_transfer:
                 yield job.request.promise, job.num_to_compute
+        for job in self.transferring:
+            if not job.wants_transfer:
+                yield job.request.promise, len(job.sequence.token_ids) - job.offered_tokens
         for job in self.running:
             if job.sequence.num_uncomputed > 1:
                 yield job.request.promise, job.sequence.num_uncomputed

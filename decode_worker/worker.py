@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from decode_worker.calls import Call, Calls
 from decode_worker.config import DecodeConfig
-from decode_worker.handovers import Handovers
 from decode_worker.jobs import DecodeStep, Progress
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step_budget import StepBudget
 from decode_worker.steps_under_way import EndedStep, StepsUnderWay
 from decode_worker.swapping import Swapping
-from kvtransfer.prefix_export import PrefixExports
+from decode_worker.transfers import TransferCallbacks, Transfers
 from kvtransfer.probe import LinkProbe
 from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
@@ -30,7 +29,7 @@ from protocol.errors import EpochMismatch, RequestError, TicketRefused, Twostrok
 from protocol.network import Network
 from protocol.requests import DecodeReply, GenerateRequest, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Address, Peer, Ticket
+from protocol.tickets import Peer, Ticket
 from protocol.token_server import TokenServer, TokenServerCallbacks
 
 _log = logging.getLogger(__name__)
@@ -84,6 +83,7 @@ class DecodeWorker:
             max_context=max_context,
             max_waiting=config.max_waiting,
             swapped=self._swapping.blocks,
+            min_pull_tokens=config.min_pull_tokens,
             queue=config.queue,
         )
         self._token_server = TokenServer(
@@ -116,20 +116,18 @@ class DecodeWorker:
             ),
         )
         self._calls = Calls()
-        self._handovers: Handovers | None = None
-        if receiver is not None:
-            self._handovers = Handovers(
-                receiver=receiver,
-                scheduler=self._scheduler,
-                calls=self._calls,
-                clock=clock,
-                router_wait_s=config.router_wait_s,
-                got_on=lambda progress: self._report((progress,)),
-                wake=self._life.wake,
-            )
-        self._exports: PrefixExports | None = None
-        if sender is not None:
-            self._exports = PrefixExports(sender=sender, pool=pool, ended=self._life.wake)
+        self._transfers = Transfers(
+            receiver=receiver,
+            sender=sender,
+            scheduler=self._scheduler,
+            calls=self._calls,
+            pool=pool,
+            clock=clock,
+            config=config,
+            told=TransferCallbacks(
+                got_on=lambda progress: self._report((progress,)), pulled=self._pulled, wake=self._life.wake
+            ),
+        )
         self.probe = LinkProbe(
             pool=pool, sender=sender, receiver=receiver, store=store, clock=clock, on_released=self._life.wake
         )
@@ -137,9 +135,7 @@ class DecodeWorker:
 
     async def start(self, host: str) -> WorkerInfo:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
-        transfer_addresses: tuple[Address, ...] = ()
-        if self._receiver is not None:
-            transfer_addresses = await self._receiver.start(host)
+        transfer_addresses = await self._transfers.start(host)
         token_address = await self._token_server.start(host)
         self._life.start()
         return WorkerInfo(
@@ -159,9 +155,11 @@ class DecodeWorker:
 
         With a ticket the prompt's KV is expected from the prefill worker; should it not come, and without a ticket,
         the prompt is computed here. With `pull`, which comes only without a ticket, another worker has been asked to
-        send the KV of the prompt's beginning. A request that its router cancels returns without a finish reason. Raises
-        RequestError (can't be served as asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost
-        (the worker is ending, its engine died, or there is no token channel to the router any more).
+        send the KV of the prompt's beginning; what does not come in time, or not whole, is computed here.
+
+        A request that its router cancels returns without a finish reason. Raises RequestError (can't be served as
+        asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker is ending, its
+        engine died, or there is no token channel to the router any more).
         """
         self._life.check_takes_requests()
         if not self._token_server.is_connected(request.router_id):
@@ -172,14 +170,16 @@ class DecodeWorker:
             raise TicketRefused(f"the ticket is for request {ticket.request_id}")
         if pull is not None:
             self._check_pull(request, ticket, pull)
-            if self._receiver is not None:
-                self._receiver.refuse(pull)
         now = self._clock()
-        job = self._scheduler.add(request, now=now, wants_transfer=ticket is not None and self._handovers is not None)
+        job = self._scheduler.add(
+            request,
+            now=now,
+            wants_transfer=ticket is not None and self._transfers.can_receive,
+            awaits_offer=pull is not None and self._transfers.can_receive,
+        )
         call = Call(job, ticket, asyncio.get_running_loop().create_future(), now)
         self._calls.add(call)
-        if self._handovers is not None:
-            self._handovers.expect(call)
+        self._transfers.expect(call, pull)
         self._life.wake()
         try:
             return await call.reply
@@ -224,14 +224,7 @@ class DecodeWorker:
         self._fail_all(f"worker {self._peer.worker_id} is ending")
         await self._life.stop()
         await self._token_server.close()  # nobody asks for a prefix any more
-        if self._receiver is not None:
-            await self._receiver.close()
-        if self._sender is not None:
-            await self._sender.close()
-        if self._handovers is not None:
-            await self._handovers.ended()
-        if self._exports is not None:
-            await self._exports.outlive()
+        await self._transfers.close()
 
     async def _step(self) -> bool:
         """Schedule, run, post-process; where it can, the next step is scheduled while one runs."""
@@ -247,8 +240,7 @@ class DecodeWorker:
 
     def _schedule(self) -> DecodeStep:
         step = self._scheduler.schedule(self._under_way.last)
-        if self._handovers is not None:
-            self._handovers.begin(step.reserved)
+        self._transfers.begin(step.reserved)
         now = self._clock()
         for entry in step.entries:
             call = self._calls.of_job(entry.job)
@@ -294,10 +286,13 @@ class DecodeWorker:
         if pull.target.epoch != self._peer.epoch:
             raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
 
+    def _pulled(self, num_tokens: int) -> None:
+        self._counters.pulled_tokens += num_tokens
+
     def _prefill_failed(self, request_id: str) -> None:
         call = self._calls.find(request_id)
-        if call is not None and self._handovers is not None:  # the router says it again until it hears of the request
-            self._handovers.do_without(call)
+        if call is not None:  # the router says it again until it hears of the request
+            self._transfers.do_without(call)
 
     def _cancel(self, request_id: str) -> None:
         call = self._calls.find(request_id)
@@ -315,8 +310,7 @@ class DecodeWorker:
         if call.job.has_ended:
             return
         self._counters.aborted_requests += 1
-        if call.incoming is not None:
-            call.incoming.abort(reason)  # its blocks go back once nothing can write into them
+        self._transfers.give_up(call, reason)  # its blocks go back once nothing can write into them
         self._scheduler.end(call.job)
         self._forget(call)
         if error is not None:
@@ -324,13 +318,11 @@ class DecodeWorker:
 
     def _forget(self, call: Call) -> None:
         self._calls.remove(call)
-        if self._handovers is not None:
-            self._handovers.refuse(call)
+        self._transfers.forget(call)
         self._life.wake()
 
     def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
-        if self._exports is not None:
-            self._exports.send(ticket, token_ids, cache_salt)
+        self._transfers.send_prefix(ticket, token_ids, cache_salt)
 
     def _leave(self) -> None:
         """The worker is being taken down: what has not begun, here or on its way here, is begun elsewhere."""
@@ -350,6 +342,4 @@ class DecodeWorker:
             self._abort(call, reason, WorkerLost(reason))
 
     def _is_busy(self) -> bool:
-        is_exporting = self._exports is not None and self._exports.is_busy
-        is_receiving = self._handovers is not None and self._handovers.is_busy
-        return bool(self._under_way or self._calls) or is_receiving or is_exporting or self.probe.is_busy
+        return bool(self._under_way or self._calls) or self._transfers.is_busy or self.probe.is_busy

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtransfer.sides import Incoming, Outgoing
+from kvtransfer.sides import Outgoing
 from prefill_worker.jobs import PrefillJob
 from protocol.errors import TwostrokeError
 from protocol.requests import PrefillReply, SampledToken, TokenEvent, finish_reason
@@ -20,12 +20,9 @@ class Call:
     arrived_at: float
     reply: "asyncio.Future[PrefillReply]"
     started_at: float = 0.0
-    pull: Ticket | None = None  # of an offer that is expected, and neither taken nor refused
     outgoing: Outgoing | None = None
-    incoming: Incoming | None = None
-    is_aborted: bool = False  # its transfers have been given up here, on purpose
+    is_aborted: bool = False  # its transfer has been given up here, on purpose
     sending: "asyncio.Task[None] | None" = None  # ends with the outgoing transfer, by releasing the job's blocks
-    pulling: "asyncio.Task[None] | None" = None  # ends with the incoming one, by letting the job go on
 
     @property
     def request_id(self) -> str:
@@ -34,7 +31,7 @@ class Call:
     @property
     def is_over(self) -> bool:
         """Whether it has returned, and nothing reads or writes its blocks."""
-        return self.job.has_ended and self.sending is None and self.pulling is None
+        return self.job.has_ended and self.sending is None and not self.job.is_pulling
 
     def answer(self, first_token: SampledToken, now: float) -> None:
         """Return from the call, unless its awaiter is gone."""

@@ -6,8 +6,10 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 import asyncio
 from collections.abc import Sequence
 
+from kvtransfer.offers import AwaitedOffers
 from kvtransfer.prefix_export import PrefixExports
 from kvtransfer.probe import LinkProbe
+from kvtransfer.pulls import PullCallbacks, Pulls
 from kvtransfer.sides import ReceivingSide, SendingSide
 from kvtransfer.store import KVStore
 from model.block_pool import BlockPool
@@ -17,8 +19,7 @@ from model.worker_life import WorkerCallbacks, WorkerLife
 from model.worker_numbers import WorkerCounters, worker_stats
 from prefill_worker.calls import Call, Calls
 from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs import Admission, PrefillStep
-from prefill_worker.pulls import PullCallbacks, Pulls
+from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sendings import SendingCallbacks, Sendings
 from protocol.clock import Clock
@@ -104,14 +105,14 @@ class PrefillWorker:
                 num_layers=store.layout.num_layers,
                 told=SendingCallbacks(failed=self._not_sent, ended=self._transfer_ended),
             )
-        self._pulls: Pulls | None = None
+        self._pulls: Pulls[PrefillJob] | None = None
         if receiver is not None:
             self._pulls = Pulls(
                 receiver=receiver,
+                offers=AwaitedOffers(receiver),
                 scheduler=self._scheduler,
-                block_size=pool.block_size,
                 wait_s=config.pull_wait_s,
-                told=PullCallbacks(admitted=self._begin_transfers, pulled=self._pulled, ended=self._transfer_ended),
+                told=PullCallbacks(admit=self._admit_offered, pulled=self._pulled, ended=self._pull_ended),
             )
         self._exports: PrefixExports | None = None
         if sender is not None:
@@ -165,7 +166,7 @@ class PrefillWorker:
         call = Call(job, ticket, now, asyncio.get_running_loop().create_future())
         self._calls.add(call)
         if pull is not None and self._pulls is not None:
-            self._pulls.expect(call, pull)
+            self._pulls.expect(job, pull)
         self._life.wake()
         try:
             return await call.reply
@@ -212,8 +213,9 @@ class PrefillWorker:
             await self._sender.close()
         if self._receiver is not None:
             await self._receiver.close()
-        tasks = [task for call in self._calls for task in (call.sending, call.pulling) if task is not None]
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*(call.sending for call in self._calls if call.sending is not None))
+        if self._pulls is not None:
+            await self._pulls.ended()
         if self._exports is not None:
             await self._exports.outlive()
 
@@ -229,14 +231,18 @@ class PrefillWorker:
         self._begin_transfers(step.admission)
         return step
 
+    def _admit_offered(self) -> None:
+        self._begin_transfers(self._scheduler.admit_offered())
+
     def _begin_transfers(self, admission: Admission) -> None:
         for job in admission.declined:
-            self._refuse_pull(self._calls.of_job(job))
+            if self._pulls is not None:
+                self._pulls.refuse(job)
         for job in admission.admitted:
             call = self._calls.of_job(job)
             call.started_at = self._clock()
             if job.is_pulling and self._pulls is not None:
-                self._pulls.begin(call)
+                self._pulls.begin(job)
             if self._sendings is not None:
                 self._sendings.begin(call)
 
@@ -277,10 +283,15 @@ class PrefillWorker:
             self._end(call)
             call.answer(first_token, self._clock())
 
-    def _pulled(self, call: Call, num_tokens: int) -> None:
+    def _pulled(self, job: PrefillJob, num_tokens: int) -> None:
         self._counters.pulled_tokens += num_tokens
         if self._sendings is not None:
-            self._sendings.prefix_came(call)
+            self._sendings.prefix_came(self._calls.of_job(job))
+
+    def _pull_ended(self, job: PrefillJob) -> None:
+        call = self._calls.find(job.request.request_id)
+        if call is not None:
+            self._transfer_ended(call)
 
     def _not_sent(self, call: Call) -> None:
         """The router is told: the decode worker may not know even that there was something to wait for."""
@@ -289,10 +300,6 @@ class PrefillWorker:
     def _transfer_ended(self, call: Call) -> None:
         self._calls.forget_if_over(call)
         self._life.wake()  # its blocks may be what another prompt waits for
-
-    def _refuse_pull(self, call: Call) -> None:
-        if self._pulls is not None:
-            self._pulls.refuse(call)
 
     def _check_ticket(self, request: GenerateRequest, ticket: Ticket, mine: Peer) -> None:
         """`mine` is the ticket's end that should be here. A forged one is for its target to find, whose blocks it is
@@ -318,12 +325,12 @@ class PrefillWorker:
         `error` tells the call's awaiter, who needs none where it was cancelled itself.
         """
         call.is_aborted = True
-        for transfer in (call.outgoing, call.incoming):
-            if transfer is not None:
-                transfer.abort(reason)
+        if call.outgoing is not None:
+            call.outgoing.abort(reason)
+        if self._pulls is not None:
+            self._pulls.give_up(call.job, reason)
         if call.job.has_ended:
             return
-        self._refuse_pull(call)
         self._counters.aborted_requests += 1
         self._end(call)
         if error is not None:

@@ -340,10 +340,12 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_to
             job = rig.add(draw.randint(1, 40), draw.randint(1, 16), first, transfer=draw.random() < 0.5)
             outputs[job] = 0
             job.is_offered = draw.random() < 0.5
+            job.awaits_offer = not job.wants_transfer and draw.random() < 0.5
         step = rig.scheduler.schedule()
         assert sum(len(entry.step.token_ids) for entry in step.entries) <= max_batch + more_tokens
         assert len(step.entries) <= max_batch
         assert len({entry.job for entry in step.entries}) == len(step.entries)
+        assert not any(entry.job.is_receiving or entry.job.awaits_offer for entry in step.entries)
         receiving.extend(step.reserved)
         if draw.random() < 0.3:
             receiving.extend(rig.scheduler.reserve_offered())
@@ -353,17 +355,27 @@ def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_to
             rig.scheduler.offered(draw.choice(list(outputs)))
         if draw.random() < 0.05 and outputs:
             rig.scheduler.compute_here(draw.choice(list(outputs)))
+        for job in outputs:
+            if job.awaits_offer and not job.has_ended and draw.random() < 0.3:
+                if draw.random() < 0.3:
+                    rig.scheduler.prefixes.not_offered(job)
+                else:
+                    rig.scheduler.prefixes.offered(job, draw.randint(1, 40))
         note(rig.finish(step))
         while receiving and draw.random() < 0.3:
             job = receiving.pop(draw.randrange(len(receiving)))
-            if draw.random() < 0.3:
+            fails = draw.random() < 0.3
+            if not job.wants_transfer:
+                (rig.scheduler.prefixes.pull_failed if fails else rig.scheduler.prefixes.pulled)(job)
+            elif fails:
                 rig.scheduler.transfer_failed(job)
             elif (first_token := rig.scheduler.verified(job, TOKEN)) is not None:
                 note([first_token])
         if not num_requests and all(job.has_ended for job in outputs):
             break
     for job in receiving:
-        rig.scheduler.transfer_failed(job)
+        (rig.scheduler.transfer_failed if job.wants_transfer else rig.scheduler.prefixes.pull_failed)(job)
+    assert not any(job.is_receiving for job in rig.scheduler.prefixes.take_declined())
     assert all(job.has_ended for job in outputs)
     assert rig.pool.owned_blocks == 0
     assert rig.scheduler.num_waiting == rig.scheduler.num_running == rig.scheduler.num_waiting_tokens == 0

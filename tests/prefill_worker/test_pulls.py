@@ -4,72 +4,27 @@ A wrong, missing or stale block gives a wrong token: the model is a hash over al
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
-from kvtransfer.prefix_export import PrefixExports
-from model.sequence import SequenceState
 from protocol.errors import EpochMismatch, TicketRefused
 from protocol.messages import Cancel, SendPrefix
 from protocol.requests import GenerateRequest, PrefillReply
-from protocol.tickets import Peer, Ticket, mint_ticket
-from tests.simulation.fake_model import FakeEngine, expected_tokens
+from protocol.tickets import Peer, mint_ticket
+from tests.simulation.fake_model import expected_tokens
+from tests.simulation.prefix_source import SOURCE, source_beside
 from tests.simulation.worker_rig import (
     BLOCK,
     DECODE,
     LAYERS,
     PREFILL,
     SECRET,
-    Parts,
     Rig,
     a_request,
     begin,
     make_parts,
     play,
 )
-
-SOURCE = Peer("decode-9", 99)
-
-
-@dataclass
-class Source:
-    """Another worker, whose cache holds what it is told to."""
-
-    rig: Rig
-    parts: Parts
-    exports: PrefixExports
-
-    async def compute(self, request: GenerateRequest) -> None:
-        """Have the request's whole blocks in the cache."""
-        sequence = SequenceState(request, self.parts.store.layout.block_size)
-        sequence.reserve(self.parts.pool, sequence.num_uncomputed)
-        await FakeEngine(self.parts.store).step([sequence.step(sequence.num_uncomputed)])
-        sequence.num_computed = len(request.token_ids)
-        sequence.publish_full_blocks(self.parts.pool)
-        sequence.reset(self.parts.pool)
-
-    def ticket(self, name: str = "r", source: Peer = SOURCE, target: Peer = PREFILL) -> Ticket:
-        return mint_ticket(SECRET, name, source, target, self.rig.info.transfer_addresses)
-
-    def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
-        return self.exports.send(ticket, request.token_ids, request.cache_salt)
-
-
-@asynccontextmanager
-async def source_beside(rig: Rig, block_size: int = BLOCK) -> AsyncIterator[Source]:
-    parts = make_parts(SOURCE, rig.fabric, rig.links, block_size=block_size)
-    exports = PrefixExports(sender=parts.sender, pool=parts.pool, ended=lambda: None)
-    try:
-        yield Source(rig, parts, exports)
-    finally:
-        await parts.sender.close()
-        await exports.outlive()
-        await parts.transports.close()
-        assert parts.pool.owned_blocks == 0
-        parts.pool.check_integrity()
 
 
 def is_right(reply: PrefillReply, request: GenerateRequest) -> bool:
@@ -197,8 +152,7 @@ def test_a_source_lost_in_the_middle_costs_nothing_but_time(moment: float):
             source.send(ticket, a_request(41))
             call = begin(rig.worker.prefill(a_request(41), None, ticket))
             await asyncio.sleep(moment)
-            rig.fabric.cut(SOURCE.worker_id)
-            rig.links.cut(SOURCE.worker_id)
+            source.vanish()
             assert is_right(await call, a_request(41))
             assert rig.worker.stats().pulled_tokens == 0
             assert rig.pool.owned_blocks == 0
@@ -343,7 +297,7 @@ def test_a_forged_pull_ticket_pulls_nothing():
     async def script(rig: Rig) -> None:
         async with source_beside(rig) as source:
             await source.compute(a_request(40))
-            forged = mint_ticket(b"guessed", "r", SOURCE, PREFILL, rig.info.transfer_addresses)
+            forged = source.ticket(secret=b"guessed")
             source.send(forged, a_request(41))
             assert is_right(await rig.worker.prefill(a_request(41), None, forged), a_request(41))
             assert rig.worker.stats().pulled_tokens == 0
