@@ -1,7 +1,11 @@
-"""Suspects wait for each other, so that a worker's death names the one that was there, and for their judgement."""
+"""Suspects wait for each other, so that a worker's death names the one that was there, and for their judgement.
+
+For those of this router `suspects.py` tells who may go on; for other routers' the worker does (protocol/turns.py).
+"""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from protocol.clock import Clock
 from protocol.tickets import Peer
@@ -11,11 +15,19 @@ from router.suspects import Case, PoisonRequest, Stay, Suspects
 _POLL_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRouters:
+    """What passes between the routers, by way of the workers."""
+
+    take_turn: Callable[[Peer], Awaitable[None]]  # returns when none of them has a suspect computed at the worker
+    end_turn: Callable[[Peer], None]
+    tell: Callable[[tuple[Verdict, ...]], None]  # who was found guilty
+
+
 class SuspectTurns:
     """Lets one suspect at a time try a worker. Everybody else passes at once.
 
     `fate` tells whether a worker that was lost is gone for good: True, False (it lives), or None (not known yet).
-    `tell` has other routers hear of verdicts.
     """
 
     def __init__(
@@ -25,18 +37,20 @@ class SuspectTurns:
         clock: Clock,
         verdict_s: float,
         fate: Callable[[Peer], bool | None],
-        tell: Callable[[tuple[Verdict, ...]], None],
+        others: OtherRouters,
     ):
         self._suspects = suspects
         self._clock = clock
         self._verdict_s = verdict_s
         self._fate = fate
-        self._tell = tell
+        self._others = others
+        self._turns: dict[Peer, None] = {}  # where this router has its turn, or has asked for it
         self._waiting: list[asyncio.Future[None]] = []
 
     async def take(self, case: Case, workers: Collection[Peer]) -> None:
         """Wait until the case may be tried on `workers`, and hold them for it. Raises PoisonRequest."""
         case.waits = True
+        self._end_turns()  # who waits while others wait for it might wait for ever
         try:
             await self._wait(case, workers)
         finally:
@@ -45,6 +59,9 @@ class SuspectTurns:
         is_suspect = self._suspects.is_suspect(case)
         for worker in workers:
             self._suspects.stay(case, worker, Stay.HELD if is_suspect else Stay.AWAITS)
+        if is_suspect:
+            await self._take_turns(workers)
+            self._suspects.check(case)
 
     async def judge(self, case: Case) -> None:
         """Raises PoisonRequest where the case has taken two workers down. Where they live after all, it is innocent."""
@@ -53,7 +70,7 @@ class SuspectTurns:
         while workers := self._suspects.accused_of(case):
             fates = {worker: self._fate(worker) for worker in workers}
             if all(fates.values()):
-                self._tell(self._suspects.convict(case))
+                self._others.tell(self._suspects.convict(case))
                 self.changed()
                 raise PoisonRequest
             is_late = self._clock() >= deadline
@@ -79,7 +96,23 @@ class SuspectTurns:
 
     def changed(self) -> None:
         """Somebody has got on, or has left a worker: look who is next."""
+        self._end_turns()
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+    async def _take_turns(self, workers: Collection[Peer]) -> None:
+        for worker in sorted(workers, key=_place_in_line):
+            self._turns[worker] = None
+            await self._others.take_turn(worker)
+
+    def _end_turns(self) -> None:
+        for worker in [worker for worker in self._turns if not self._suspects.is_tried_at(worker)]:
+            del self._turns[worker]
+            self._others.end_turn(worker)
+
+
+def _place_in_line(worker: Peer) -> tuple[str, int]:
+    """In which order turns are taken: every router's is the same, so that no two wait for each other."""
+    return worker.worker_id, worker.epoch

@@ -181,6 +181,13 @@ class Suspects:
                     return False
         return True
 
+    def is_tried_at(self, worker: Peer) -> bool:
+        """Whether some suspect is there, for which it may compute."""
+        return any(
+            case.stays[worker] in (Stay.HELD, Stay.FRESH) and not case.waits and self.is_suspect(case)
+            for case in self._there.get(worker, ())
+        )
+
     def paused_until(self, case: Case) -> float:
         """When a suspect may be tried again at the earliest."""
         strikes = self._strikes.get(case.fingerprint, ())

@@ -17,23 +17,23 @@ from protocol.messages import (
     Cancel,
     Convicted,
     Drain,
-    Hello,
+    GiveTurn,
     KVNotSent,
     Message,
     Ping,
-    Refuse,
     ReportBlocks,
     StatsFrame,
     TokenFrame,
-    Welcome,
 )
 from protocol.network import Connection, Network
 from protocol.silence import Silence
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.tickets import Peer
 from protocol.verdicts import Verdict
+from router.greeting import greet
 from router.subscriptions import Subscriptions
 from router.token_stream import TokenStream
+from router.worker_turn import WorkerTurn
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class WorkerChannel:
         self._config = config
         self._connection: Connection | None = None
         self._subscriptions = Subscriptions()
+        self._turn = WorkerTurn(self.send)
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
         self._is_leaving = False
@@ -154,6 +155,15 @@ class WorkerChannel:
         """Harmless where nothing is watched."""
         self._subscriptions.unwatch_sending(request_id)
 
+    async def take_turn(self) -> None:
+        """As TokenChannels.take_turn."""
+        if self._connection is not None:
+            await self._turn.take()
+
+    def end_turn(self) -> None:
+        """As TokenChannels.end_turn."""
+        self._turn.end()
+
     def _check_connected(self) -> None:
         if self._connection is None:
             raise WorkerLost(f"there is no token channel to worker {self.info.peer.worker_id} now")
@@ -179,10 +189,11 @@ class WorkerChannel:
             reason = "the channel is closed"
             connection: Connection | None = None
             try:
-                connection = await self._open()
+                async with asyncio.timeout(self._config.connect_s):
+                    connection, verdicts = await greet(self._network, self._peer, self.info)
                 backoff_s = self._config.backoff_first_s
                 level = logging.INFO
-                await self._serve(connection)
+                await self._serve(connection, verdicts)
             except (ConnectionLost, EpochMismatch, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
@@ -199,38 +210,10 @@ class WorkerChannel:
             await self._wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
 
-    async def _open(self) -> Connection:
-        """Connect and be welcomed by the very incarnation that the fleet names."""
-        async with asyncio.timeout(self._config.connect_s):
-            connection = await self._network.connect(self.info.token_address)
-            try:
-                connection.send(Hello(sender=self._peer, receiver=self.info.peer))
-                answer = await connection.receive()
-                if isinstance(answer, Refuse):
-                    raise ConnectionLost(f"refused: {answer.reason}")
-                if not isinstance(answer, Welcome):
-                    raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
-                if answer.receiver != self.info.peer:
-                    raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
-                self._exchange_verdicts(connection, await connection.receive())
-            except BaseException:
-                await connection.close()
-                raise
-        return connection
-
-    def _exchange_verdicts(self, connection: Connection, message: Message) -> None:
-        """Before any request can go to the worker."""
-        if not isinstance(message, Convicted):
-            raise ProtocolError(f"expected what is known of poison requests, got {type(message).__name__}")
-        if self._exchange is not None:
-            self._exchange.heard(message.verdicts)
-            its_own = {verdict.fingerprint for verdict in message.verdicts}
-            if news := tuple(verdict for verdict in self._exchange.known() if verdict.fingerprint not in its_own):
-                connection.send(Convicted(news))
-
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: Connection, verdicts: Sequence[Verdict]) -> None:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
         self._connection = connection
+        self._exchange_verdicts(verdicts)  # before any request can go there
         self._failed = self.fell_silent = False
         self._dropped.clear()
         self._settle(None)
@@ -255,6 +238,8 @@ class WorkerChannel:
                     case Convicted(verdicts):
                         if self._exchange is not None:
                             self._exchange.heard(verdicts)
+                    case GiveTurn(number):
+                        self._turn.come(number)
                     case Ping():
                         pass
                     case _:
@@ -262,6 +247,14 @@ class WorkerChannel:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+
+    def _exchange_verdicts(self, its_own: Sequence[Verdict]) -> None:
+        if self._exchange is None:
+            return
+        self._exchange.heard(its_own)
+        known_there = {verdict.fingerprint for verdict in its_own}
+        if news := tuple(verdict for verdict in self._exchange.known() if verdict.fingerprint not in known_there):
+            self.send(Convicted(news))
 
     def _ask_for_blocks(self) -> None:
         if self._listener is not None and self._listener.blocks is not None:
@@ -304,6 +297,7 @@ class WorkerChannel:
         self._attempt = asyncio.get_running_loop().create_future()
         self._hurry.clear()
         self._subscriptions.fail(error)
+        self._turn.lose()
 
     async def _wait(self, backoff_s: float) -> None:
         try:

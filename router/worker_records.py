@@ -16,7 +16,7 @@ from router.config import PipelineConfig
 from router.ejection import Ejection
 from router.fleet import Fleet
 from router.policy import Path
-from router.suspect_turns import SuspectTurns
+from router.suspect_turns import OtherRouters, SuspectTurns
 from router.suspects import Case, Stay, Suspects
 from router.token_channels import TokenChannels
 from router.worker_channel import VerdictExchange
@@ -48,7 +48,7 @@ class WorkerRecords:
             clock=clock,
             verdict_s=config.suspects.verdict_s,
             fate=self._fate,
-            tell=channels.tell_verdicts,
+            others=OtherRouters(channels.take_turn, channels.end_turn, channels.tell_verdicts),
         )
         channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self._heard_verdicts))
         self._ejection = Ejection[Peer](config.ejection, clock=clock, draw=draw)

@@ -10,6 +10,7 @@ from protocol.errors import ProtocolError
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Abort,
+    AskTurn,
     Awaited,
     BlocksChanged,
     BlocksHeld,
@@ -19,6 +20,8 @@ from protocol.messages import (
     Convicted,
     Damaged,
     Drain,
+    EndTurn,
+    GiveTurn,
     Grant,
     Hello,
     KVHello,
@@ -70,6 +73,9 @@ EXAMPLES: list[Message] = [
     Offer(TICKET, 17),
     SendPrefix(TICKET, (1, 2, 3), b"salt"),
     Convicted((Verdict(b"f" * 16, 599.5),)),
+    AskTurn(3),
+    GiveTurn(3),
+    EndTurn(),
     Chunk(b"t" * 16, 0, 1, 2, (Run(0, 1, 2), Run(1, 1, 2)), 4),
     Commit(b"t" * 16, 9, SampledToken(5)),
     LinkWanted(3, ("shm",)),

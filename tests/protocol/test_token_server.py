@@ -9,9 +9,12 @@ import pytest
 from model.block_pool import BlockPool
 from protocol.errors import ConfigError, ConnectionLost
 from protocol.messages import (
+    AskTurn,
     Cancel,
     Convicted,
     Drain,
+    EndTurn,
+    GiveTurn,
     Hello,
     Message,
     Ping,
@@ -300,6 +303,25 @@ def test_a_router_that_tells_verdicts_without_end_is_remembered_in_part():
         told = await later.receive()
         assert isinstance(told, Convicted)
         assert [int.from_bytes(verdict.fingerprint, "big") for verdict in told.verdicts] == [*range(3976, 5000)]
+
+    play(script)
+
+
+def test_one_router_at_a_time_has_its_turn_and_a_lost_ones_is_the_nexts():
+    async def script(scene: Scene) -> None:
+        first, second, third = [await scene.welcomed(f"router-{number}") for number in range(3)]
+        first.send(AskTurn(5))
+        assert await next_but_stats(first) == GiveTurn(5)
+        second.send(AskTurn(1))
+        await asyncio.sleep(0.1)
+        third.send(AskTurn(1))
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.5)
+        await first.close()
+        assert await next_but_stats(second) == GiveTurn(1)
+        second.send(EndTurn())
+        assert await next_but_stats(third) == GiveTurn(1)
+        assert asyncio.get_running_loop().time() - began > 0.5
 
     play(script)
 

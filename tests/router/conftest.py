@@ -19,9 +19,11 @@ from fastapi import FastAPI
 from protocol.errors import ConnectionLost, RequestError, WorkerLost
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
+    AskTurn,
     Cancel,
     Convicted,
     Drain,
+    GiveTurn,
     Hello,
     Ping,
     PrefillFailed,
@@ -153,6 +155,8 @@ class FakeWorker:
                         self.cancelled.append(message.request_id)
                     case Drain():
                         self.told_to_leave += 1
+                    case AskTurn(number):
+                        connection.send(GiveTurn(number))
                     case SendPrefix():
                         self.prefixes.append(message)
                     case PrefillFailed():

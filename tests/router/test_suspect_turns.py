@@ -7,17 +7,24 @@ import pytest
 
 from protocol.tickets import Peer
 from protocol.verdicts import Verdict
-from router.suspect_turns import SuspectTurns
+from router.suspect_turns import OtherRouters, SuspectTurns
 from router.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig
 
 P, D0, D1, D2 = (Peer(name, 1) for name in ("p", "d0", "d1", "d2"))
 
 
+async def at_once(worker):
+    """There is no other router."""
+
+
+def turns_of(suspects, take_turn=at_once, end_turn=lambda worker: None, tell=lambda verdicts: None):
+    others = OtherRouters(take_turn, end_turn, tell)
+    return SuspectTurns(suspects, clock=time.monotonic, verdict_s=0.0, fate=lambda worker: True, others=others)
+
+
 async def test_choices_whose_prefill_worker_died_before_their_kv_was_sent_go_on_one_after_the_other(a_request):
     suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
-    turns = SuspectTurns(
-        suspects, clock=time.monotonic, verdict_s=0.0, fate=lambda worker: True, tell=lambda verdicts: None
-    )
+    turns = turns_of(suspects)
     read, also_read, reading = (suspects.open(a_request()) for _ in range(3))
     for case, decode in ((read, D0), (also_read, D1)):
         suspects.stay(case, decode, Stay.FRESH)  # their KV is on its way
@@ -44,9 +51,7 @@ async def test_choices_whose_prefill_worker_died_before_their_kv_was_sent_go_on_
 
 async def test_a_suspect_that_waits_for_its_turn_is_refused_when_another_router_has_found_it_guilty(a_request):
     suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
-    turns = SuspectTurns(
-        suspects, clock=time.monotonic, verdict_s=0.0, fate=lambda worker: True, tell=lambda verdicts: None
-    )
+    turns = turns_of(suspects)
     tried, waiting = suspects.open(a_request()), suspects.open(a_request())
     for case in (tried, waiting):
         suspects.stay(case, D0, Stay.FRESH)
@@ -65,7 +70,7 @@ async def test_a_suspect_that_waits_for_its_turn_is_refused_when_another_router_
 async def test_whoever_finds_a_request_guilty_has_the_others_told(a_request):
     told: list[tuple[Verdict, ...]] = []
     suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
-    turns = SuspectTurns(suspects, clock=time.monotonic, verdict_s=0.0, fate=lambda worker: True, tell=told.append)
+    turns = turns_of(suspects, tell=told.append)
     case = suspects.open(a_request())
     for worker in (D0, D1):
         assert told == []
@@ -74,3 +79,114 @@ async def test_whoever_finds_a_request_guilty_has_the_others_told(a_request):
     with pytest.raises(PoisonRequest):
         await turns.judge(case)
     assert told == [(Verdict(case.fingerprint, 600.0),)]
+
+
+class Workers:
+    """What they are asked by this router, and when they give it its turn."""
+
+    def __init__(self):
+        self.asked: list[Peer] = []
+        self.ended: list[Peer] = []
+        self.given = {worker: asyncio.Event() for worker in (P, D0, D1, D2)}
+
+    async def take_turn(self, worker):
+        self.asked.append(worker)
+        await self.given[worker].wait()
+
+
+@pytest.fixture
+def workers():
+    return Workers()
+
+
+def suspect_of(suspects, request):
+    case = suspects.open(request)
+    suspects.stay(case, D0, Stay.FRESH)
+    suspects.died(D0)
+    return case
+
+
+async def turned():
+    """All that can go on now has."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_suspect_takes_its_workers_turns_one_after_the_other_and_ends_them_as_it_gets_on(a_request, workers):
+    suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
+    turns = turns_of(suspects, workers.take_turn, workers.ended.append)
+    case = suspect_of(suspects, a_request())
+    taking = asyncio.create_task(turns.take(case, [P, D1]))
+    await turned()
+    assert workers.asked == [D1], "in the same order at every router, whatever a path's is"
+    workers.given[D1].set()
+    await turned()
+    assert workers.asked == [D1, P]
+    assert not taking.done()
+    turns.changed()
+    assert workers.ended == []
+    workers.given[P].set()
+    await taking
+    suspects.stay(case, P, Stay.FRESH)
+    suspects.leave(case, P)
+    turns.changed()
+    assert workers.ended == [P]
+    suspects.stay(case, D1, Stay.FRESH)
+    suspects.got_on(case, D1, 0)
+    turns.changed()
+    assert workers.ended == [P, D1]
+
+
+async def test_who_is_no_suspect_waits_for_nobody(a_request, workers):
+    suspects = Suspects(SuspectsConfig(), time.monotonic)
+    turns = turns_of(suspects, workers.take_turn, workers.ended.append)
+    await turns.take(suspects.open(a_request()), [P, D1])
+    assert workers.asked == []
+
+
+async def test_a_client_that_leaves_while_its_suspect_waits_gives_up_the_turns(a_request, workers):
+    suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
+    turns = turns_of(suspects, workers.take_turn, workers.ended.append)
+    case = suspect_of(suspects, a_request())
+    taking = asyncio.create_task(turns.take(case, [D1, D2]))
+    workers.given[D1].set()
+    await turned()
+    assert workers.asked == [D1, D2]
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    for worker in (D1, D2):
+        suspects.leave(case, worker)
+    turns.changed()
+    assert workers.ended == [D1, D2]
+
+
+async def test_a_suspect_that_waits_for_others_here_holds_up_no_other_router(a_request, workers):
+    suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
+    turns = turns_of(suspects, workers.take_turn, workers.ended.append)
+    for event in workers.given.values():
+        event.set()
+    case = suspect_of(suspects, a_request())
+    await turns.take(case, [D1])
+    sibling = suspects.open(a_request())
+    suspects.stay(sibling, D2, Stay.FRESH)
+    again = asyncio.create_task(turns.take(case, [D1]))
+    await turned()
+    assert workers.ended == [D1]
+    suspects.leave(sibling, D2)
+    turns.changed()
+    await again
+    assert workers.asked == [D1, D1]
+
+
+async def test_a_verdict_that_comes_while_a_suspect_waits_for_another_router_refuses_it(a_request, workers):
+    suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
+    turns = turns_of(suspects, workers.take_turn, workers.ended.append)
+    case = suspect_of(suspects, a_request())
+    taking = asyncio.create_task(turns.take(case, [D1]))
+    await turned()
+    suspects.hear([Verdict(case.fingerprint, 600.0)])
+    turns.changed()
+    assert workers.ended == [D1]
+    workers.given[D1].set()  # as a channel does whose turn is given up
+    with pytest.raises(PoisonRequest):
+        await taking

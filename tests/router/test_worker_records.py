@@ -1,5 +1,6 @@
 """What a router remembers of its workers, and when it lets them try again."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ from protocol.errors import WorkerFailed
 from protocol.kv_layout import KVLayout
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer
+from protocol.verdicts import Verdict
 from router.config import PipelineConfig
 from router.policy import Path
+from router.suspects import PoisonRequest
 from router.worker_records import WorkerRecords
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
@@ -32,12 +35,20 @@ class Scene:
         channels = SimpleNamespace(
             is_connected=lambda worker: True,
             fell_silent=lambda worker: False,
-            share_verdicts=lambda exchange: None,
+            share_verdicts=self._share_verdicts,
+            take_turn=self._take_turn,
+            end_turn=lambda worker: None,
             tell_verdicts=lambda verdicts: None,
         )
         self.records = WorkerRecords(
             fleet=fleet, channels=channels, clock=lambda: self.now, config=PipelineConfig(), draw=lambda: 0.0
         )
+
+    def _share_verdicts(self, exchange):
+        self.exchange = exchange
+
+    async def _take_turn(self, worker):
+        """There is no other router."""
 
     def _workers(self):
         self.num_looks += 1
@@ -76,3 +87,30 @@ async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request)
     for _ in range(5):
         records.failed(case, D.peer, WorkerFailed("a bug"))
     assert records.ejected() == {D.peer}
+
+
+async def test_a_suspect_that_waits_is_refused_as_soon_as_another_routers_verdict_is_heard(scene, a_request):
+    records = scene.records
+    tried, waiting = records.suspects.open(a_request()), records.suspects.open(a_request())
+    for case in (tried, waiting):
+        await records.begin(case, Path(None, D1))
+    records.suspects.died(D1.peer)
+    scene.now = 1.0
+    await records.begin(tried, Path(None, D))
+    taking = asyncio.create_task(records.begin(waiting, Path(None, D)))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    scene.exchange.heard((Verdict(waiting.fingerprint, 600.0),))
+    async with asyncio.timeout(5):
+        with pytest.raises(PoisonRequest):
+            await taking
+    assert scene.exchange.known() == (Verdict(waiting.fingerprint, 600.0),)
+
+
+async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps_the_request_from_it(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    await records.begin(case, Path(P, D))
+    scene.exchange.heard((Verdict(case.fingerprint, 600.0),))
+    with pytest.raises(PoisonRequest):
+        records.computes(case, P.peer)

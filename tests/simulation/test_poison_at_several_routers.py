@@ -1,0 +1,165 @@
+"""A request that kills engines is sent to one router after the other: the first one's verdict holds at all of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import pytest
+
+from decode_worker.config import DecodeConfig
+from protocol.requests import GenerateRequest, SamplingParams
+from router.config import PipelineConfig
+from router.stages import Stages
+from router.suspects import PoisonRequest, SuspectsConfig
+from tests.simulation.fake_model import POISON, expected_tokens
+from tests.simulation.memory_network import MemoryFabric
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.run import quiet_logs
+from tests.simulation.scenario import Scenario, make_scenario
+from tests.simulation.sim_fleet import SimFleet
+from tests.simulation.sim_router import SimRouter
+from tests.simulation.virtual_loop import run_virtually
+
+NUM_WORKERS = 4
+CONFIG = PipelineConfig(suspects=SuspectsConfig(refuse_s=30.0))
+
+
+def request(*token_ids: int) -> GenerateRequest:
+    return GenerateRequest("template", "", token_ids, len(token_ids), SamplingParams(seed=9), 5)
+
+
+GUILTY, INNOCENT = request(3, POISON, 1), request(3, 4, 1)
+
+
+@dataclass
+class Site:
+    """Decode workers, and routers that share nothing but them."""
+
+    scenario: Scenario
+    fabric: MemoryFabric
+    fleet: SimFleet
+    routers: list[SimRouter]
+
+    def another_router(self) -> SimRouter:
+        router = SimRouter(len(self.routers), self.fleet, self.fabric, CONFIG)
+        self.routers.append(router)
+        return router
+
+    async def ask(self, router: SimRouter, asked: GenerateRequest) -> list[int]:
+        return await router.spawn(self._read(router, asked))
+
+    async def refuses(self, router: SimRouter, asked: GenerateRequest = GUILTY) -> float:
+        """How long that took, in virtual seconds."""
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(PoisonRequest) as caught:
+            await self.ask(router, asked)
+        assert (caught.value.status, caught.value.code) == (422, "poison_request")
+        return asyncio.get_running_loop().time() - began
+
+    @property
+    def num_killed(self) -> int:
+        return sum(process.engine.was_poisoned for process in (*self.fleet.processes.values(), *self.fleet.departed))
+
+    async def _read(self, router: SimRouter, asked: GenerateRequest) -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(router.pipeline.generate(asked, Stages(asyncio.get_running_loop().time()))) as events:
+            async for event in events:
+                tokens += [token.token_id for token in event.tokens]
+        return tokens
+
+
+def play(script: Callable[[Site], Awaitable[None]]) -> None:
+    quiet_logs()
+
+    async def main() -> None:
+        scenario = replace(
+            make_scenario(0), num_prefill=0, num_decode=NUM_WORKERS, decode_blocks=100, decode=DecodeConfig()
+        )
+        fabric = MemoryFabric(seed=1)
+        fleet = SimFleet(scenario, fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
+        for _ in range(NUM_WORKERS):
+            await fleet.start("decode")
+        site = Site(scenario, fabric, fleet, [])
+        site.another_router()
+        site.another_router()
+        await script(site)
+        await asyncio.sleep(1.0)
+        await fleet.close()
+        for router in site.routers:
+            await router.close()
+        for process in list(fleet.processes.values()):
+            await fleet.end(process)
+
+    run_virtually(main())
+
+
+async def is_served(site: Site, router: SimRouter) -> bool:
+    return await site.ask(router, INNOCENT) == expected_tokens(INNOCENT, site.scenario.num_layers)
+
+
+def test_two_workers_die_in_all_and_the_other_router_refuses_it_at_once():
+    async def script(site: Site) -> None:
+        first, second = site.routers
+        assert await is_served(site, second)
+        await site.refuses(first)
+        await asyncio.sleep(0.01)  # the verdict is under way
+        assert await site.refuses(second) == 0.0
+        assert site.num_killed == 2
+        assert await is_served(site, second)
+
+    play(script)
+
+
+def test_a_router_that_comes_later_hears_of_it_from_any_worker():
+    async def script(site: Site) -> None:
+        await site.refuses(site.routers[0])
+        await asyncio.sleep(1.0)
+        await site.routers[0].close()
+        assert await site.refuses(site.another_router()) < 0.1
+        assert site.num_killed == 2
+
+    play(script)
+
+
+def test_workers_that_were_all_replaced_hear_of_it_from_the_routers():
+    async def script(site: Site) -> None:
+        first, second = site.routers
+        await site.refuses(first)
+        for process in list(site.fleet.processes.values()):
+            await site.fleet.replace(process)
+        assert await is_served(site, second)
+        assert await is_served(site, first)
+        await asyncio.sleep(1.0)
+        third = site.another_router()
+        assert await site.refuses(third) < 0.1
+        assert site.num_killed == 2
+
+    play(script)
+
+
+def test_after_its_time_it_is_tried_again():
+    async def script(site: Site) -> None:
+        first, second = site.routers
+        await site.refuses(first)
+        await asyncio.sleep(CONFIG.suspects.refuse_s + 1.0)
+        assert await site.refuses(second) > 0.0
+        assert site.num_killed == 4
+
+    play(script)
+
+
+def test_innocents_that_were_on_its_workers_are_served_whichever_router_they_came_by():
+    async def script(site: Site) -> None:
+        first, second = site.routers
+        for router in site.routers:
+            assert await is_served(site, router)
+        beside = [request(5, number, 1) for number in range(12)]
+        refusing = asyncio.create_task(site.refuses(first))
+        asking = [asyncio.create_task(site.ask(second, one)) for one in beside]
+        answers = await asyncio.gather(*asking)
+        assert answers == [expected_tokens(one, site.scenario.num_layers) for one in beside]
+        await refusing
+        assert site.num_killed == 2
+
+    play(script)
