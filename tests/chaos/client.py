@@ -3,12 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from loadtests.generator.sse import BadResponse, Piece, events_of, response_of, text_of
 from tests.chaos.requests import ClientRequest
 
 PATIENCE_S = 60.0
@@ -51,94 +50,62 @@ class Answer:
 
 
 async def ask(url: str, request: ClientRequest, *, leave_after: int | None = None) -> Answer:
-    """Send the request and take what comes, to its end or until `leave_after` pieces have come."""
+    """Send the request and take what comes, to its end or until about `leave_after` events have come."""
     answer = Answer(request, time.monotonic(), choices=[Choice() for _ in range(request.num_choices)])
+    came: list[Piece] = []
     try:
         async with asyncio.timeout(PATIENCE_S):
-            await _converse(url, answer, leave_after)
+            answer.left = await _receive(url, request, came, leave_after)
     except TimeoutError:
         answer.error = f"no end after {PATIENCE_S:g} s"
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+    except OSError as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended_at = time.monotonic()
+    try:
+        _read(came, answer)
+    except (BadResponse, ValueError) as error:
+        answer.error = answer.error or str(error)  # why the connection broke says more
     return answer
 
 
-async def _converse(url: str, answer: Answer, leave_after: int | None) -> None:
+async def _receive(url: str, request: ClientRequest, came: list[Piece], leave_after: int | None) -> bool:
+    """Whether the client has left before the server hung up. Raises OSError."""
     parts = urlsplit(url)
-    payload = json.dumps(answer.request.body).encode()
+    payload = json.dumps(request.body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    num_events = 0
     try:
         writer.write(head.encode() + payload)
-        headers = await _read_head(reader, answer)
-        body = _chunks(reader) if headers.get("transfer-encoding") == "chunked" else _rest(reader)
-        if not answer.is_accepted:
-            answer.retry_after_s = float(headers["retry-after"]) if "retry-after" in headers else None
-            answer.error = b"".join([part async for part in body])[:2000].decode(errors="replace")
-            return
-        pieces = 0
-        async with aclosing(_events(body)) as events:
-            async for data in events:
-                if data == b"[DONE]":
-                    answer.has_end = True
-                    continue
-                _take(answer, json.loads(data))
-                pieces += 1
-                if leave_after is not None and pieces >= leave_after:
-                    answer.left = True
-                    return
+        while data := await reader.read(65536):
+            came.append((time.monotonic(), data))
+            num_events += data.count(b"data: ")
+            if leave_after is not None and num_events >= leave_after:
+                return True
     finally:
         writer.close()
+    return False
 
 
-async def _read_head(reader: asyncio.StreamReader, answer: Answer) -> dict[str, str]:
-    """Set the status; returns the headers. Raises ConnectionResetError where none come."""
-    status = await reader.readline()
-    if not status:
-        raise ConnectionResetError("closed without an answer")
-    answer.status = int(status.split()[1])
-    headers: dict[str, str] = {}
-    while (line := await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.lower()] = value.strip().lower()
-    return headers
+def _read(came: list[Piece], answer: Answer) -> None:
+    """Raises BadResponse or ValueError where that breaks off, or is no answer; what came before is in `answer`."""
+    head, body = response_of(came)
+    answer.status = head.status
+    if not answer.is_accepted:
+        answer.retry_after_s = float(head.fields["retry-after"]) if "retry-after" in head.fields else None
+        answer.error = answer.error or text_of(body)
+        return
+    for event in events_of(body):
+        if event.data == b"[DONE]":
+            answer.has_end = True
+        else:
+            _take(answer, json.loads(event.data), event.at)
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """A chunked body. Raises ConnectionResetError or IncompleteReadError where it breaks off."""
-    while True:
-        line = await reader.readline()
-        if not line:
-            raise ConnectionResetError("closed in the middle of the answer")
-        size = int(line.split(b";")[0], 16)
-        if size == 0:
-            return
-        yield (await reader.readexactly(size + 2))[:-2]
-
-
-async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    while data := await reader.read(65536):
-        yield data
-
-
-async def _events(body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The data of server-sent events."""
-    buffered = b""
-    async with aclosing(body):
-        async for part in body:
-            *events, buffered = (buffered + part).split(b"\n\n")
-            for event in events:
-                for line in event.split(b"\n"):
-                    if line.startswith(b"data: "):
-                        yield line[6:]
-
-
-def _take(answer: Answer, event: dict[str, Any]) -> None:
-    now = time.monotonic()
+def _take(answer: Answer, event: dict[str, Any], at: float) -> None:
     if "error" in event:
         answer.error = str(event["error"])
         return
@@ -148,7 +115,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
         choice = answer.choices[told["index"]]
         choice.text += told["text"]
         if told.get("token_ids"):
-            choice.pieces.append((now, told["token_ids"]))
+            choice.pieces.append((at, told["token_ids"]))
         if told["finish_reason"] is not None:
             choice.finish_reasons.append(told["finish_reason"])
         if told["logprobs"] is not None:
