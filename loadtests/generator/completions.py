@@ -1,4 +1,4 @@
-"""One streamed completion: the request as it is sent, and what its answer says about tokens and times."""
+"""One streamed completion: the request as it is sent, and the raw bytes that come back, each stamped as it comes."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.generator.sse import BadResponse, Event, Piece, body_of, events_of
+from loadtests.generator.sse import Piece
 
 
 @dataclass
@@ -18,30 +18,6 @@ class Exchange:
     sent_at: float
     arrivals: list[Piece] = field(default_factory=list)
     broken: str | None = None  # why the connection failed
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A complete answer."""
-
-    sent_at: float
-    token_times: tuple[float, ...]  # one for each event that brought tokens; some servers put several into one
-    prompt_tokens: int
-    completion_tokens: int  # as the server's `usage` says
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from sending to the first token."""
-        return self.token_times[0] - self.sent_at
-
-    @property
-    def ended_at(self) -> float:
-        return self.token_times[-1]
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Seconds between events with tokens, just as they came."""
-        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
 def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -56,46 +32,6 @@ def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-def read_answer(exchange: Exchange) -> Answer:
-    """What the bytes of an exchange say. Raises BadResponse for all but a complete answer."""
-    if exchange.broken is not None:
-        raise BadResponse(exchange.broken)
-    token_times: list[float] = []
-    usage: dict[str, Any] | None = None
-    complete = False
-    for event in events_of(body_of(exchange.arrivals)):
-        if event.data == b"[DONE]":
-            complete = True
-            break
-        message = _message_of(event)
-        usage = message.get("usage") or usage
-        if any(_has_token(choice) for choice in message.get("choices", ())):
-            token_times.append(event.at)
-    if not complete:
-        raise BadResponse("the stream has no end")
-    if usage is None:
-        raise BadResponse("the stream tells no usage, which says how many tokens it had")
-    if not token_times:
-        raise BadResponse("the stream has no tokens")
-    return Answer(exchange.sent_at, tuple(token_times), int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
-
-
-def _message_of(event: Event) -> dict[str, Any]:
-    """The chunk of an answer that an event holds. Raises BadResponse for anything else, the server's errors too."""
-    try:
-        message = json.loads(event.data)
-    except ValueError:
-        raise BadResponse(f"an event is no JSON: {event.data[:100]!r}") from None
-    if not isinstance(message, dict) or message.get("error"):
-        raise BadResponse(f"the server says {event.data[:300].decode(errors='replace')}")
-    return message
-
-
-def _has_token(choice: dict[str, Any]) -> bool:
-    """An event without text may still bring a token (half a character); one that only ends the stream brings none."""
-    return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 
 class _Receiver(asyncio.Protocol):

@@ -55,14 +55,6 @@ def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
     return Head(int(status[0]), status_line, fields), body
 
 
-def body_of(arrivals: Iterable[Piece]) -> Iterator[Piece]:
-    """The body's pieces. Raises BadResponse for any status but 200."""
-    head, body = response_of(arrivals)
-    if head.status != 200:
-        raise BadResponse(f"{head.status_line}: {text_of(body)}")
-    yield from body
-
-
 def text_of(body: Iterable[Piece]) -> str:
     """The beginning of a body that tells what is wrong."""
     return b"".join(data for _, data in body).decode(errors="replace")[:300]

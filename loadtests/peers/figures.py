@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from loadtests.generator.completions import Answer
+from loadtests.peers.answers import Answer
 from loadtests.report.estimates import percentile
 
 

@@ -5,8 +5,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtests.generator.completions import Answer, Exchange, completion_body, exchange, read_answer
+from loadtests.generator.completions import Exchange, completion_body, exchange
 from loadtests.generator.sse import BadResponse
+from loadtests.peers.answers import Answer, read_answer
 from loadtests.peers.figures import Turn, summarise
 
 FIRST_TOKEN_ID = 1000  # below it lie bytes and, in some vocabularies, control tokens

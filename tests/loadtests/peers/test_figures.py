@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtests.generator.completions import Answer
+from loadtests.peers.answers import Answer
 from loadtests.peers.figures import Ratio, Turn, medians, ratio, summarise, worst
 
 

@@ -64,5 +64,5 @@ async def test_a_refused_and_a_short_answer_are_told_apart() -> None:
     row = Row("some", (Length(2, 1), Length(2, 9)), 1)
     async with scripted_server(answer) as server:
         figures, faults = await send_row(Target("scripted", server.base_url), "m", row, prompts(row, 0, 32000), 10.0)
-    assert faults == ["HTTP/1.1 429 Too Many Requests: full"]
+    assert faults == ["429 Too Many Requests: full"]
     assert (figures.errors, figures.wrong_length) == (1, 1)
