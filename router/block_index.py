@@ -11,6 +11,7 @@ A guess is all that a router needs: who holds less than was thought computes the
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,20 +101,23 @@ class BlockIndex:
         self._store(known, unpack_names(message.stored))
         return True
 
-    def expect(self, worker: Peer, names: Sequence[ShortName]) -> None:
-        """`worker` will soon hold these blocks, if all goes well."""
+    def expect(self, worker: Peer, names: Sequence[ShortName], *, known_blocks: int = 0) -> None:
+        """`worker` will soon hold these blocks, if all goes well.
+
+        `known_blocks` is how many of them it is known to hold: as good a guess as there is, which spares looking.
+        """
         self._expire()
         known = self._known(worker)
         known.is_clean = False
         bit = 1 << known.column
         layer = self._expected
-        names = names[self._known_depth(names, bit) :]
-        room = self._max_blocks - len(layer)
+        depth = self._known_depth(names, bit, known_blocks)
+        names = names[depth : depth + self._max_blocks - len(layer)]
         # All in one go: this is done for each request.
-        expected = dict.fromkeys(names if len(names) <= room else names[:room], bit)
-        for name in layer.keys() & expected.keys():
-            expected[name] |= layer[name]
-        layer.update(expected)
+        expected = list(map(layer.setdefault, names, repeat(bit)))
+        if expected.count(bit) < len(names):
+            for name, bits in zip(names, expected, strict=True):
+                layer[name] = bits | bit
 
     def find(self, names: Sequence[ShortName]) -> NDArray[np.int64]:
         """How many of a prompt's first blocks each worker holds or will hold, by its column.
@@ -124,8 +128,10 @@ class BlockIndex:
         blocks = np.zeros(self._num_columns, np.int64)
         if not names:
             return blocks
+        held, expected, before = self._held.get, self._expected.get, self._expected_before.get
+        first = names[0]
         # Groups of workers that all hold `low` blocks, and none more than `high`: each look halves a group's range.
-        groups = [(self._holders(names[0]) & self._active, 1, len(names))]
+        groups = [((held(first, 0) | expected(first, 0) | before(first, 0)) & self._active, 1, len(names))]
         while groups:
             group, low, high = groups.pop()
             if not group:
@@ -134,7 +140,8 @@ class BlockIndex:
                 self._assign(blocks, group, low)
                 continue
             middle = (low + high + 1) // 2
-            able = self._holders(names[middle - 1]) & group
+            name = names[middle - 1]
+            able = (held(name, 0) | expected(name, 0) | before(name, 0)) & group
             groups.append((able, middle, high))
             groups.append((group ^ able, low, middle - 1))
         return blocks
@@ -151,19 +158,20 @@ class BlockIndex:
         was_asked, worker.is_asked = worker.is_asked, True
         return was_asked
 
-    def _holders(self, name: ShortName) -> int:
-        return self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0)
+    def _known_depth(self, names: Sequence[ShortName], bit: int, guess: int) -> int:
+        """How many of the first of `names` need not be expected again of the worker with this bit: about `guess`."""
 
-    def _known_depth(self, names: Sequence[ShortName], bit: int) -> int:
-        """How many of the first of `names` need not be expected again of the worker with this bit."""
+        def is_known(count: int) -> int:
+            name = names[count - 1]
+            return bit & (self._held.get(name, 0) | self._expected.get(name, 0))
+
         low, high = 0, len(names)
+        for count in (guess, guess + 1):  # a right guess is found out by its two sides
+            if low < count <= high:
+                low, high = (count, high) if is_known(count) else (low, count - 1)
         while low < high:
             middle = (low + high + 1) // 2
-            name = names[middle - 1]
-            if bit & (self._held.get(name, 0) | self._expected.get(name, 0)):
-                low = middle
-            else:
-                high = middle - 1
+            low, high = (middle, high) if is_known(middle) else (low, middle - 1)
         return low
 
     def _assign(self, blocks: NDArray[np.int64], group: int, count: int) -> None:

@@ -1,77 +1,39 @@
 """The path with the least predicted time, by what every worker has cached and has to do. Pure."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from protocol.kv_layout import incompatibility
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.estimate import Estimate
-from router.path_costs import Need, PrefillCosts, alone_costs, decode_costs, prefill_costs, transfer_s
+from router.kv_kinds import Mask, anybody, both
+from router.path_costs import Need, decode_costs, prompt_cost, prompt_costs, transfer_s
 from router.policy import NoPath, Path
-from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Floats, Ints, WorkerTable
+from router.service_classes import Floats
+from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Ints, WorkerTable
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
 
-Mask = NDArray[np.bool_]
-"""By a table's rows. Where None stands for one, all of them are meant: most fleets are of one kind and well."""
 
-
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """Decode workers of one kind, and the prefill workers whose KV they take."""
-
-    decode: Mask | None
-    prefill: Mask | None
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """All that paths are made of."""
-
-    prefill: WorkerTable
-    decode: WorkerTable
-    pairings: tuple[Pairing, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How many tokens of a prompt's beginning each worker has, by its row."""
-
-    prefill: Floats
-    decode: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     info: WorkerInfo
     tokens: float
 
 
-def pair_up(prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]) -> tuple[Pairing, ...]:
-    """Who can send KV to whom; decode workers that take none are in no pair."""
-    kinds = dict.fromkeys(info.layout for info in decode)
-    senders = dict.fromkeys(info.layout for info in prefill)
-    pairings: list[Pairing] = []
-    for kind in kinds:
-        able = {layout for layout in senders if incompatibility(layout, kind) is None}
-        pairings.append(
-            Pairing(
-                _mask(info.layout == kind and bool(info.transfer_addresses) for info in decode),
-                _mask(info.layout in able for info in prefill),
-            )
-        )
-    return tuple(pairings)
+class _Choice(NamedTuple):
+    total_s: float
+    reader: int  # the row of who computes the prompt, in the table
+    decode: int  # the row of who decodes, among the decode workers
+    transfer_s: float
 
 
 def cheapest_path(
-    workers: Workers,
+    table: WorkerTable,
     need: Need,
-    held: Held,
+    held: Floats,
     *,
     failed: Collection[Peer] = (),
     ejected: Collection[Peer] = (),
@@ -80,67 +42,84 @@ def cheapest_path(
 ) -> Path:
     """The pair of workers, or the decode worker alone, that is through with the request first; with its estimate.
 
-    Prefill workers in `failed` or `ejected` are never taken, decode workers in them only for want of others, draining
-    ones never. Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair. Of equals,
-    each `turn` takes another. Raises NoPath where no decode worker is left.
+    `held` is how many tokens of the prompt's beginning each worker has. Prefill workers in `failed` or `ejected` are
+    never taken, decode workers in them only for want of others, draining ones never. Where not `decodes_alone`, a
+    decode worker computes a prompt only where there is no pair. Of equals, each `turn` takes another. Raises NoPath
+    where no decode worker is left.
     """
-    prefill, decode = workers.prefill, workers.decode
-    decode_tier = _tiers(decode, failed, ejected)
-    able = _able_to_decode(decode, decode_tier, need)
-    decoding = decode_costs(decode, need)
-    best: Path | None = None
-    best_s = np.inf
-    if len(prefill):
-        prefill_tier = _tiers(prefill, failed, ejected)
-        able_prefill = _able_to_prefill(prefill, prefill_tier, need)
-        source = _source(workers, need, held, prefill_tier, decode_tier)
-        reading = prefill_costs(prefill, need, held.prefill, _offered(source, prefill))
-        reading_s = reading.total_s
-        for pairing in workers.pairings:
-            first, second = _both(able_prefill, pairing.prefill), _both(able, pairing.decode)
-            if not _anybody(first) or not _anybody(second):
+    tiers = _tiers(table, failed, ejected)
+    weighing = _Weighing(table, need, held, tiers, turn)
+    best = weighing.pair()
+    if best is None or decodes_alone:
+        alone = weighing.alone()
+        if best is None or alone.total_s < best.total_s:
+            best = alone
+    return weighing.path(best)
+
+
+class _Weighing:
+    """Of one request's paths. Raises NoPath where there is no decode worker for it."""
+
+    def __init__(self, table: WorkerTable, need: Need, held: Floats, tiers: Ints, turn: int):
+        self._table = table
+        self._need = need
+        self._turn = turn
+        self._prefill, self._decode = slice(table.num_prefill), slice(table.num_prefill, None)
+        self._held_at_decode = held[self._decode]
+        self._able_to_prefill, self._able_to_decode = _able(table, tiers, need)
+        self._source = _source(table, need, held, tiers)
+        offered = None if self._source is None else self._source.tokens * table.takes(self._source.info.layout)
+        self._reading = prompt_costs(table, need, held, offered)
+        self._decoding = decode_costs(table.decode, need)
+
+    def pair(self) -> _Choice | None:
+        """A prefill and a decode worker."""
+        best: _Choice | None = None
+        table, decode = self._table, self._table.decode
+        reading_s, new_tokens = self._reading.total_s[self._prefill], self._reading.own.new_tokens[self._prefill]
+        for pairing in table.pairings:
+            first = both(self._able_to_prefill, pairing.prefill)
+            second = both(self._able_to_decode, pairing.decode)
+            if not anybody(first) or not anybody(second):
                 continue
-            p = _pick(reading_s, first, reading.new_tokens, turn)
-            pull_s, prefill_s, new_tokens = _reading(reading, p)
+            p = _pick(reading_s, first, new_tokens, self._turn)
+            prompt = prompt_cost(self._reading, p)
             sending_s = transfer_s(
                 decode,
-                need,
-                held.decode,
-                hidden_s=prefill_s,
-                last_tokens=min(new_tokens, float(prefill.step_tokens[p])),
+                self._need,
+                self._held_at_decode,
+                hidden_s=prompt.prefill_s,
+                last_tokens=min(prompt.new_tokens, table.columns.chunk_tokens.item(p)),
             )
+            after_s = sending_s + self._decoding.total_s
             # Fewer requests come before a shorter transfer, which is part of a second.
-            d = _pick(sending_s + decoding.total_s, second, decode.requests + np.minimum(sending_s, 0.9), turn)
-            total_s = float(reading_s[p] + sending_s[d] + decoding.total_s[d])
-            if total_s < best_s:
-                best_s = total_s
-                estimate = Estimate(
-                    queue_s=float(reading.queue_s[p]),
-                    pull_s=pull_s,
-                    prefill_s=prefill_s,
-                    transfer_s=float(sending_s[d]),
-                    decode_slot_s=float(decoding.slot_s[d]),
-                    step_s=float(decoding.step_s[d]),
-                )
-                pulled = source.info if source is not None and pull_s > 0 else None
-                best = Path(prefill.infos[p], decode.infos[d], pulled, estimate, int(new_tokens))
-    if best is not None and not decodes_alone:
+            d = _pick(after_s, second, decode.requests + np.minimum(sending_s, 0.9), self._turn)
+            total_s = reading_s.item(p) + after_s.item(d)
+            if best is None or total_s < best.total_s:
+                best = _Choice(total_s, p, d, sending_s.item(d))
         return best
-    reading_alone = alone_costs(decode, need, held.decode)
-    alone_s = reading_alone.total_s + decoding.total_s
-    d = _pick(alone_s, able, decode.requests, turn)
-    if best is not None and best_s <= alone_s[d]:
-        return best
-    estimate = Estimate(
-        queue_s=float(reading_alone.queue_s[d]),
-        pull_s=0.0,
-        prefill_s=float(reading_alone.prefill_s[d]),
-        transfer_s=0.0,
-        decode_slot_s=float(decoding.slot_s[d]),
-        step_s=float(decoding.step_s[d]),
-    )
-    new_tokens = need.num_tokens - min(int(held.decode[d]), need.num_tokens - 1)
-    return Path(None, decode.infos[d], None, estimate, new_tokens)
+
+    def alone(self) -> _Choice:
+        """A decode worker that computes the prompt itself."""
+        total_s = self._reading.total_s[self._decode] + self._decoding.total_s
+        d = _pick(total_s, self._able_to_decode, self._table.decode.requests, self._turn)
+        return _Choice(total_s.item(d), self._table.num_prefill + d, d, 0.0)
+
+    def path(self, choice: _Choice) -> Path:
+        """With what is expected of it."""
+        num_prefill, infos = self._table.num_prefill, self._table.infos
+        prompt = prompt_cost(self._reading, choice.reader)
+        estimate = Estimate(
+            queue_s=prompt.queue_s,
+            pull_s=prompt.pull_s,
+            prefill_s=prompt.prefill_s,
+            transfer_s=choice.transfer_s,
+            decode_slot_s=self._decoding.slot_s.item(choice.decode),
+            step_s=self._decoding.step_s.item(choice.decode),
+        )
+        prefill = infos[choice.reader] if choice.reader < num_prefill else None
+        source = self._source.info if self._source is not None and prompt.pull_s > 0 else None
+        return Path(prefill, infos[num_prefill + choice.decode], source, estimate, prompt.new_tokens)
 
 
 def _tiers(table: WorkerTable, failed: Collection[Peer], ejected: Collection[Peer]) -> Ints:
@@ -155,91 +134,39 @@ def _tiers(table: WorkerTable, failed: Collection[Peer], ejected: Collection[Pee
     return tiers
 
 
-def _able_to_decode(table: WorkerTable, tiers: Ints, need: Need) -> Mask | None:
-    """The least objectionable. Raises NoPath."""
-    if tiers is table.tier and table.all_available and 0 < need.num_tokens <= table.least_context:
-        return None
-    able = (table.max_context >= need.num_tokens) & (tiers < DRAINING)
+def _able(table: WorkerTable, tiers: Ints, need: Need) -> tuple[Mask | None, Mask | None]:
+    """Prefill workers that are well, and the least objectionable decode workers. Raises NoPath."""
+    num_prefill = table.num_prefill
+    are_all = tiers is table.tier and table.all_available and need.num_tokens <= table.least_context
+    if are_all and table.of_role["decode"]:
+        return None, None
+    has_room = table.max_context >= need.num_tokens
+    able = (has_room & (tiers < DRAINING))[num_prefill:]
     if not able.any():
         raise NoPath("no decode worker is available; try again shortly")
-    best: Mask = able & (tiers == tiers[able].min())
-    return best
+    decode_tiers = tiers[num_prefill:]
+    return (has_room & (tiers == AVAILABLE))[:num_prefill], able & (decode_tiers == decode_tiers[able].min())
 
 
-def _able_to_prefill(table: WorkerTable, tiers: Ints, need: Need) -> Mask | None:
-    if tiers is table.tier and table.all_available and need.num_tokens <= table.least_context:
-        return None
-    able: Mask = (table.max_context >= need.num_tokens) & (tiers == AVAILABLE)
-    return able
-
-
-def _mask(rows: Iterable[bool]) -> Mask | None:
-    mask = np.array(list(rows), bool)
-    return None if mask.all() else mask
-
-
-def _both(one: Mask | None, other: Mask | None) -> Mask | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
-
-
-def _anybody(mask: Mask | None) -> bool:
-    return mask is None or bool(mask.any())
-
-
-def _source(workers: Workers, need: Need, held: Held, prefill_tier: Ints, decode_tier: Ints) -> _Source | None:
+def _source(table: WorkerTable, need: Need, held: Floats, tiers: Ints) -> _Source | None:
     """Whoever has most of the prompt, of either role, and of those the one with the fewest requests."""
     if need.min_pull_tokens is None:
         return None
-    best: tuple[float, float, WorkerInfo] | None = None
-    for table, tokens, tiers in (
-        (workers.prefill, held.prefill, prefill_tier),
-        (workers.decode, held.decode, decode_tier),
-    ):
-        if not (tiers is table.tier and table.all_available):
-            tokens = np.where(tiers == AVAILABLE, tokens, 0.0)
-        most = tokens[tokens.argmax()] if len(tokens) else 0.0
-        if most < need.min_pull_tokens:
-            continue
-        (rows,) = (tokens == most).nonzero()
-        row = rows[table.requests[rows].argmin()]
-        found = (-float(most), float(table.requests[row]), table.infos[row])
-        if best is None or found[:2] < best[:2]:
-            best = found
-    return None if best is None else _Source(best[2], -best[0])
-
-
-def _reading(costs: PrefillCosts, row: int) -> tuple[float, float, float]:
-    """Seconds of pulling and of computing, and how many tokens are computed, on one worker."""
-    pull = costs.pull
-    if pull is not None and pull.is_cheaper[row]:
-        return float(pull.pull_s[row]), float(pull.prefill_s[row]), float(pull.new_tokens[row])
-    return 0.0, float(costs.prefill_s[row]), float(costs.new_tokens[row])
-
-
-def _offered(source: _Source | None, prefill: WorkerTable) -> Floats | float | None:
-    """How much of the prompt each prefill worker could pull."""
-    if source is None:
+    if not (tiers is table.tier and table.all_available):
+        held = np.where(tiers == AVAILABLE, held, 0.0)
+    most = held.item(held.argmax())
+    if most < need.min_pull_tokens:
         return None
-    if prefill.receives == {source.info.layout}:
-        return source.tokens
-    return np.array(
-        [
-            source.tokens
-            if info.transfer_addresses and incompatibility(source.info.layout, info.layout) is None
-            else 0.0
-            for info in prefill.infos
-        ]
-    )
+    (rows,) = (held == most).nonzero()
+    return _Source(table.infos[rows[table.columns.requests[rows].argmin()]], most)
 
 
 def _pick(cost_s: Floats, able: Mask | None, work: Floats, turn: int) -> int:
     """The row of the least cost; of those about as good the one with the least `work`, each in turn."""
     if able is not None:
         cost_s = np.where(able, cost_s, np.inf)
-    (rows,) = (cost_s <= cost_s[cost_s.argmin()] * (1 + _EQUAL)).nonzero()
+    (rows,) = (cost_s <= cost_s.item(cost_s.argmin()) * (1 + _EQUAL)).nonzero()
     if len(rows) > 1:
         least = work[rows]
-        rows = rows[least == least[least.argmin()]]
+        rows = rows[least == least.item(least.argmin())]
     return int(rows[turn % len(rows)])

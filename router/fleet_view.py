@@ -1,6 +1,7 @@
 """What this router knows of the workers' work, kept ready for the next decision.
 
-A worker's row is computed anew only when the worker has told something, or this router has sent it something.
+A worker's row is computed when the worker tells something, and anew before a decision only where this router has sent
+something there, or taken something back, since.
 """
 
 import statistics
@@ -10,18 +11,18 @@ from protocol.clock import Clock
 from protocol.stats import Role, WorkerInfo, WorkerStats
 from protocol.step_costs import StepCosts
 from protocol.tickets import Peer
-from router.cheapest_path import Workers, pair_up
 from router.in_flight import InFlight
 from router.link_rates import LinkRates
 from router.policy import Candidate
+from router.service_classes import ServiceClasses
 from router.token_channels import TokenChannels
-from router.worker_table import AVAILABLE, UNWELCOME, ServiceClasses, WorkerTable
+from router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
 
 _MEDIAN_AGE_S = 1.0  # how old the fleet's median costs may be, which workers without their own are given
 
 
 class FleetView:
-    """The workers' tables, by role. Hears of changes through `told` and `changed`."""
+    """The workers' table. Hears of changes through `told` and `changed`."""
 
     def __init__(self, channels: TokenChannels, clock: Clock):
         self._channels = channels
@@ -30,10 +31,9 @@ class FleetView:
         self.in_flight = InFlight(clock, self.changed)
         self.rates = LinkRates()
         self._infos: list[WorkerInfo] = []
-        self._tables: dict[Role, WorkerTable] = {role: WorkerTable((), self.classes) for role in _ROLES}
-        self._workers = Workers(self._tables["prefill"], self._tables["decode"], ())
+        self._table = WorkerTable((), self.classes)
         self._dirty: set[Peer] = set()
-        self._costs: dict[Role, dict[Peer, StepCosts]] = {role: {} for role in _ROLES}
+        self._costs: dict[Peer, StepCosts] = {}
         self._medians: dict[Role, StepCosts | None] = dict.fromkeys(_ROLES)
         self._medians_at = clock()
 
@@ -51,34 +51,43 @@ class FleetView:
         present = {info.peer for info in infos}
         self.in_flight.keep(present)
         self.rates.keep(present)
-        for role in _ROLES:
-            self._tables[role] = WorkerTable([info for info in infos if info.role == role], self.classes)
-            self._costs[role] = {peer: costs for peer, costs in self._costs[role].items() if peer in present}
-        prefill, decode = self._tables["prefill"], self._tables["decode"]
-        self._workers = Workers(prefill, decode, pair_up(prefill.infos, decode.infos))
+        self._table = WorkerTable(infos, self.classes)
+        self._costs = {worker: costs for worker, costs in self._costs.items() if worker in present}
+        for worker in present:
+            stats = self._channels.stats(worker)
+            if stats is not None and stats.costs is not None:
+                self._costs[worker] = stats.costs
         self._dirty = present
+        self._take_medians()
         return True
 
     def told(self, worker: Peer, stats: WorkerStats) -> None:
-        """The worker has told its numbers."""
+        """The worker has told its numbers: its row is computed now, not when a request waits for it."""
         self.in_flight.told(worker)
         self.rates.told(worker, stats)
-        self._dirty.add(worker)
+        row = self._table.rows.get(worker)
+        if row is None:
+            return
+        is_first = stats.costs is not None and self._medians[self._table.infos[row].role] is None
+        if stats.costs is not None:
+            self._costs[worker] = stats.costs
+        if is_first or self._clock() - self._medians_at >= _MEDIAN_AGE_S:
+            self._take_medians()
+        self._update(worker)
+        self._dirty.discard(worker)
 
     def changed(self, worker: Peer) -> None:
         """The worker's channel has come or gone, or this router's work there has changed."""
         self._dirty.add(worker)
 
-    def workers(self) -> Workers | None:
-        """The tables as of now; None while no worker of some role has told what its steps cost."""
-        self._learn_costs()
-        for role, table in self._tables.items():
-            if len(table) and self._medians[role] is None:
-                return None
+    def table(self) -> WorkerTable | None:
+        """The table as of now; None while no worker of some role has told what its steps cost."""
+        if any(self._medians[role] is None and self._table.of_role[role] for role in _ROLES):
+            return None
         for worker in self._dirty:
             self._update(worker)
         self._dirty.clear()
-        return self._workers
+        return self._table
 
     def candidates(self, role: Role) -> list[Candidate]:
         """The workers of a role for the policies that go without costs."""
@@ -89,47 +98,37 @@ class FleetView:
                 self.in_flight.load(info.peer).now.requests,
                 sum(self.in_flight.load(info.peer).now.prompt_tokens.values()),
             )
-            for info in self._tables[role].infos
+            for info in self._table.of_role[role]
         ]
 
     def down(self) -> set[Peer]:
         """Workers whose channel is broken."""
         return {info.peer for info in self._infos if self._channels.is_down(info.peer)}
 
-    def _learn_costs(self) -> None:
-        """Take in costs that were told, and give those workers the fleet's medians that have told none."""
-        for role, table in self._tables.items():
-            known = self._costs[role]
-            for worker in self._dirty:
-                if worker in table.rows:
-                    stats = self._channels.stats(worker)
-                    if stats is not None and stats.costs is not None:
-                        known[worker] = stats.costs
-        is_old = self._clock() - self._medians_at >= _MEDIAN_AGE_S
-        for role, table in self._tables.items():
-            known = self._costs[role]
-            if known and len(known) < len(table) and (is_old or self._medians[role] is None):
-                self._dirty.update(table.rows.keys() - known.keys())
-            if known and (is_old or self._medians[role] is None):
-                self._medians[role] = median_costs(list(known.values()))
-        if is_old:
-            self._medians_at = self._clock()
+    def _take_medians(self) -> None:
+        """Of the costs that each role's workers have told; those that have told none are given them."""
+        self._medians_at = self._clock()
+        for role in _ROLES:
+            workers = [info.peer for info in self._table.of_role[role]]
+            known = [self._costs[worker] for worker in workers if worker in self._costs]
+            if known:
+                self._medians[role] = median_costs(known)
+                self._dirty.update(worker for worker in workers if worker not in self._costs)
 
     def _update(self, worker: Peer) -> None:
-        for role, table in self._tables.items():
-            row = table.rows.get(worker)
-            if row is None:
-                continue
-            costs = self._costs[role].get(worker) or self._medians[role]
-            if costs is not None:
-                table.update(
-                    row,
-                    self._channels.stats(worker),
-                    self.in_flight.load(worker),
-                    costs,
-                    UNWELCOME if self._channels.is_down(worker) else AVAILABLE,
-                    self.rates.of(worker),
-                )
+        row = self._table.rows.get(worker)
+        if row is None:
+            return
+        costs = self._costs.get(worker) or self._medians[self._table.infos[row].role]
+        if costs is not None:
+            self._table.update(
+                row,
+                self._channels.stats(worker),
+                self.in_flight.load(worker),
+                costs,
+                UNWELCOME if self._channels.is_down(worker) else AVAILABLE,
+                self.rates.of(worker),
+            )
 
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")

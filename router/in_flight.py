@@ -147,7 +147,9 @@ class InFlight:
                 del self._loads[worker]
 
     def _enter(self, place: Place) -> None:
-        load = self._loads.setdefault(place.worker, Load())
+        load = self._loads.get(place.worker)
+        if load is None:
+            load = self._loads[place.worker] = Load()
         load.now.add(place, 1)
         load.since.add(place, 1)
         load.fresh[place] = self._clock()

@@ -10,16 +10,18 @@ from protocol.requests import GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.cached_prefixes import CachedPrefixes
-from router.cheapest_path import Held, Workers, cheapest_path
+from router.cheapest_path import cheapest_path
 from router.config import PipelineConfig
 from router.estimate import Estimate
 from router.fleet_view import FleetView
 from router.in_flight import Hold, Place
 from router.path_costs import Need
 from router.policy import NoPath, Path, choose_source, least_loaded, round_robin
+from router.service_classes import Floats
 from router.token_channels import TokenChannels
 from router.trials import Trials
 from router.worker_channel import ChannelListener
+from router.worker_table import WorkerTable
 
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
 _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
@@ -125,8 +127,8 @@ class PathFinder:
             if self._cached is not None:
                 self._cached.keep({info.peer for info in infos})
         self._turn += 1
-        workers = self._view.workers()
-        if self._cached is None or workers is None:
+        table = self._view.table()
+        if self._cached is None or table is None:
             return self._by_load(request, sent, failed, ejected)
         need = Need(
             num_tokens=len(request.token_ids) + len(sent),
@@ -134,9 +136,9 @@ class PathFinder:
             promise=request.promise,
             min_pull_tokens=self._config.pull_min_tokens if self._config.pulls else None,
         )
-        held = self._cached.held(workers, request, sent)
+        held = self._cached.held(table, request, sent)
         best = cheapest_path(
-            workers,
+            table,
             need,
             held,
             failed=failed,
@@ -144,7 +146,7 @@ class PathFinder:
             decodes_alone=self._config.decodes_alone,
             turn=self._turn,
         )
-        return self._trial(workers, need, held, {*failed, *ejected}, best) or best
+        return self._trial(table, need, held, {*failed, *ejected}, best) or best
 
     def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
         """The path's prefill worker has read its `num_tokens` tokens. Of a pull that came, learn how long it took."""
@@ -159,14 +161,14 @@ class PathFinder:
         self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
         self._expect(path.decode, request, sent[:-1])
 
-    def _trial(self, workers: Workers, need: Need, held: Held, avoid: Collection[Peer], best: Path) -> Path | None:
+    def _trial(self, table: WorkerTable, need: Need, held: Floats, avoid: Collection[Peer], best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one. Not with requests in trouble."""
         now = self._clock()
-        worker = None if avoid else self._trials.candidate(workers.prefill, need.num_tokens, now)
+        worker = None if avoid else self._trials.candidate(table, need.num_tokens, now)
         if worker is None or best.estimate is None or (best.prefill is not None and best.prefill.peer == worker):
             return None
-        others = workers.prefill.rows.keys() - {worker}
-        path = cheapest_path(workers, need, held, failed=others, decodes_alone=False, turn=self._turn)
+        others = {info.peer for info in table.of_role["prefill"]} - {worker}
+        path = cheapest_path(table, need, held, failed=others, decodes_alone=False, turn=self._turn)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
@@ -205,7 +207,9 @@ class PathFinder:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
             self._trials.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
-        self._expect(path.prefill or path.decode, request, sent)
+        if self._cached is not None:
+            reader = path.prefill or path.decode
+            self._cached.expect(reader, request, sent, known_tokens=num_tokens - new_tokens)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:

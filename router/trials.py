@@ -34,9 +34,10 @@ class Trials:
     def worked(self, worker: Peer, num_tokens: int, now: float) -> None:
         """A prompt of which so many tokens are to be computed goes there; it tells of shorter ones, too."""
         if worker in self._last:
+            last, due = self._last[worker], self._due[worker]
             for length in range(_length(num_tokens) + 1):
-                self._last[worker][length] = now
-                self._due[worker][length] = now + TRY_S
+                last[length] = now
+                due[length] = now + TRY_S
 
     def candidate(self, table: WorkerTable, num_tokens: int, now: float) -> Peer | None:
         """The idle worker that has waited longest for a prompt of this length, if one may be due."""
@@ -44,8 +45,9 @@ class Trials:
         if now - self._looked_at[length] < _LOOK_S:
             return None
         self._looked_at[length] = now
-        idle = (table.requests == 0) & (table.tier == AVAILABLE)
-        due = [peer for peer, row in table.rows.items() if idle[row] and self._due[peer][length] <= now]
+        idle = (table.columns.requests == 0) & (table.tier == AVAILABLE)  # decode workers' come last
+        peers = [info.peer for info, is_idle in zip(table.of_role["prefill"], idle, strict=False) if is_idle]
+        due = [peer for peer in peers if self._due[peer][length] <= now]
         return min(due, key=lambda peer: self._last[peer][length], default=None)
 
     def is_due(self, worker: Peer, num_tokens: int, slower: float, now: float) -> bool:

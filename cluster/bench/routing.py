@@ -28,6 +28,7 @@ from protocol.step_costs import StepCosts
 from protocol.tickets import Address, Peer
 from router.block_index import BlockIndex
 from router.config import PipelineConfig
+from router.in_flight import Hold
 from router.path_finder import PathFinder
 from router.prompt_names import PromptNames
 from router.token_channels import TokenChannels
@@ -100,17 +101,19 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
 
     decide_s: list[float] = []
     hash_s: list[float] = []
+    hold: Hold | None = None
     for request in requests:
-        for info in draw.sample(infos, max(1, num_workers // 100)):
-            channels.tell(info.peer, _stats(draw))
         begin = time.thread_time()
         PromptNames().of(request.token_ids, request.cache_salt, BLOCK_SIZE)
         hash_s.append(time.thread_time() - begin)
         finder.choose(request)  # hashes the prompt
+        for info in draw.sample(infos, max(1, num_workers // 100)):
+            channels.tell(info.peer, _stats(draw))
+        if hold is not None:
+            hold.release()  # now, so that this decision has to take in what has changed at two workers
         begin = time.thread_time()
         _, hold = await finder.find(request, (), ())
         decide_s.append(time.thread_time() - begin)
-        hold.release()
     find_s = _time_index(cached, prompts)
     return Times(statistics.median(decide_s), find_s, statistics.median(hash_s))
 

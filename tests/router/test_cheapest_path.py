@@ -9,11 +9,12 @@ from protocol.requests import Promise
 from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from protocol.step_costs import StepCosts
 from protocol.tickets import Address, Peer
-from router.cheapest_path import Held, Workers, cheapest_path, pair_up
+from router.cheapest_path import cheapest_path
 from router.in_flight import Load
 from router.path_costs import Need
 from router.policy import NoPath
-from router.worker_table import AVAILABLE, UNWELCOME, ServiceClasses, WorkerTable
+from router.service_classes import ServiceClasses
+from router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0)
@@ -32,16 +33,12 @@ class Fleet:
     """Prefill workers p0, p1, ... and decode workers d0, d1, ... that have told these numbers."""
 
     def __init__(self, prefill, decode, *, bytes_per_s=QUICK, down=(), **changes):
-        classes = ServiceClasses()
-        tables = []
-        for role, told in (("prefill", prefill), ("decode", decode)):
-            infos = [self.info(role, f"{role[0]}{row}", **changes) for row in range(len(told))]
-            table = WorkerTable(infos, classes)
-            for row, (info, stats) in enumerate(zip(infos, told, strict=True)):
-                tier = UNWELCOME if info.peer.worker_id in down else AVAILABLE
-                table.update(row, stats, Load(), COSTS, tier, bytes_per_s)
-            tables.append(table)
-        self.workers = Workers(tables[0], tables[1], pair_up(tables[0].infos, tables[1].infos))
+        infos = [self.info("prefill", f"p{row}", **changes) for row in range(len(prefill))]
+        infos += [self.info("decode", f"d{row}", **changes) for row in range(len(decode))]
+        self.table = WorkerTable(infos, ServiceClasses())
+        for row, (info, stats) in enumerate(zip(infos, (*prefill, *decode), strict=True)):
+            tier = UNWELCOME if info.peer.worker_id in down else AVAILABLE
+            self.table.update(row, stats, Load(), COSTS, tier, bytes_per_s)
 
     def info(self, role, name, **changes):
         base = WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 10_000, 500, 32)
@@ -50,12 +47,9 @@ class Fleet:
     def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, **options):
         """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
         held = dict(held)
-        by_row = [
-            np.array([held.get(info.peer.worker_id, 0) for info in table.infos], float)
-            for table in (self.workers.prefill, self.workers.decode)
-        ]
+        tokens = np.array([held.get(info.peer.worker_id, 0) for info in self.table.infos], float)
         need = Need(num_tokens, 10.0, promise or Promise(), min_pull_tokens)
-        return cheapest_path(self.workers, need, Held(*by_row), **options)
+        return cheapest_path(self.table, need, tokens, **options)
 
     def names(self, *args, **options):
         path = self.path(*args, **options)
