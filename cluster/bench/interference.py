@@ -22,10 +22,10 @@ from pathlib import Path
 
 from cluster.bench.arguments import positive
 from cluster.bench.engine_models import MODELS, write_random_model
-from cluster.bench.serving import percentile
 from cluster.bench.worker_fleet import WorkerProcess
 from cluster.bench.worker_process import Settings
 from decode_worker.config import DecodeConfig
+from loadtests.report.estimates import percentile
 from protocol.clock import draw_epoch
 from protocol.errors import ConfigError, WorkerLost
 from protocol.requests import GenerateRequest, Promise, SamplingParams

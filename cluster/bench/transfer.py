@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from cluster.bench.handover import Exposed, Handover, measure_exposed, measure_h
 from cluster.bench.link_case import SHAPES, Case
 from cluster.bench.links import Ratios, measure_case, peer_process
 from cluster.model_folder import resolve_model_folder
+from loadtests.report.estimates import percentile
 
 PROMPT_TOKENS = (128, 1024, 8192, 32768)
 BLOCK_SIZES = (16, 32, 64)
@@ -107,18 +107,13 @@ async def _handover(arguments: argparse.Namespace) -> dict[str, float]:
         concurrency=arguments.concurrency,
         requests=arguments.requests,
     )
-    seconds = sorted(one.handover_s for one in handovers)
-    figures = {"handover_p50_s": _percentile(seconds, 0.5), "handover_p99_s": _percentile(seconds, 0.99)}
+    seconds = [one.handover_s for one in handovers]
+    figures = {f"handover_p{percent}_s": percentile(seconds, percent) or 0.0 for percent in (50, 99)}
     _say(
         f"hand-over, {arguments.concurrency} requests at a time: P50 {figures['handover_p50_s'] * 1e3:.1f} ms, "
         f"P99 {figures['handover_p99_s'] * 1e3:.1f} ms, the wait for the decode step under way included"
     )
     return figures
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by this share of them."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _say(line: str) -> None:

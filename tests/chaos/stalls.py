@@ -90,11 +90,3 @@ def _charged(wait: Wait, windows: Sequence[Window]) -> list[Window]:
     during = [window for window in windows if window.begin < wait.end and wait.begin < window.end]
     most = max((BOUNDS_S[window.family] for window in during), default=0.0)
     return [window for window in during if BOUNDS_S[window.family] == most]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all don't exceed; 0 of none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]

@@ -2,7 +2,7 @@
 
 from tests.chaos.client import Answer, Choice
 from tests.chaos.requests import ClientRequest
-from tests.chaos.stalls import Normal, Window, normal_of, percentile, stalls_by_fault
+from tests.chaos.stalls import Normal, Window, normal_of, stalls_by_fault
 
 NORMAL = {1: Normal(first_s=0.5, between_s=0.1)}
 
@@ -39,10 +39,3 @@ def test_a_wait_through_a_kill_and_a_stop_is_the_stops() -> None:
 
 def test_normal_is_the_longest_wait_of_each_sort() -> None:
     assert normal_of([answer(0.0, 1.0, 1.5, 1.75), answer(5.0, 5.5, 6.25)]) == Normal(1.0, 0.75)
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    values = [float(n) for n in range(1, 201)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (100.0, 198.0, 200.0)
-    assert percentile([], 0.99) == 0.0
-    assert percentile([4.0], 0.01) == 4.0

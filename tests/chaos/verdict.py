@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadtests.report.estimates import percentile
 from tests.chaos.checker import Finding, check
 from tests.chaos.client import Answer
 from tests.chaos.faults import Injected
-from tests.chaos.stalls import BOUNDS_S, Family, Window, normal_of, percentile, stalls_by_fault
+from tests.chaos.stalls import BOUNDS_S, Family, Window, normal_of, stalls_by_fault
 
 BACK_S = 10.0
 """From a kill to the new replica's being reached, at most."""
@@ -74,7 +75,7 @@ def judge(
     by_family: dict[Family, list[float]] = defaultdict(list)
     for name, family in {(fault.name, fault.family) for fault in faults}:
         by_family[family] += stalls.get(name, [])
-    p99 = {family: percentile(by_family[family], 0.99) for family in BOUNDS_S}
+    p99 = {family: percentile(by_family[family], 99) or 0.0 for family in BOUNDS_S}
     backs = [fault.back_s for fault in faults if fault.back_s is not None]
     failures = [f"{number} {verdict}" for verdict, number in count.items() if number]
     failures += [
@@ -125,8 +126,8 @@ def _row(name: str, faults: Sequence[Injected], stalls: Sequence[float]) -> Row:
         name,
         len(ours),
         len(stalls),
-        percentile(stalls, 0.5),
-        percentile(stalls, 0.99),
+        percentile(stalls, 50) or 0.0,
+        percentile(stalls, 99) or 0.0,
         max(stalls, default=0.0),
         max(backs, default=None),
     )

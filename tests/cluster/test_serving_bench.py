@@ -1,6 +1,6 @@
 """What the serving bench makes of raw streams."""
 
-from cluster.bench.serving import Load, percentile, summarise
+from cluster.bench.serving import Load, summarise
 from loadtests.generator.completions import Exchange
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -34,12 +34,3 @@ def test_refused_broken_and_short_streams_are_errors_and_count_for_nothing() -> 
     assert figures["errors"] == 4
     assert figures["output_tokens"] == 0
     assert figures["ttft_p50_s"] is None
-
-
-def test_percentiles_are_values_that_were_seen() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert percentile(values, 50) == 50.0
-    assert percentile(values, 99) == 99.0
-    assert percentile(values, 100) == 100.0
-    assert percentile([4.0], 1) == 4.0
-    assert percentile([], 50) is None
