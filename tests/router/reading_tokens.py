@@ -1,0 +1,32 @@
+"""What tests of the pipeline do with a rig: read its tokens, and let its workers go on."""
+
+import asyncio
+from contextlib import aclosing
+
+from router.stages import Stages
+
+
+async def collect(rig, request, stages=None):
+    """All tokens; checks that indices are contiguous and the end is told once."""
+    tokens, finishes = [], []
+    async with aclosing(rig.pipeline.generate(request, stages or Stages(0.0))) as events:
+        async for event in events:
+            assert event.index == len(tokens)
+            tokens += [token.token_id for token in event.tokens]
+            if event.finish_reason:
+                finishes.append(event.finish_reason)
+    assert len(finishes) == 1
+    return tokens
+
+
+async def nth_token(rig, request, n, stages=None):
+    """A generator that has yielded `n` tokens, and those tokens."""
+    events = rig.pipeline.generate(request, stages or Stages(0.0))
+    tokens = []
+    while len(tokens) < n:
+        tokens += [token.token_id for token in (await anext(events)).tokens]
+    return events, tokens
+
+
+def allow(worker, steps):
+    worker.gate = asyncio.Semaphore(steps)
