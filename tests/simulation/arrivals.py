@@ -74,8 +74,8 @@ def make_arrivals(
     return tuple(arrivals)
 
 
-def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
-    """`arrivals` and one that kills engines, which comes again when it has failed."""
+def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...], num_routers: int) -> tuple[Arrival, ...]:
+    """`arrivals` and one that kills engines, which comes again later, by another router if there is one."""
     prompt = _tokens(draw, draw.choice((0, 5, 40)))
     poison = replace(
         arrivals[0],
@@ -88,7 +88,12 @@ def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arriva
         ),
         cancel_after_s=None,
     )
-    again = replace(poison, at_s=5.0, request=structs.replace(poison.request, request_id="poison-1"))
+    again = replace(
+        poison,
+        at_s=5.0,
+        router=(poison.router + 1) % num_routers,
+        request=structs.replace(poison.request, request_id="poison-1"),
+    )
     return (*arrivals, poison, again)
 
 

@@ -58,11 +58,11 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     is_overload = with_faults and draw.random() < 0.1
     is_poisonous = with_faults and not is_overload and draw.random() < POISON_SHARE
     if is_poisonous:
-        num_routers = 1  # two that don't know of each other's suspects may try them together
+        num_routers = draw.choice((1, 2, 2))
     arrivals = make_arrivals(draw, num_routers, num_layers, is_crowded=is_crowded, is_overload=is_overload)
     faults: tuple[Fault, ...] = ()
     if is_poisonous:
-        arrivals = poisoned(draw, arrivals)
+        arrivals = poisoned(draw, arrivals, num_routers)
     elif with_faults:
         faults = make_faults(draw, num_prefill=num_prefill, num_routers=num_routers, is_overload=is_overload)
     num_lost = 2 if is_poisonous else sum(fault.kind in DECODE_FAULTS for fault in faults)

@@ -29,6 +29,8 @@ from protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from protocol.requests import GenerateRequest, SampledToken, TokenEvent
 from protocol.tickets import Peer
 from protocol.token_server import TokenServer
+from protocol.turns import Turns
+from protocol.verdicts import Verdict
 from router.attempt import Attempt
 from router.block_index import BlockIndex
 from router.pipeline import Pipeline
@@ -159,6 +161,14 @@ def _forget_the_guilty(suspects: Suspects, case: Case) -> None:
     """They may try again, at other workers."""
 
 
+def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *, but_to: str) -> None:
+    """Other routers find out by themselves."""
+
+
+def _give_everybody_a_turn(turns: Turns, router_id: str, number: int) -> None:
+    turns._give(router_id, number)
+
+
 def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
     if isinstance(error, RequestError):
         records._ejection.failed(worker)
@@ -265,6 +275,22 @@ SABOTAGES = [
         "nobody is accused of workers' deaths", Suspects, "accused_of", _accuse_nobody, with_faults=True, only="poison"
     ),
     Sabotage("the guilty may try again", Suspects, "check", _forget_the_guilty, with_faults=True, only="poison"),
+    Sabotage(
+        "each router has verdicts of its own",
+        TokenServer,
+        "_pass_on",
+        _keep_verdicts_to_itself,
+        with_faults=True,
+        only="poison",
+    ),
+    Sabotage(
+        "suspects of several routers are tried together",
+        Turns,
+        "ask",
+        _give_everybody_a_turn,
+        with_faults=True,
+        only="poison",
+    ),
     Sabotage(
         "decode workers compute at once what may have killed another",
         DecodeScheduler,
