@@ -25,6 +25,9 @@ from prefill_worker.jobs import Admission, Chunk, PrefillJob, PrefillStep
 from protocol.errors import RequestError
 from protocol.requests import GenerateRequest, Promise
 
+LEFT_TO_HIGHER = 8
+"""The part of the blocks, one in so many, that is left to prompts of higher classes than KV that waits to be sent."""
+
 
 class PrefillScheduler:
     """Chunked prefill over one block pool: at most `max_step_tokens` tokens of `max_batch` prompts in a step.
@@ -54,6 +57,7 @@ class PrefillScheduler:
         self._waiting: list[PrefillJob] = []  # by their turns, like the next
         self._running: list[PrefillJob] = []
         self._pulling: list[PrefillJob] = []
+        self._sending: set[PrefillJob] = set()
         self._admitted: list[PrefillJob] = []  # not told yet
         self._declined: list[PrefillJob] = []  # not told yet
         self._num_arrived = 0
@@ -205,10 +209,12 @@ class PrefillScheduler:
     def begin_sending(self, job: PrefillJob) -> None:
         """A transfer reads the job's blocks from now on."""
         job.is_sending = job.has_been_sent = True
+        self._sending.add(job)
 
     def end_sending(self, job: PrefillJob) -> None:
         """No transfer reads the job's blocks any more."""
         job.is_sending = False
+        self._sending.discard(job)
         self._release_if_unused(job)
 
     def end(self, job: PrefillJob) -> None:
@@ -225,7 +231,7 @@ class PrefillScheduler:
         """Reserve the job's blocks; with a limit to its tokens, by its class's share, it keeps them."""
         sequence = job.sequence
         matched = sequence.match_prefix(self._pool)
-        missing = sequence.blocks_needed(sequence.num_uncomputed) - self._pool.free_blocks
+        missing = sequence.blocks_needed(sequence.num_uncomputed) + self._left_to_higher(job) - self._pool.free_blocks
         if missing > 0 and not self._take_back(job, missing):
             sequence.reset(self._pool)
             for other in self._waiting:
@@ -245,6 +251,16 @@ class PrefillScheduler:
             self._decline(job)
             _insert(self._running, job)
         return True
+
+    def _left_to_higher(self, job: PrefillJob) -> int:
+        """Blocks that this prompt must leave free, while there is KV of its class or a higher one that has to wait.
+
+        That may wait long for room at a decode worker, and gives way to nobody: it would be computed twice. A pool that
+        is full of it would shut out classes for which the decode worker makes room at once.
+        """
+        priority = job.request.promise.priority
+        is_crowded = any(other.has_ended and other.request.promise.priority >= priority for other in self._sending)
+        return self._pool.num_blocks // LEFT_TO_HIGHER if is_crowded else 0
 
     def _take_back(self, job: PrefillJob, missing_blocks: int) -> bool:
         """Have prompts of lower classes give so many blocks back; False, and nothing done, where they can't."""

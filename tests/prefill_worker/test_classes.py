@@ -41,9 +41,11 @@ class Rig:
             now=now,
         )
 
-    def run(self) -> list[tuple[PrefillJob, int]]:
-        """Run a step; who had how many tokens of it."""
+    def run(self, *, sends: bool = False) -> list[tuple[PrefillJob, int]]:
+        """Run a step; who had how many tokens of it. `sends`: to where there is no room yet."""
         step = self.scheduler.schedule()
+        for job in step.admission.admitted if sends else ():
+            self.scheduler.begin_sending(job)
         for job in self.scheduler.complete(step):
             self.scheduler.end(job)
         self.pool.check_integrity()
@@ -107,6 +109,47 @@ def test_no_blocks_are_taken_from_a_prompt_that(how: str) -> None:
     rig.add(LOW if how == "of the same class" else HIGH, 20)
     assert rig.run() == [(job, 8)]
     assert rig.scheduler.preemptions == 0
+
+
+def fill_with_kv_that_waits(rig: Rig) -> list[PrefillJob]:
+    """Low prompts of four blocks, computed and offered, until no more are admitted."""
+    kept: list[PrefillJob] = []
+    while True:
+        job = rig.add(LOW, 16)
+        if not rig.run(sends=True):
+            return kept
+        kept.append(job)
+
+
+def test_kv_that_waits_for_room_leaves_some_blocks_to_higher_classes_alone() -> None:
+    rig = Rig(num_blocks=32)
+    assert len(fill_with_kv_that_waits(rig)) == 7
+    assert rig.pool.free_blocks == 4
+    high = rig.add(HIGH, 16)
+    assert rig.run(sends=True) == [(high, 16)]
+    rig.add(HIGH, 16)
+    assert rig.run() == []
+
+
+def test_prompts_that_are_being_computed_have_all_blocks() -> None:
+    rig = Rig(num_blocks=32, max_step_tokens=40)
+    first, second = rig.add(LOW, 64), rig.add(LOW, 64)
+    assert rig.run(sends=True) == [(first, 40)]
+    assert rig.run(sends=True) == [(first, 24), (second, 16)]
+
+
+def test_what_is_left_to_higher_classes_is_taken_when_no_kv_waits() -> None:
+    rig = Rig(num_blocks=32)
+    kept = fill_with_kv_that_waits(rig)
+    huge = rig.add(LOW, 120)
+    for job in kept[1:]:
+        rig.scheduler.end_sending(job)
+    rig.run()  # the one that was not admitted
+    assert rig.run() == []
+    rig.scheduler.end_sending(kept[0])
+    while not huge.has_ended:
+        assert rig.run()
+    assert rig.pool.owned_blocks == 0
 
 
 @pytest.mark.parametrize("is_begun", [True, False])

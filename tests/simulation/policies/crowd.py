@@ -1,7 +1,7 @@
 """Far more requests than decode workers have room for, none of which is promised anything, so that none is refused.
 
-Prompts wait for the prefill workers, and their KV for the decode workers, for many times as long as a transfer may take
-that makes no progress.
+Prompts wait for prefill workers, and their KV for decode workers, for longer than a transfer may take that makes no
+progress.
 """
 
 from dataclasses import replace
