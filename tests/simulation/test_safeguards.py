@@ -19,6 +19,7 @@ from decode_worker.standings import Standings
 from decode_worker.swapped_blocks import SwappedBlocks
 from kvtransfer.incoming_lane import IncomingLane
 from kvtransfer.outgoing import OutgoingTransfer
+from kvtransfer.receiver import KVReceiver
 from model.block_pool import BlockPool
 from model.sequence import SequenceState
 from model.step import BlockCopy
@@ -27,7 +28,7 @@ from prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from protocol.errors import RequestError, TransferFailed, TwostrokeError
 from protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from protocol.requests import GenerateRequest, SampledToken, TokenEvent
-from protocol.tickets import Peer
+from protocol.tickets import Peer, Ticket
 from protocol.token_server import TokenServer
 from protocol.turns import Turns
 from protocol.verdicts import Verdict
@@ -123,6 +124,13 @@ def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> N
     sequence.num_computed = computed
 
 
+def _keep_offers_for_ever(receiver: KVReceiver, ticket: Ticket) -> None:
+    is_kept = ticket.transfer_id in receiver._kept
+    _refuse(receiver, ticket)
+    if is_kept:
+        receiver._kept.add(ticket.transfer_id)
+
+
 def _forget_to_release(standings: Standings, job: DecodeJob) -> None:
     if job.has_ended and job.request.request_id.endswith("3"):
         return
@@ -210,6 +218,7 @@ _next_try = Pipeline._next_try
 _failed = WorkerRecords.failed
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
+_refuse = KVReceiver.refuse
 _publish = SequenceState.publish_full_blocks
 _send_back = Standings.send_back
 _swap_in = SwappedBlocks.swap_in
@@ -246,6 +255,7 @@ SABOTAGES = [
     Sabotage("sent blocks are not waited for", OutgoingTransfer, "done", _call_a_transfer_done_at_once),
     Sabotage("blocks are named too early", SequenceState, "publish_full_blocks", _publish_what_is_not_computed),
     Sabotage("routers don't hear of KV that was not sent", TokenServer, "kv_not_sent", _tell_nobody, with_faults=True),
+    Sabotage("offers are kept for requests that have ended", KVReceiver, "refuse", _keep_offers_for_ever),
     Sabotage("some blocks are never freed", Standings, "release_if_unused", _forget_to_release),
     Sabotage("who gives way keeps its blocks", Standings, "send_back", _send_back_with_blocks),
     Sabotage("tokens are taken twice", router.attempt, "join_fresh", _take_every_index),
