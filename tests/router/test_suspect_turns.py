@@ -115,7 +115,8 @@ async def turned():
 async def test_a_suspect_takes_its_workers_turns_one_after_the_other_and_ends_them_as_it_gets_on(a_request, workers):
     suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
     turns = turns_of(suspects, workers.take_turn, workers.ended.append)
-    case = suspect_of(suspects, a_request())
+    case, sibling = suspect_of(suspects, a_request()), suspects.open(a_request())
+    suspects.stay(sibling, P, Stay.AWAITS)
     taking = asyncio.create_task(turns.take(case, [P, D1]))
     await turned()
     assert workers.asked == [D1], "in the same order at every router, whatever a path's is"
@@ -130,7 +131,7 @@ async def test_a_suspect_takes_its_workers_turns_one_after_the_other_and_ends_th
     suspects.stay(case, P, Stay.FRESH)
     suspects.leave(case, P)
     turns.changed()
-    assert workers.ended == [P]
+    assert workers.ended == [P], "its sibling there has nothing computed"
     suspects.stay(case, D1, Stay.FRESH)
     suspects.got_on(case, D1, 0)
     turns.changed()
