@@ -31,7 +31,7 @@ class AutoscalingConfig:
     decode: RoleLimits = field(default_factory=RoleLimits)
     budget: float | None = None  # GPUs of both roles together, or workers where they have none; None: the maxima
     interval_s: float = 5.0  # between decisions
-    cooldown_s: float = 300.0  # a role shrinks to what the last so many seconds needed, so long after its last change
+    cooldown_s: float = 900.0  # a role shrinks to what the last so many seconds needed, so long after its last change
     slack: float = 0.5  # of the TTFT that is promised: so long may prompts wait
     attainment: float = 0.98  # share of requests of the last `cooldown_s` that as few workers would have served in time
     spare: float = 0.15  # of each role's capacity that is kept free

@@ -17,7 +17,7 @@ from cluster.autoscaling.history import History, Window
 from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import Decision, Signals
 
-MARGIN = 1.1
+MARGIN = 1.05
 """A role shrinks only to what would serve so many times the load."""
 
 

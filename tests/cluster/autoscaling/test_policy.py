@@ -243,7 +243,7 @@ def test_looks_out_of_order_change_nothing() -> None:
 
 def test_the_separate_policy_goes_by_each_roles_own_requests_and_needs_no_costs() -> None:
     limits = RoleLimits(1, 8, ongoing=4)
-    system = System(config=AutoscalingConfig(policy="separate", prefill=limits, decode=limits))
+    system = System(config=AutoscalingConfig(policy="separate", prefill=limits, decode=limits, cooldown_s=300.0))
     system.prefill = replace(system.prefill, costs=None, queued_requests=10)
     system.decode = replace(system.decode, costs=None, num_decoding=20, queued_requests=1)
     system.goes_on(MINUTE_S, rate=1)
