@@ -49,6 +49,24 @@ def _multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return builder.call(function, (builder.bitcast(left, _FLOATS), builder.bitcast(right, _FLOATS), total))
 
 
+def _in_place(builder: Any, totals: list[Any]) -> list[Any]:
+    """The same totals, which are ready before whatever is loaded behind this. No instruction.
+
+    Else LLVM may load for many rows ahead, and then has no registers for the sums: it does so where a tile has been
+    optimised more than once, that is in the kernel's machine code that comes from numba's cache, not in that of the
+    process which compiled it.
+    """
+    count = len(totals)
+    kept = builder.asm(
+        ir.FunctionType(ir.LiteralStructType([_FLOATS] * count), [_FLOATS] * count),
+        "",
+        ",".join(["=v"] * count + [str(index) for index in range(count)] + ["~{memory}"]),
+        totals,
+        side_effect=True,
+    )
+    return [builder.extract_value(kept, index) for index in range(count)]
+
+
 def _make_tile(rows: int, combine: Any) -> Any:
     @intrinsic
     def tile(
@@ -80,8 +98,12 @@ def _make_tile(rows: int, combine: Any) -> Any:
                     value = builder.load(at(row_starts[row], across, _INT), align=2)
                     lane = builder.insert_element(ir.Constant(_INTS, ir.Undefined), value, ir.Constant(_INT, 0))
                     spread = builder.shuffle_vector(lane, lane, ir.Constant(_INTS, [0] * LANES))
-                    for total, column in zip(sums[row], columns, strict=True):
-                        builder.store(combine(builder, builder.load(total), spread, column), total)
+                    totals = [
+                        combine(builder, builder.load(total), spread, column)
+                        for total, column in zip(sums[row], columns, strict=True)
+                    ]
+                    for total, kept in zip(sums[row], _in_place(builder, totals), strict=True):
+                        builder.store(kept, total)
 
             with builder.if_else(builder.trunc(add, ir.IntType(1))) as (adding, fresh):
                 with adding:
