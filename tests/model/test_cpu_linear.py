@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from numba import cfunc, types
 from torch import Tensor
 
 from model import cpu_linear
 from model.cpu_backend import CpuBackend
 from model.cpu_linear import CpuLinear
-from model.kernels import cpu_gemm
+from model.kernels import cpu_gemm, cpu_gemm_tile
+from model.kernels.cpu_launch import WORDS, compiled
 from model.kernels.cpu_launcher import Launcher
 from model.quantization import Quantization
 
@@ -140,3 +142,21 @@ def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, q
 @pytest.mark.parametrize("kernel", [cpu_gemm._multiply_floats, cpu_gemm._multiply_pairs])
 def test_a_start_finds_the_machine_code_of_the_last_one(kernel: Callable[[Any], None]) -> None:
     assert kernel.__closure__ is None, "numba's cache does not know a closure again in another process"
+
+
+@pytest.mark.parametrize("combine", [cpu_gemm_tile._dot_pairs, cpu_gemm_tile._multiply_add])
+def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(combine: Callable[..., Any]) -> None:
+    """As happens to it on its way into a kernel: each function that it becomes a part of is optimised as a whole."""
+    tile = cpu_gemm_tile._make_tile(cpu_gemm_tile.TILE_ROWS, combine)
+
+    @compiled
+    def once(words):
+        tile(words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
+
+    @compiled
+    def twice(words):
+        once(words)
+
+    kernel = cfunc(types.void(WORDS), error_model="numpy")(lambda words: twice(words))
+    code = kernel._library.get_asm_str().splitlines()
+    assert not [line for line in code if "zmm" in line and "(%rsp)" in line], "sums go to memory and back"
