@@ -12,6 +12,7 @@ from kvtransfer.digest import chunk_seal
 from protocol.errors import ConnectionLost, TransferFailed
 from protocol.messages import (
     Abort,
+    Awaited,
     Chunk,
     Commit,
     Damaged,
@@ -266,6 +267,7 @@ async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str, source: P
     [
         StatsFrame(WorkerStats()),
         Grant(ANYBODY, 0),
+        Awaited(ANYBODY),
         Damaged(ANYBODY, 0, 0),
         LinkReady(1, "memory", {}),
         Hello(P, D),

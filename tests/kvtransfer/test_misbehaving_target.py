@@ -8,7 +8,7 @@ import pytest
 from transfer_harness import SECRET, TOKEN, D, P, Pair, make_pair, settle
 
 from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import Commit, Damaged, Grant, KVWelcome, LinkReady, Offer, Ping, Verified, Welcome
+from protocol.messages import Awaited, Commit, Damaged, Grant, KVWelcome, LinkReady, Offer, Ping, Verified, Welcome
 from protocol.network import Connection
 from protocol.tcp_network import TcpNetwork
 from protocol.tickets import Ticket, mint_ticket
@@ -65,6 +65,14 @@ async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | N
             out.abort("enough")
         with pytest.raises(TransferFailed, match=text or "enough"):
             await out.done()
+
+
+async def test_a_target_that_says_too_late_or_of_nobody_that_it_waits_for_room_says_nothing() -> None:
+    late = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
+    async with make_pair() as pair, raw_target(pair, *late) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        await out.done()
 
 
 async def test_a_target_that_calls_a_chunk_damaged_twice_at_once_ends_the_transfer() -> None:
