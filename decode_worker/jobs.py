@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from model.queue_order import Turn
 from model.sequence import SequenceState
 from model.step import BlockCopy, SequenceStep
@@ -42,6 +44,7 @@ class DecodeJob:
     phase: Phase = Phase.WAITING
     # Its parts of steps that have not ended, at most two, in order: the engine may be writing into its blocks.
     under_way: list[SequenceStep] = field(default_factory=list)
+    num_drawing: int = 0  # of those, the ones that draw a token
     is_receiving: bool = False  # a transfer may be writing into its blocks
     is_copying: bool = False  # the engine may be copying between its blocks and those of `swapped`
     swapped: SwappedKV | None = None
@@ -100,21 +103,25 @@ class DecodeJob:
     @property
     def num_unscheduled(self) -> int:
         """Tokens for steps to come, one that is being drawn included: 1 for a running decode."""
-        return len(self.sequence.token_ids) + self._num_drawing - self.num_scheduled
+        return len(self.sequence.token_ids) + self.num_drawing - self.num_scheduled
 
     @property
     def is_drawing_its_last(self) -> bool:
         """Whether a step under way draws a token that ends the request whatever it is."""
-        num_drawing = self._num_drawing
+        num_drawing = self.num_drawing
         return num_drawing > 0 and self.sequence.num_output_tokens + num_drawing >= self.request.max_tokens
 
-    @property
-    def _num_drawing(self) -> int:
-        return sum(step.draw is not None for step in self.under_way) if self.under_way else 0
+    def begin(self, step: SequenceStep) -> None:
+        """It has a part in the next step."""
+        self.under_way.append(step)
+        self.num_drawing += step.draw is not None
+
+    def end_first(self) -> None:
+        """The first of the steps under way has ended."""
+        self.num_drawing -= self.under_way.pop(0).draw is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A job's part of a step."""
 
     job: DecodeJob
@@ -146,8 +153,7 @@ class DecodeStep:
         return not self.entries and not self.swaps
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """A token that was drawn or received, and whether it ended its request."""
 
     job: DecodeJob

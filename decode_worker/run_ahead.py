@@ -12,8 +12,10 @@ def must_be_awaited(in_flight: DecodeStep) -> bool:
         return True  # nobody knows yet which blocks that frees
     # All wait for a draw that needs to know the tokens before it: were it left out, it would get every other step only.
     return any(
-        is_penalised(job.request.sampling) and not (job.has_ended or job.is_drawing_its_last)
-        for job in drawn_for(in_flight)
+        one.step.draw is not None
+        and is_penalised(one.step.draw.sampling)
+        and not (one.job.has_ended or one.job.is_drawing_its_last)
+        for one in in_flight.entries
     )
 
 

@@ -132,22 +132,24 @@ class DecodeScheduler:
         Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
         and for all but one of them before the next call.
         """
+        if in_flight is not None and must_be_awaited(in_flight):
+            return DecodeStep((), ())
         staying = self._staying()
         chosen = self._batch.choose(staying)
+        decodes = [job for job in chosen if job.num_unscheduled == 1]
         if in_flight is not None:
-            if not self._can_run_ahead(in_flight, _decodes(chosen)):
+            if not self._can_run_ahead(decodes):
                 return DecodeStep((), ())
-        elif swaps := self._make_room(_decodes(chosen)):
+        elif swaps := self._make_room(decodes):
             return DecodeStep((), (), swaps)
         elif any(job.phase is not Phase.RUNNING for job in staying):
             return self.schedule()  # their places are for others, who need blocks to grow into as well
         self._batch.settle(staying, chosen)
         follows = drawn_for(in_flight)
         entries: list[Entry] = []
-        for job in chosen:
-            if job.num_unscheduled == 1:
-                job.sequence.reserve(self._pool, job.num_under_way + 1)
-                entries.append(_entry(job, 1, follows.get(job)))
+        for job in decodes:
+            job.sequence.reserve(self._pool, job.num_under_way + 1)
+            entries.append(_entry(job, 1, follows.get(job)))
         prompts = [job for job in chosen if job.num_unscheduled > 1] if len(entries) < len(chosen) else []
         if not prompts and not self._standings.waiting:
             self._settle_shares(())
@@ -181,7 +183,7 @@ class DecodeScheduler:
         progress: list[Progress] = []
         for entry, token in zip(step.entries, sampled, strict=True):
             job, sequence = entry.job, entry.job.sequence
-            job.under_way.pop(0)
+            job.end_first()
             # Of one that was ended, a step ahead may have computed a token that it never got.
             end = min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids))
             sequence.num_computed = end
@@ -198,7 +200,7 @@ class DecodeScheduler:
             swap.job.is_copying = False
             self._standings.release_if_unused(swap.job)
         for entry in step.entries:
-            entry.job.under_way.pop(0)
+            entry.job.end_first()
             self._standings.release_if_unused(entry.job)
 
     def verified(self, job: DecodeJob, first_token: SampledToken) -> Progress | None:
@@ -238,9 +240,7 @@ class DecodeScheduler:
         """Those who want a further step."""
         return [job for job in self._standings.running if not job.is_drawing_its_last]
 
-    def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
-        if must_be_awaited(in_flight):
-            return False
+    def _can_run_ahead(self, decodes: Sequence[DecodeJob]) -> bool:
         # Whoever gives way must be in no step.
         return self._blocks_wanted(decodes) <= self._pool.free_blocks and not self._who_yields()
 
@@ -351,11 +351,7 @@ class DecodeScheduler:
         return Progress(job, index, token, reason)
 
 
-def _decodes(jobs: Iterable[DecodeJob]) -> list[DecodeJob]:
-    return [job for job in jobs if job.num_unscheduled == 1]
-
-
 def _entry(job: DecodeJob, num_tokens: int, follows: int | None = None) -> Entry:
     step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
-    job.under_way.append(step)
+    job.begin(step)
     return Entry(job, step)

@@ -70,7 +70,8 @@ class SequenceState:
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> None:
         """Allocate what `blocks_needed(num_tokens)` says. Raises OutOfBlocks with nothing changed."""
-        self.block_ids.extend(pool.allocate(self.blocks_needed(num_tokens)))
+        if missing := self.blocks_needed(num_tokens):  # a decode needs one every `block_size` steps
+            self.block_ids.extend(pool.allocate(missing))
 
     def publish_full_blocks(self, pool: BlockPool) -> None:
         """Name each block that has become full since the last call, as far as KV is computed."""
