@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+
+import msgspec
 
 from protocol.requests import FinishReason, SampledToken, TokenEvent
 from router.detokenizer import StopStrings, new_detokenizer
@@ -13,16 +14,14 @@ from router.tokenizer import TextTokenizer
 MAX_QUEUED_DELTAS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ShownToken:
+class ShownToken(msgspec.Struct, frozen=True):
     """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
 
     sampled: SampledToken
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one event adds to a choice."""
 
     index: int  # of the choice
@@ -47,27 +46,26 @@ class ChoiceWriter:
         """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
         stopped_by_token = event.finish_reason == "stop" and bool(event.tokens)
         last = len(event.tokens) - 1
-        parts: list[str] = []
+        text = ""
+        token_ids: list[int] = []
         shown: list[ShownToken] = []
-        used = 0
         for i, token in enumerate(event.tokens):
-            used += 1
+            token_ids.append(token.token_id)
             self.num_tokens += 1
             if stopped_by_token and i == last:
                 break
             if self._job.request.sampling.logprobs is not None:
                 shown.append(ShownToken(token, self._num_chars))
-            parts.append(self._visible(self._text.add(token.token_id)))
+            text += self._visible(self._text.add(token.token_id))
             if self._stops.stopped:
                 break
         finish = event.finish_reason
         if finish is not None and not self._stops.stopped:
-            parts.append(self._visible(self._text.flush()))
-            parts.append(self._stops.flush())
+            text += self._visible(self._text.flush())
+            text += self._stops.flush()
         if self._stops.stopped:
             finish = "stop"
-        token_ids = tuple(token.token_id for token in event.tokens[:used])
-        return Delta(self._job.index, "".join(parts), token_ids, tuple(shown), finish)
+        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)
@@ -79,17 +77,16 @@ class ChoiceWriter:
 Generate = Callable[[Job], AsyncGenerator[Delta, None]]
 
 
-async def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
+def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
     """The deltas of all jobs as they come; always `aclose` it.
 
     The first choice of each prompt gets its first token before the others start: they then find the prompt in the
     prefix cache. The first failure ends all.
     """
-    if len(jobs) == 1:
-        async with aclosing(generate(jobs[0])) as deltas:
-            async for delta in deltas:
-                yield delta
-        return
+    return generate(jobs[0]) if len(jobs) == 1 else _run_together(jobs, generate)
+
+
+async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
     queue: asyncio.Queue[Delta | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
     prompt_done = {job.group: asyncio.Event() for job in jobs}
     leaders = {job.group: job.index for job in reversed(jobs)}

@@ -61,7 +61,8 @@ class TokenStream:
         if self._events_left < 0:
             self.fail(WorkerFailed("the worker sent more tokens than the request asked for"))
             return
-        self._unread += sum(1 + len(token.top) for token in event.tokens)
+        for token in event.tokens:
+            self._unread += 1 + len(token.top)
         if self._unread > MAX_UNREAD:
             self._on_close()
             self._on_unread()
@@ -110,10 +111,10 @@ def join_fresh(events: Sequence[TokenEvent], sent: Sequence[int]) -> TokenEvent 
         next_index = begin + len(tokens)
         if not 0 <= event.index <= next_index:
             raise WorkerFailed(f"token {next_index} is missing: the next to come was {event.index}")
-        num_known = next_index - event.index
-        for i, token in enumerate(event.tokens[:num_known], event.index):
-            if token.token_id != (sent[i] if i < begin else tokens[i - begin].token_id):
-                raise WorkerFailed(f"token {i} came again, and as another one")
+        if num_known := next_index - event.index:
+            for i, token in enumerate(event.tokens[:num_known], event.index):
+                if token.token_id != (sent[i] if i < begin else tokens[i - begin].token_id):
+                    raise WorkerFailed(f"token {i} came again, and as another one")
         tokens.extend(event.tokens[num_known:])
         if event.finish_reason is not None and event.index + len(event.tokens) == begin + len(tokens):
             return TokenEvent(event.request_id, begin, tuple(tokens), event.finish_reason)

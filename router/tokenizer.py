@@ -50,6 +50,8 @@ class TextTokenizer:
         """Whether a token is a string of bytes, so that texts of tokens are simply concatenated."""
         self._longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.piece = functools.lru_cache(maxsize=65536)(self._piece)
+        self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
+        """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
 
     @classmethod
     def load(cls, folder: Path) -> "TextTokenizer":
@@ -103,8 +105,7 @@ class TextTokenizer:
             )
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
+    def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._special_ids:
             return b""
         token = self._tokenizer.id_to_token(token_id)
