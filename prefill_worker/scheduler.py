@@ -12,6 +12,7 @@ holds blocks at the other worker. So where blocks are short here all offers that
 wait for each other's blocks in a circle.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
@@ -61,6 +62,7 @@ class PrefillScheduler:
         self._admitted: list[PrefillJob] = []  # not told yet
         self._declined: list[PrefillJob] = []  # not told yet
         self._num_arrived = 0
+        self._highest_priority = -math.inf  # that has ever been here
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
         self.preemptions = 0  # counter: prompts whose blocks went to one of a higher class
@@ -118,6 +120,7 @@ class PrefillScheduler:
         job = PrefillJob(sequence, self._num_arrived, now, num_tokens - num_cached, awaits_offer=awaits_offer)
         job.turn = turn_of(job, self._policy)
         self._num_arrived += 1
+        self._highest_priority = max(self._highest_priority, request.promise.priority)
         _insert(self._waiting, job)
         return job
 
@@ -256,9 +259,12 @@ class PrefillScheduler:
         """Blocks that this prompt must leave free, while there is KV of its class or a higher one that has to wait.
 
         That may wait long for room at a decode worker, and gives way to nobody: it would be computed twice. A pool that
-        is full of it would shut out classes for which the decode worker makes room at once.
+        is full of it would shut out classes for which the decode worker makes room at once. Nothing is left where
+        nobody has ever asked for more than this prompt's class.
         """
         priority = job.request.promise.priority
+        if priority >= self._highest_priority:
+            return 0
         is_crowded = any(other.has_ended and other.request.promise.priority >= priority for other in self._sending)
         return self._pool.num_blocks // LEFT_TO_HIGHER if is_crowded else 0
 

@@ -121,8 +121,10 @@ def fill_with_kv_that_waits(rig: Rig) -> list[PrefillJob]:
         kept.append(job)
 
 
-def test_kv_that_waits_for_room_leaves_some_blocks_to_higher_classes_alone() -> None:
+def test_kv_that_waits_for_room_leaves_some_blocks_to_higher_classes_that_have_been_here() -> None:
     rig = Rig(num_blocks=32)
+    rig.add(HIGH, 4)
+    rig.run()
     assert len(fill_with_kv_that_waits(rig)) == 7
     assert rig.pool.free_blocks == 4
     high = rig.add(HIGH, 16)
@@ -131,8 +133,15 @@ def test_kv_that_waits_for_room_leaves_some_blocks_to_higher_classes_alone() -> 
     assert rig.run() == []
 
 
+def test_kv_that_waits_has_all_blocks_where_there_is_but_one_class() -> None:
+    rig = Rig(num_blocks=32)
+    assert len(fill_with_kv_that_waits(rig)) == 8
+
+
 def test_prompts_that_are_being_computed_have_all_blocks() -> None:
     rig = Rig(num_blocks=32, max_step_tokens=40)
+    rig.add(HIGH, 4)
+    rig.run()
     first, second = rig.add(LOW, 64), rig.add(LOW, 64)
     assert rig.run(sends=True) == [(first, 40)]
     assert rig.run(sends=True) == [(first, 24), (second, 16)]
@@ -140,6 +149,8 @@ def test_prompts_that_are_being_computed_have_all_blocks() -> None:
 
 def test_what_is_left_to_higher_classes_is_taken_when_no_kv_waits() -> None:
     rig = Rig(num_blocks=32)
+    rig.add(HIGH, 4)
+    rig.run()
     kept = fill_with_kv_that_waits(rig)
     huge = rig.add(LOW, 120)
     for job in kept[1:]:
