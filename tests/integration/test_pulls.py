@@ -17,10 +17,11 @@ import pytest
 from model.block_pool import BlockPool
 from prefill_worker.worker import PrefillWorker
 from protocol.requests import GenerateRequest, SamplingParams
-from protocol.tickets import Ticket
+from protocol.stats import WorkerInfo
+from protocol.tickets import Peer, Ticket, mint_ticket
 from router.config import PipelineConfig
 from router.stages import Stages
-from tests.integration.local_fleet import Served, Shape, serve
+from tests.integration.local_fleet import SECRET, Served, Shape, serve
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
@@ -94,6 +95,61 @@ async def test_without_pulls_the_second_turn_computes_the_answer_again(
         stats = served.fleet.stats("prefill")
         assert stats.pulled_tokens == 0
         assert stats.computed_tokens == FIRST + (FIRST + ANSWER + MORE - FIRST // 16 * 16)
+
+
+async def prefix_elsewhere(served: Served, tokens: Sequence[int]) -> WorkerInfo:
+    """Have the prefill worker compute so much, and take it from the router's sight; D alone serves what comes."""
+    (source,) = [info for info in served.fleet.infos if info.role == "prefill"]
+    await served.fleet.prefill(
+        source.peer, GenerateRequest("held", "router", tuple(tokens), len(tokens), GREEDY, 1), None
+    )
+    served.fleet.infos.remove(source)
+    return source
+
+
+def pull_from(served: Served, source: WorkerInfo) -> None:
+    """Have the decode worker pull whatever it is to compute."""
+    decode, worker = served.fleet.decode, served.fleet.by_peer[source.peer]
+
+    async def decode_and_pull(
+        target: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ):
+        assert ticket is None
+        (address,) = served.fleet.infos[0].transfer_addresses
+        pull = mint_ticket(SECRET, request.request_id, source.peer, target, (address,))
+        worker._send_prefix(pull, request.token_ids, request.cache_salt)
+        return await decode(target, request, None, pull)
+
+    served.fleet.decode = decode_and_pull  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)])
+async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
+    transport: str, sizes: tuple[int, int], folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    theirs, ours = sizes
+    first, second = answers
+    shape = replace(
+        SHAPE,
+        transport=transport,
+        num_prefill=1,
+        block_size=theirs,
+        decode_block_size=ours,
+        decode={"pull_wait_s": 30.0},
+    )
+    async with serve(folder, shape) as served:
+        said = [*some_tokens(FIRST, seed=1), *first]
+        pull_from(served, await prefix_elsewhere(served, said))
+        stages = Stages(time.monotonic())
+        again = [*said, *some_tokens(MORE, seed=2)]
+        assert await served.generate(again, REPLY, GREEDY, stages) == second
+        stats = served.fleet.stats("decode")
+        held = (FIRST + ANSWER) // theirs * theirs
+        assert (stats.pulled_tokens, stats.computed_tokens) == (held, len(again) - held)
+        assert stages.num_cached_tokens == held
+        assert stats.transfers_failed == 0
+        assert await is_clean(served)
 
 
 @contextlib.asynccontextmanager

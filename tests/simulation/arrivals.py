@@ -97,6 +97,19 @@ def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...], num_routers: in
     return (*arrivals, poison, again)
 
 
+def asked_again(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """`arrivals` and some of them once more, when somebody has their KV."""
+    again = [
+        replace(
+            first,
+            at_s=first.at_s + 0.02 + 0.3 * draw.random(),
+            request=structs.replace(first.request, request_id=f"again-{number}"),
+        )
+        for number, first in enumerate(arrivals[:5])
+    ]
+    return (*arrivals, *again)
+
+
 def _next_turn(draw: random.Random, first: Arrival, num_layers: int, name: str) -> Arrival:
     """A request that goes on from another's answer, perhaps before that has come to its end."""
     said = (*first.request.token_ids, *expected_tokens(first.request, num_layers))

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 FAULTS = (
-    "cut_transfers",  # control connections and data links between a prefill and a decode worker break
+    "cut_transfers",  # control connections and data links between two workers break, of both roles where there are both
     "cut_links",  # the data links alone break, perhaps in the middle of a chunk
     "part_transfers",  # the two can't reach each other for some time
     "block_transfers",  # the same from the beginning, so that no offer is ever seen
@@ -35,7 +35,15 @@ DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode",
 DEADLY_FAULTS = ("kill_prefill", "kill_decode", "drain_prefill", "drain_decode", "fail_engine")
 """Two of these may take down both workers that a request was on, which then can't be told from one that does so."""
 
-_WITHOUT_PREFILL = (*DECODE_FAULTS, "late_calls", "repeat_calls", "lose_block_news", "slow_worker")
+_OF_PREFILL = (
+    "refuse_prefill",
+    "lose_prefill_reply",
+    "kill_prefill",
+    "stop_prefill",
+    "silence_prefill",
+    "drain_prefill",
+)
+_WITHOUT_PREFILL = tuple(kind for kind in FAULTS[:-1] if kind not in _OF_PREFILL)
 
 _AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}
 """How much earlier these come, to find requests that have just begun."""

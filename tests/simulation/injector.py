@@ -96,11 +96,14 @@ class Injector:
             case "fail_engine" | "slow_worker":
                 victim = decode if prefill is None or which % 2 else prefill
                 return await self._strike_worker(fault.kind, victim, which)
-        if prefill is None:
-            return 0
         if fault.kind.endswith("_prefill"):
-            return await self._strike_worker(fault.kind.removesuffix("_prefill"), prefill, which)
-        return await self._strike_pair(fault.kind, prefill.host, decode.host, which)
+            return (
+                0 if prefill is None else await self._strike_worker(fault.kind.removesuffix("_prefill"), prefill, which)
+            )
+        source = prefill or self._pick("decode", which // 7 + 1)
+        if source is None or source is decode:
+            return 0
+        return await self._strike_pair(fault.kind, source.host, decode.host, which)
 
     async def _strike_worker(self, what: str, victim: SimProcess, which: int) -> int:
         match what:
@@ -130,22 +133,22 @@ class Injector:
                 raise ValueError(f"there is no fault {what}")
         return 1
 
-    async def _strike_pair(self, what: str, prefill: str, decode: str, which: int) -> int:
+    async def _strike_pair(self, what: str, source: str, target: str, which: int) -> int:
         match what:
             case "cut_transfers":
-                return self._fabric.cut(prefill, decode) + self._links.cut(prefill, decode)
+                return self._fabric.cut(source, target) + self._links.cut(source, target)
             case "cut_links":
-                return self._links.cut(prefill, decode)
+                return self._links.cut(source, target)
             case "silence_transfers":
-                self._fabric.silence(prefill, decode)
+                self._fabric.silence(source, target)
                 await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
-                self._fabric.end_silence(prefill, decode)
+                self._fabric.end_silence(source, target)
                 return 1
             case "part_transfers" | "block_transfers":
-                self._fabric.part(prefill, decode)
-                hit = self._links.part(prefill, decode)
+                self._fabric.part(source, target)
+                hit = self._links.part(source, target)
                 for network in (self._fabric, self._links):
-                    asyncio.get_running_loop().call_later(3.0, network.join, prefill, decode)
+                    asyncio.get_running_loop().call_later(3.0, network.join, source, target)
                 return hit or what == "block_transfers"
         raise ValueError(f"there is no fault {what}")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from protocol.stats import WorkerStats
+from protocol.stats import Role, WorkerStats
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Report:
     chunk_retries: int = 0
     links_lost: int = 0
     pulled_tokens: int = 0
+    pulled_by_decode: int = 0  # of them, by decode workers alone
     steps: int = 0
     steps_ahead: int = 0
     virtual_s: float = 0.0
@@ -42,7 +43,7 @@ class Report:
             else:
                 setattr(self, name, getattr(self, name) + value)
 
-    def count(self, stats: WorkerStats) -> None:
+    def count(self, role: Role, stats: WorkerStats) -> None:
         """Add a worker's own counters."""
         self.preemptions += stats.preemptions
         self.swaps += stats.swaps
@@ -53,4 +54,5 @@ class Report:
         self.chunk_retries += stats.transfer_retries
         self.links_lost += stats.transfer_links_lost
         self.pulled_tokens += stats.pulled_tokens
+        self.pulled_by_decode += stats.pulled_tokens if role == "decode" else 0
         self.steps += stats.steps

@@ -80,7 +80,8 @@ class _Simulation:
         for _ in range(scenario.num_decode):
             await self._fleet.start("decode")
         self._routers = [
-            SimRouter(index, self._fleet, self._fabric, scenario.pipeline) for index in range(scenario.num_routers)
+            SimRouter(index, self._fleet, self._fabric, scenario.pipeline, blind_pulls=scenario.blind_pulls)
+            for index in range(scenario.num_routers)
         ]
         injector = self._injector = Injector(
             scenario.faults,
@@ -267,7 +268,7 @@ class _Simulation:
             raise InvariantBroken(f"{process.host} leaves swapped KV behind: {process.worker.stats()}")
         if violations := [*process.store.violations, *process.violations]:
             raise InvariantBroken(f"{process.host}: " + "; ".join(violations))
-        self._report.count(process.worker.stats())
+        self._report.count(process.info.role, process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
 
     def _trace(self, line: str) -> None:

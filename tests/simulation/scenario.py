@@ -7,7 +7,7 @@ from decode_worker.config import DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.token_server import TokenServerConfig
 from router.config import PipelineConfig
-from tests.simulation.arrivals import Arrival, make_arrivals, poisoned
+from tests.simulation.arrivals import Arrival, asked_again, make_arrivals, poisoned
 from tests.simulation.fault_plan import DECODE_FAULTS, Fault, make_faults
 
 MAX_CONTEXT = 240
@@ -39,6 +39,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     is_overload: bool  # more requests than queues hold: some are refused
     max_context: int = MAX_CONTEXT
+    blind_pulls: float = 0.0  # share of the prompts that decode workers read alone which are pulled from anybody
 
 
 def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
@@ -47,7 +48,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     prefill_block_size = decode_block_size = draw.choice((1, 2, 3, 4, 8, 16))
     if draw.random() < 0.3:
         prefill_block_size = draw.choice((1, 2, 3, 4, 8, 16))
-    num_prefill = draw.choice((0, 1, 1, 1, 2, 2))
+    num_prefill = draw.choice((0, 0, 1, 1, 1, 2, 2))
     max_batch = draw.choice((1, 2, 3, 8))
     num_layers = draw.choice((1, 2, 3))
     swap_share = draw.choice((0.0, 0.5, 2.0, 2.0))
@@ -60,6 +61,11 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
     if is_poisonous:
         num_routers = draw.choice((1, 2, 2))
     arrivals = make_arrivals(draw, num_routers, num_layers, is_crowded=is_crowded, is_overload=is_overload)
+    # Whoever waits for a prefix has not got on, and is taken for poison where its workers die of some.
+    blind_pulls = 0.0 if is_poisonous else draw.choice((0.0, 0.5, 1.0))
+    is_asked_again = blind_pulls > 0 and num_prefill == 0
+    if is_asked_again:
+        arrivals = asked_again(draw, arrivals)
     faults: tuple[Fault, ...] = ()
     if is_poisonous:
         arrivals = poisoned(draw, arrivals, num_routers)
@@ -77,7 +83,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         transports=draw.choice((("memory",), ("memory_pull", "memory"), ("memory_pull",))),
         num_routers=num_routers,
         num_prefill=num_prefill,
-        num_decode=num_lost + 1 if num_lost else draw.choice((1, 1, 2)),
+        num_decode=num_lost + 1 if num_lost else draw.choice((1, 1, 2) if num_prefill else (1, 2, 3)),
         prefill_blocks=int(prefill_needed * draw.choice((1.0, 1.3, 2.0, 4.0))),
         decode_blocks=int(decode_needed * draw.choice((1.0, 1.2) if is_crowded else (1.0, 1.1, 1.5, 2.0, 4.0))),
         swap_blocks=int(decode_needed * swap_share),
@@ -98,13 +104,20 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             run_ahead=draw.random() < 0.8,
             router_wait_s=4.0 if seed % 2 else 10_000.0,  # the latter ends no wait: somebody must tell
             max_waiting=max_waiting,
+            min_pull_tokens=draw.choice((1, 1, 64)),
             integrity_interval_s=0.0,
             token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S),
         ),
-        pipeline=PipelineConfig(pulls=draw.random() < 0.8, pull_min_tokens=draw.choice((1, 32))),
+        pipeline=PipelineConfig(
+            pulls=draw.random() < 0.8,
+            pull_min_tokens=draw.choice((1, 32)),
+            # Else what comes again goes where its KV is, and has nothing to pull.
+            policy="round_robin" if is_asked_again and draw.random() < 0.5 else "kv_aware",
+        ),
         max_chunk_bytes=draw.choice((1, 64, 1024, 65536)),
-        link_bytes_per_s=draw.choice((5e4, 5e5, 5e6)),
+        link_bytes_per_s=draw.choice((5e3, 5e4, 5e6) if is_asked_again else (5e4, 5e5, 5e6)),
         arrivals=arrivals,
         faults=faults,
         is_overload=is_overload,
+        blind_pulls=blind_pulls,
     )

@@ -128,21 +128,19 @@ class SimFleet:
         pool, engine, network = SpoilingPool(store), self.engine_type(store, swap_space), self._fabric.at(host)
         transports = memory_transports(self._links, host, store, scenario.transports)
         peer = Peer(host, self._draw.getrandbits(63))
-        sender, receiver = None, None
-        if scenario.num_prefill > 0:
-            transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
-            sender = KVSender(
-                peer=peer, store=store, network=network, transports=transports, config=transfers, clock=loop.time
-            )
-            receiver = KVReceiver(
-                peer=peer,
-                store=store,
-                network=network,
-                transports=transports,
-                config=transfers,
-                clock=loop.time,
-                secret=SECRET,
-            )
+        transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
+        sender = KVSender(
+            peer=peer, store=store, network=network, transports=transports, config=transfers, clock=loop.time
+        )
+        receiver = KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=transfers,
+            clock=loop.time,
+            secret=SECRET,
+        )
         worker: PrefillWorker | DecodeWorker
         if is_prefill:
             worker = PrefillWorker(

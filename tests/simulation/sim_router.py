@@ -12,6 +12,7 @@ from router.config import PipelineConfig
 from router.pipeline import Pipeline
 from router.slo import SLOConfig
 from router.token_channels import TokenChannels
+from tests.simulation.blind_pulls import BlindPulls
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
 
@@ -28,6 +29,8 @@ class SimRouter:
         fabric: MemoryFabric,
         config: PipelineConfig,
         slo: SLOConfig = PROMISE_NOTHING,
+        *,
+        blind_pulls: float = 0.0,
     ):
         self.host = f"router-{index}"
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -35,6 +38,7 @@ class SimRouter:
         self._index = index
         self._fleet = fleet
         self._fabric = fabric
+        self._blind_pulls = blind_pulls
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.channels, self.admission, self.pipeline = self._context.run(self._make, config, slo)
 
@@ -42,8 +46,11 @@ class SimRouter:
         clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
         channels = TokenChannels(network=self._fabric.at(self.host), peer=peer, clock=clock)
         admission = Admission(config=slo, stats=channels.stats, clock=clock)
+        fleet = BlindPulls(
+            self._fleet, channels, secret=SECRET, share=self._blind_pulls, draw=random.Random(f"pulls of {self._index}")
+        )
         pipeline = Pipeline(
-            fleet=self._fleet,
+            fleet=fleet,
             channels=channels,
             secret=SECRET,
             clock=clock,

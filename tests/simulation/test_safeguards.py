@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 import router.attempt
 from decode_worker.jobs import DecodeJob, DecodeStep, Swap
+from decode_worker.offered_prefixes import OfferedPrefixes
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.standings import Standings
 from decode_worker.swapped_blocks import SwappedBlocks
@@ -94,6 +95,10 @@ def _release_before_the_copy(standings: Standings, job: DecodeJob) -> None:
     is_copying, job.is_copying = job.is_copying, False
     _send_back(standings, job)
     job.is_copying = is_copying
+
+
+def _believe_in_a_failed_pull(prefixes: OfferedPrefixes, job: DecodeJob) -> None:
+    prefixes.pulled(job)
 
 
 def _bring_back_to_the_beginning(swapped: SwappedBlocks, job: DecodeJob) -> Swap | None:
@@ -247,6 +252,14 @@ SABOTAGES = [
     ),
     Sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead", _never_wait_to_run_ahead),
     Sabotage("blocks are freed before they are copied out", Standings, "send_back", _release_before_the_copy),
+    Sabotage(
+        "a prefix that did not come is taken for one that did",
+        OfferedPrefixes,
+        "pull_failed",
+        _believe_in_a_failed_pull,
+        with_faults=True,
+        only="part_transfers",
+    ),
     Sabotage("KV comes back to other blocks", SwappedBlocks, "swap_in", _bring_back_to_the_beginning),
     Sabotage("host blocks are never freed", SwappedBlocks, "release", _never_give_host_blocks_back),
     Sabotage(
