@@ -20,7 +20,7 @@ from tests.simulation.autoscaling.fleet import Scaler
 from tests.simulation.autoscaling.kinds import H100, ONE_B, SMALL
 from tests.simulation.autoscaling.outcome import Outcome
 from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
-from tests.simulation.autoscaling.traffic import Trace, azure_file, bursts, diurnal, servegen_day
+from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
 
 STARTUP_S = 45.0
 MOST = 48, 16
@@ -39,6 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--cooldown", type=float, action="append", help="of our policy, s; several times: one run each")
     parser.add_argument("--startup", type=float, default=STARTUP_S, help="of a worker, s")
+    parser.add_argument("--begin", type=float, help="begin the trace so many seconds later, with these at its end")
     parser.add_argument("--aggregated", action="store_true", help="decode workers read the prompts; no others")
     options = parser.parse_args()
     cooldowns = options.cooldown or [AutoscalingConfig().cooldown_s]
@@ -54,6 +55,8 @@ def main() -> None:
         cases = [(day, Setting(ONE_B, 30.0, 0.15, options.startup))]
     else:
         cases = [(bursts(0, 3600.0), small), (diurnal(0, 3 * 3600.0, 2.0, 20.0), small)]
+    if options.begin is not None:
+        cases = [(begun_later(trace, options.begin), setting) for trace, setting in cases]
     if options.aggregated:
         cases = [(trace, replace(setting, is_aggregated=True)) for trace, setting in cases]
     print(json.dumps([compare(trace, setting, cooldowns) for trace, setting in cases]))

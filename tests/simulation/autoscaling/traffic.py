@@ -43,6 +43,13 @@ def azure_file(path: Path, copies: int = 1, seed: int = 0) -> Trace:
     return _trace(f"{path.stem} x{copies}", requests)
 
 
+def begun_later(trace: Trace, by_s: float) -> Trace:
+    """The same from `by_s` on, and then its beginning: what comes of it must not hang on when its bursts come."""
+    whole_s = trace.ends_s + 1.0
+    requests = [((at_s - by_s) % whole_s, prompt, output) for at_s, prompt, output in trace.requests]
+    return _trace(f"{trace.name}, from {by_s:g} s on", requests, trace.ends_s)
+
+
 def servegen_day(rates: Path, lengths: Path, model: str, day: int, peak_rps: float, seed: int = 0) -> Trace:
     """A day of ServeGen's 10-minute rates, the highest scaled to `peak_rps`: Poisson within a window, lengths drawn.
 
