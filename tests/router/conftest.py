@@ -331,6 +331,13 @@ def until():
 
 
 @pytest.fixture
+def info_at():
+    """Makes the facts of a worker that listens as a listener does."""
+    layout = KVLayout("a model", "float32", 1, 1, 8, 16)
+    return lambda listener: WorkerInfo("decode", Peer("w", 5), listener.address, (), layout, 10, 100)
+
+
+@pytest.fixture
 def expected():
     return expected_tokens
 
