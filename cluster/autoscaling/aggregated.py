@@ -36,7 +36,8 @@ def aggregated_need(
     if role.costs is None:
         return UNKNOWN
     each = capacity_of(role, signals.tpot_s, window, config.spare)
-    pace_s = longest_step_s(role.costs, signals.tpot_s, config.spare)
+    # A single row may take longer than is promised, and a step without a constant has no longest of its own.
+    pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
     starts = margin * window.requests
     rows = replay.rows_at_once(window.span_s, starts, (window.mean_output or 0.0) * pace_s)
     prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)

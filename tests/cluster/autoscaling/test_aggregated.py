@@ -7,6 +7,7 @@ import pytest
 from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from cluster.autoscaling.reasons import Reason
 from cluster.autoscaling.signals import RoleSignals
+from protocol.step_costs import StepCosts
 from tests.cluster.autoscaling.load import COSTS, MINUTE_S, System
 
 CONFIG = AutoscalingConfig(prefill=RoleLimits(0, 0), decode=RoleLimits(1, 16), cooldown_s=300.0)
@@ -60,3 +61,11 @@ def test_without_any_costs_only_those_that_wait_count() -> None:
     system.goes_on(5, rate=100)
     assert system.counts == (0, 2)
     assert Reason.COSTS_UNKNOWN in system.reasons()
+
+
+def test_steps_without_a_constant_and_without_a_promise_have_their_work_all_the_same() -> None:
+    system = aggregated()
+    system.ttft_s = system.tpot_s = None
+    system.decode = replace(system.decode, costs=StepCosts(0.0, 1e-4, 0.0, 1e-4, 0.0))
+    system.goes_on(10 * MINUTE_S, rate=20, prompt=900, output=200)
+    assert system.counts == (0, 3)  # 20 x (90 ms + 20 ms), of which 15% are to be spared
