@@ -89,6 +89,7 @@ def test_an_offered_beginning_is_pulled_and_the_rest_is_computed() -> None:
     assert (len(job.sequence.block_ids), rig.scheduler.num_waiting, rig.scheduler.num_waiting_tokens) == (5, 1, 7)
     assert rig.run() == [], "nothing is computed of it meanwhile"
     assert rig.prefixes.pulled(job) == 13
+    assert rig.pool.lookup(job.sequence.block_hashes) == 3, "others find it before the next step has ended"
     assert rig.run() == [(job, 7)]
     assert job.num_cached_tokens == 13
     assert rig.run() == [(job, 1)]
@@ -193,6 +194,19 @@ def test_an_offered_request_of_a_higher_class_gets_blocks_of_lower_ones() -> Non
     assert low.phase is Phase.WAITING
     assert rig.prefixes.pulled(high) == 8
     assert rig.run() == [(high, 5)]
+
+
+def test_a_pull_gets_blocks_of_lower_classes_although_the_batch_has_no_place_for_its_request_yet() -> None:
+    rig = Rig(num_blocks=7, max_batch=1)
+    low = rig.add(9, awaits_offer=False, max_tokens=8, promise=Promise("low", 0))
+    rig.run()
+    first = rig.add(9, 100, awaits_offer=False, max_tokens=3, promise=Promise("high", 1))
+    rig.run()
+    high = rig.add(9, 200, promise=Promise("high", 1))
+    rig.prefixes.offered(high, 8)
+    step = rig.scheduler.schedule()
+    assert ([entry.job for entry in step.entries], step.reserved) == ([first], (high,))
+    assert low.phase is Phase.WAITING
 
 
 def test_one_that_gives_way_after_its_pull_is_computed_like_any_other() -> None:

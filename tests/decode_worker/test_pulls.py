@@ -202,6 +202,7 @@ def test_a_request_that_ends_on_its_way_gives_all_blocks_back(where: str, how: s
                     rig.worker.engine_lost("a test wants it")
                 case "stop":
                     await rig.worker.stop()
+                    assert rig.pool.owned_blocks == 0
             await asyncio.gather(call, return_exceptions=True)
             if where == "awaiting the offer":
                 source.send(ticket, request)
