@@ -132,13 +132,11 @@ class DecodeScheduler:
         Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
         and for all but one of them before the next call.
         """
-        if in_flight is not None and must_be_awaited(in_flight):
-            return DecodeStep((), ())
         staying = self._staying()
         chosen = self._batch.choose(staying)
         decodes = [job for job in chosen if job.num_unscheduled == 1]
         if in_flight is not None:
-            if not self._can_run_ahead(decodes):
+            if not self._can_run_ahead(in_flight, decodes):
                 return DecodeStep((), ())
         elif swaps := self._make_room(decodes):
             return DecodeStep((), (), swaps)
@@ -240,7 +238,9 @@ class DecodeScheduler:
         """Those who want a further step."""
         return [job for job in self._standings.running if not job.is_drawing_its_last]
 
-    def _can_run_ahead(self, decodes: Sequence[DecodeJob]) -> bool:
+    def _can_run_ahead(self, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
+        if must_be_awaited(in_flight):
+            return False
         # Whoever gives way must be in no step.
         return self._blocks_wanted(decodes) <= self._pool.free_blocks and not self._who_yields()
 
