@@ -208,7 +208,7 @@ class Admission:
         unseen_s = (self._num_routers - 1) * load.unseen_s(now)
         left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
         predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
-        stats = self._stats((path.prefill or path.decode).peer)
+        stats = self._stats(path.reader.peer)
         if promise.share == 0 or stats is None:
             return predicted_s
         # Whatever higher classes want, prompts of its own class go on at their share of the worker.
@@ -229,7 +229,7 @@ class Admission:
         ]
 
     def _load(self, path: Path, now: float) -> WorkerLoad:
-        worker = (path.prefill or path.decode).peer
+        worker = path.reader.peer
         if worker not in self._loads:
             for other, load in list(self._loads.items()):  # workers come and go: none stays behind
                 if load.is_forgotten(now):

@@ -149,7 +149,8 @@ class Attempt:
         """Run the request on the decode worker; its tokens come by the channel, its failure goes into the stream."""
         stream, stages = self._stream, self._stages
         try:
-            reply = await self._fleet.decode(self._decode, self._request, self._ticket)
+            pull = self._pulls.ask(self._path, self._request) if self._path.prefill is None else None
+            reply = await self._fleet.decode(self._decode, self._request, self._ticket, pull)
         except TwostrokeError as error:
             stream.fail(error)
             return
@@ -158,10 +159,12 @@ class Attempt:
             stream.fail(WorkerFailed(f"the decode call failed: {type(error).__name__}"))
             return
         stages.num_preemptions += reply.num_preemptions
-        stages.transfer_s = reply.transfer_s if self._ticket is not None else None
+        stages.transfer_s = reply.transfer_s if self._ticket is not None or pull is not None else None
         stages.decode_queue_s = reply.queue_s
         if stages.prefill_s is None:  # the prompt was computed there
             stages.num_cached_tokens = min(reply.num_cached_tokens, self._request.num_prompt_tokens)
+        if self._path.prefill is None:
+            self._finder.decoded(self._path, len(self._request.token_ids), reply)
         if reply.finish_reason is None:
             stream.fail(WorkerFailed("the decode worker cancelled the request"))
         else:  # the reply may overtake the last frame, but not by much

@@ -102,7 +102,9 @@ class _Weighing:
     def alone(self) -> _Choice:
         """A decode worker that computes the prompt itself."""
         total_s = self._reading.total_s[self._decode] + self._decoding.total_s
-        d = _pick(total_s, self._able_to_decode, self._table.decode.requests, self._turn)
+        # Fewer requests come before more of the prompt, which a pull may make nearly as good as any.
+        work = self._table.decode.requests + self._reading.own.new_tokens[self._decode] / (self._need.num_tokens + 1)
+        d = _pick(total_s, self._able_to_decode, work, self._turn)
         return _Choice(total_s.item(d), self._table.num_prefill + d, d, 0.0)
 
     def path(self, choice: _Choice) -> Path:

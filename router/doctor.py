@@ -174,10 +174,14 @@ def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
     """Who may send KV to whom, source first: prompts from prefill to decode workers, then what can be pulled."""
     prefills = [info for info in workers if info.role == "prefill"]
     decodes = [info for info in workers if info.role == "decode"]
-    receiving = [info for info in prefills if info.transfer_addresses]
     pairs = [(source, target) for source in prefills for target in decodes]
-    pairs += [(source, target) for source in decodes for target in receiving]
-    pairs += [(source, target) for source in prefills for target in receiving if source is not target]
+    for sources, targets in ((decodes, prefills), (prefills, prefills), (decodes, decodes)):
+        pairs += [
+            (source, target)
+            for source in sources
+            for target in targets
+            if target.transfer_addresses and source is not target
+        ]
     return pairs
 
 

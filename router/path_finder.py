@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
-from protocol.requests import GenerateRequest, PrefillReply
+from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.cached_prefixes import CachedPrefixes
@@ -149,12 +149,15 @@ class PathFinder:
         return self._trial(table, need, held, {*failed, *ejected}, best) or best
 
     def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
-        """The path's prefill worker has read its `num_tokens` tokens. Of a pull that came, learn how long it took."""
-        if path.prefill is None or path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
-            return
-        if reply.num_cached_tokens >= num_tokens - path.new_tokens:
+        """The path's prefill worker has read its `num_tokens` tokens."""
+        if path.estimate is not None:
             took_s = reply.prefill_s - path.estimate.prefill_s
-            self._view.rates.pulled(path.prefill.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+            self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
+
+    def decoded(self, path: Path, num_tokens: int, reply: DecodeReply) -> None:
+        """The path's decode worker has read its `num_tokens` tokens itself, and written the answer."""
+        if reply.transfer_s > 0:  # else what it was to pull was there already
+            self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
 
     def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
         """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
@@ -176,6 +179,13 @@ class PathFinder:
             return None
         return dataclasses.replace(path, is_trial=True)
 
+    def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
+        """Of a pull that came, learn how long it took."""
+        if path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
+            return
+        if num_cached_tokens >= num_tokens - path.new_tokens:
+            self._view.rates.pulled(path.reader.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+
     def _by_load(
         self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
     ) -> Path:
@@ -185,10 +195,10 @@ class PathFinder:
         if self._config.policy == "round_robin":
             return round_robin(prefill, decode, num_tokens=num_tokens, turn=self._turn, avoid=avoid, ejected=ejected)
         path = least_loaded(prefill, decode, num_tokens=num_tokens, avoid=avoid, ejected=ejected)
-        if self._cached is None or path.prefill is None or not self._config.pulls:
+        if self._cached is None or not self._config.pulls:
             return path
         source = choose_source(
-            path.prefill,
+            path.reader,
             [*prefill, *decode],
             held_tokens=self._cached.held_by(self._view.infos, request, sent),
             num_tokens=num_tokens,
@@ -208,8 +218,7 @@ class PathFinder:
             self._trials.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
         if self._cached is not None:
-            reader = path.prefill or path.decode
-            self._cached.expect(reader, request, sent, known_tokens=num_tokens - new_tokens)
+            self._cached.expect(path.reader, request, sent, known_tokens=num_tokens - new_tokens)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:

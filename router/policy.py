@@ -27,10 +27,15 @@ class Path:
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
-    source: WorkerInfo | None = None  # the prefill worker pulls the prompt's beginning from it
+    source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
     estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
     is_trial: bool = False  # taken not for its costs but to see whether they are true
+
+    @property
+    def reader(self) -> WorkerInfo:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 @dataclass(frozen=True)

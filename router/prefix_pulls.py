@@ -1,5 +1,5 @@
 """Asking workers for the prefixes they hold. All of it is guesswork without harm: a worker that holds less than was
-thought sends less, or nothing, and the prefill worker computes the rest.
+thought sends less, or nothing, and whoever pulls computes the rest.
 """
 
 from protocol.messages import SendPrefix
@@ -17,18 +17,19 @@ class PrefixPulls:
         self._secret = secret
 
     def ask(self, path: Path, request: GenerateRequest) -> Ticket | None:
-        """Have the path's source send what it holds of the attempt's tokens; the ticket for its prefill worker.
+        """Have the path's source send what it holds of the attempt's tokens; the ticket for who computes the prompt.
 
-        None where there is no source, or no channel to it now: the prefill worker would wait for it in vain.
+        None where there is no source, or no channel to it now: the target would wait for it in vain.
         """
-        if path.source is None or path.prefill is None or not self._channels.is_connected(path.source.peer):
+        if path.source is None or not self._channels.is_connected(path.source.peer):
             return None
+        target = path.reader
         ticket = mint_ticket(
             self._secret,
             request.request_id,
             path.source.peer,
-            path.prefill.peer,
-            path.prefill.transfer_addresses,
+            target.peer,
+            target.transfer_addresses,
             source_ranks=path.source.layout.tp_size,
         )
         self._channels.send_prefix(path.source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))

@@ -88,11 +88,10 @@ class WorkerTable:
         return len(self.infos)
 
     def takes(self, layout: KVLayout) -> Floats:
-        """1 for each prefill worker that takes KV of this layout, else 0."""
+        """1 for each worker that takes KV of this layout, else 0."""
         known = self._takes.get(layout)
         if known is None:
             known = self._takes[layout] = takers(self.infos, layout).astype(float)
-            known[self.num_prefill :] = 0.0
         return known
 
     def update(

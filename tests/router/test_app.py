@@ -232,12 +232,12 @@ async def test_one_failing_choice_fails_the_request_and_ends_the_others(site_of)
         site.rig["d0"].gate = asyncio.Semaphore(5)
         original = site.rig.fleet.decode
 
-        async def second_fails(worker, request, ticket):
+        async def second_fails(worker, request, ticket, pull):
             if site.rig["d0"].seen:
                 from protocol.errors import RequestError
 
                 raise RequestError("not this one", param="seed")
-            return await original(worker, request, ticket)
+            return await original(worker, request, ticket, pull)
 
         site.rig.fleet.decode = second_fails
         response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "n": 4})

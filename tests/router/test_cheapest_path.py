@@ -88,6 +88,28 @@ def test_nothing_is_pulled_from_workers_of_another_model_nor_by_who_takes_no_kv(
     other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
     assert Fleet([IDLE], [IDLE, load(running=9)], d1=other).names(held={"d1": 320}) == ("p0", "d0", None)
     assert Fleet([IDLE], [load(running=8)], p0={"transfer_addresses": ()}).names(held={"d0": 320})[2] is None
+    busy = load(running=9)
+    assert Fleet([], [busy, IDLE], d0=other).names(held={"d0": 320}) == (None, "d1", None)
+    assert Fleet([], [busy, IDLE], d1={"transfer_addresses": ()}).names(held={"d0": 320}) == (None, "d1", None)
+
+
+def test_a_decode_worker_alone_pulls_what_another_worker_holds():
+    busy = load(running=9)
+    assert Fleet([], [busy, IDLE]).names(held={"d0": 320}) == (None, "d1", "d0")
+    assert Fleet([load(waiting=2000)], [IDLE]).names(held={"p0": 320}) == (None, "d0", "p0")
+    assert Fleet([], [busy, IDLE]).names(held={"d0": 320, "d1": 272})[2] is None, "48 tokens are too few"
+    slow = Fleet([], [busy, IDLE], bytes_per_s=QUICK / 2000)
+    assert slow.names(held={"d0": 320})[2] is None, "KV takes 2 ms a token, computing the same with who comes next"
+    path = Fleet([], [busy, IDLE]).path(401, held={"d0": 400})
+    assert path.new_tokens == 1
+    assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
+    assert path.estimate.prefill_s == pytest.approx(0.01 + 0.001)
+
+
+def test_a_prompt_stays_with_a_decode_worker_that_holds_it_while_none_has_less_to_do():
+    fleet = Fleet([], [IDLE, IDLE, load(running=1)])
+    assert {fleet.names(held={"d1": 384}, turn=turn) for turn in range(3)} == {(None, "d1", None)}
+    assert {fleet.names(turn=turn) for turn in range(2)} == {(None, "d0", None), (None, "d1", None)}
 
 
 def test_a_decode_worker_alone_computes_what_is_short_if_it_has_little_to_do():

@@ -71,6 +71,9 @@ class Worker:
         usual = sum(work.tokens for work in self.stats.queued) / prompts if prompts else 0
         return tokens * (self.costs.token_s + self.step_s / self.chunk + self.costs.pair_s * usual / 2)
 
+    def lacks(self, need):
+        return need.num_tokens - min(self.held, need.num_tokens - 1)
+
     def computing(self, num_tokens, before):
         """Seconds of the prompt, the same with what others wait for it, and tokens."""
         new = num_tokens - before
@@ -80,10 +83,10 @@ class Worker:
 
     def reading(self, need, source):
         """Seconds in all, and of pulling and of computing; tokens to compute."""
-        before = min(self.held, need.num_tokens - 1)
+        before = need.num_tokens - self.lacks(need)
         prefill_s, cost_s, new = self.computing(need.num_tokens, before)
         pull_s = 0.0
-        if source is not None and takes(self, source.info.layout) and not self.is_decode:
+        if source is not None and takes(self, source.info.layout):
             pulled = min(source.held, need.num_tokens - 1)
             way_s = HOP_S + (pulled - before) * self.token_transfer_s()
             rest_s, rest_cost_s, rest = self.computing(need.num_tokens, pulled)
@@ -140,7 +143,7 @@ def plainly(workers, need, turn):
         if not takers or not senders:
             continue
         costs = [(one, one.reading(need, source)[0]) for one in senders]
-        p = pick(costs, lambda one: need.num_tokens - min(one.held, need.num_tokens - 1), turn)
+        p = pick(costs, lambda one: one.lacks(need), turn)
         cost_s, pull_s, prefill_s, new = p.reading(need, source)
         sending = {one.info.peer: one.transfer_s(need, prefill_s, min(new, p.chunk)) for one in takers}
         d = pick(
@@ -151,7 +154,9 @@ def plainly(workers, need, turn):
         in_all_s = cost_s + sending[d.info.peer] + d.answering(need)[0]
         paths.append((in_all_s, p, d, sending[d.info.peer]))
     d = pick(
-        [(one, one.reading(need, source)[0] + one.answering(need)[0]) for one in decode], lambda one: one.requests, turn
+        [(one, one.reading(need, source)[0] + one.answering(need)[0]) for one in decode],
+        lambda one: one.requests + one.lacks(need) / (need.num_tokens + 1),
+        turn,
     )
     paths.append((d.reading(need, source)[0] + d.answering(need)[0], d, d, 0.0))
 

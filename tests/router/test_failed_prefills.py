@@ -40,10 +40,10 @@ async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet
         rig["p0"].refusal = WorkerLost("gone")
         original = rig.fleet.decode
 
-        async def late(worker, request, ticket):
+        async def late(worker, request, ticket, pull):
             await until(lambda: len(rig["d0"].told_prefill_failed) >= 2)
             rig["d0"].prompt_ready.clear()  # a worker that hears of a request it does not know forgets it
-            return await original(worker, request, ticket)
+            return await original(worker, request, ticket, pull)
 
         rig.fleet.decode = late
         assert await collect(rig, a_request()) == expected(a_request())

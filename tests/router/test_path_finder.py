@@ -7,7 +7,7 @@ from protocol.block_hashes import chain_hashes, pack_hashes
 from protocol.errors import ConnectionLost
 from protocol.kv_layout import KVLayout
 from protocol.messages import BlocksChanged, BlocksHeld
-from protocol.requests import GenerateRequest, PrefillReply, SampledToken, SamplingParams, TokenEvent
+from protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SampledToken, SamplingParams, TokenEvent
 from protocol.stats import WorkerInfo, WorkerStats
 from protocol.step_costs import StepCosts
 from protocol.tickets import Address, Peer
@@ -195,6 +195,10 @@ async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_
     assert path.estimate is None
     assert rig.choose() == ("p1", "d1", "p0")
     assert rig.choose(PROMPT[:80]) == ("p1", "d1", None)
+    del rig.infos["p1"]
+    assert rig.choose(failed={rig.infos["p0"].peer}) == (None, "d1", None), "no pull from one that has failed"
+    rig.tell_blocks("d0", PROMPT[:320])
+    assert rig.choose(failed={rig.infos["p0"].peer}) == (None, "d1", "d0")
 
 
 async def test_a_worker_that_has_not_told_its_costs_is_taken_for_one_like_the_others():
@@ -239,7 +243,7 @@ async def test_other_policies_ask_no_worker_for_its_blocks_and_predict_nothing(p
 
 
 async def test_a_pull_that_took_longer_than_expected_makes_the_next_less_likely():
-    rig = Rig()
+    rig = Rig(decodes_alone=False)
     rig.tell_blocks("d0", PROMPT)
     rig.tell("d0", num_running=20)
     path = rig.finder.choose(request((*PROMPT, 1)))
@@ -250,6 +254,21 @@ async def test_a_pull_that_took_longer_than_expected_makes_the_next_less_likely(
     assert rig.finder._view.rates.of(path.prefill.peer) == before, "nothing has come: it was computed"
     rig.finder.prefilled(path, 401, PrefillReply(event, 400, 0.0, 9.0))
     assert rig.finder._view.rates.of(path.prefill.peer) < before
+
+
+async def test_so_does_a_pull_to_a_decode_worker_that_computes_the_prompt():
+    rig = Rig()
+    del rig.infos["p0"], rig.infos["p1"]
+    rig.tell_blocks("d0", PROMPT)
+    rig.tell("d0", num_running=20)
+    path = rig.finder.choose(request((*PROMPT, 1)))
+    assert (path.prefill, path.decode.peer.worker_id, path.source.peer.worker_id) == (None, "d1", "d0")
+    before = rig.finder._view.rates.of(path.decode.peer)
+    rig.finder.decoded(path, 401, DecodeReply(9, "stop", 16, 9.0, 0.0, 0))
+    rig.finder.decoded(path, 401, DecodeReply(9, "stop", 400, 0.0, 0.0, 0))
+    assert rig.finder._view.rates.of(path.decode.peer) == before, "nothing has come, or it was there already"
+    rig.finder.decoded(path, 401, DecodeReply(9, "stop", 400, 9.0, 0.0, 0))
+    assert rig.finder._view.rates.of(path.decode.peer) < before
 
 
 async def test_nobody_there_is_refused_at_once_and_holds_nothing():

@@ -71,6 +71,27 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
         await first.aclose()
 
 
+async def test_a_conversation_that_moves_between_decode_workers_takes_its_history_along(fleet_of, prompt_of, until):
+    async with fleet_of(0, 2) as rig:
+        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        rig["d0"].gate = asyncio.Semaphore(0)
+        busy = asyncio.create_task(answer(rig, prompt_of(*reversed(PROMPT))))
+        await until(lambda: rig["d0"].owned)
+        stages = Stages(0.0)
+        second = prompt_of(*PROMPT, *written, 1, 2, 3)
+        async with aclosing(rig.pipeline.generate(second, stages)) as events:
+            async for _ in events:
+                pass
+        (pull,) = rig["d1"].pulls
+        assert (pull.source, pull.target) == (rig["d0"].info.peer, rig["d1"].info.peer)
+        assert pull.target_addresses == rig["d1"].info.transfer_addresses
+        assert pull.request_id == rig["d1"].seen[0].request_id
+        await until(lambda: [one.ticket for one in rig["d0"].prefixes] == [pull])
+        assert stages.transfer_s == 0.03
+        busy.cancel()
+        await asyncio.wait([busy])
+
+
 @pytest.mark.parametrize("change", [{"cache_salt": b"another tenant"}, {"token_ids": (9, *PROMPT[1:])}])
 async def test_another_prefix_is_not_pulled(fleet_of, prompt_of, change):
     async with fleet_of(1, 1) as rig:
@@ -92,7 +113,7 @@ async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_o
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-async def test_a_prefill_worker_waits_for_no_source_that_can_not_be_asked(is_connected, fleet_of, prompt_of):
+async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fleet_of, prompt_of):
     asked = []
 
     class Channels:
@@ -102,12 +123,14 @@ async def test_a_prefill_worker_waits_for_no_source_that_can_not_be_asked(is_con
         def send_prefix(self, worker, message):
             asked.append((worker, message.ticket))
 
-    async with fleet_of(1, 1) as rig:
+    async with fleet_of(1, 2) as rig:
         source = rig["d0"].info
         pulls = PrefixPulls(channels=Channels(), secret=b"secret")
-        ticket = pulls.ask(Path(rig["p0"].info, source, source), prompt_of(*PROMPT))
-        assert asked == ([(source.peer, ticket)] if is_connected else [])
-        assert (ticket is not None) == is_connected
+        for path in (Path(rig["p0"].info, source, source), Path(None, rig["d1"].info, source)):
+            ticket = pulls.ask(path, prompt_of(*PROMPT))
+            assert asked == ([(source.peer, ticket)] if is_connected else [])
+            assert (ticket is not None) == is_connected
+            asked.clear()
 
 
 @pytest.mark.parametrize("field", ["pull_min_tokens", "index_blocks"])
