@@ -115,8 +115,7 @@ def pull_from(served: Served, source: WorkerInfo) -> None:
         target: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ):
         assert ticket is None
-        (address,) = served.fleet.infos[0].transfer_addresses
-        pull = mint_ticket(SECRET, request.request_id, source.peer, target, (address,))
+        pull = mint_ticket(SECRET, request.request_id, source.peer, target, served.fleet.infos[0].transfer_addresses)
         worker._send_prefix(pull, request.token_ids, request.cache_salt)
         return await decode(target, request, None, pull)
 
@@ -187,13 +186,13 @@ def source_forgets(served: Served) -> None:
 
 
 def source_never_hears(served: Served) -> None:
-    served.fleet.worker("decode")._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
+    served.fleet.worker("decode")._transfers._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
 
 
 def source_breaks_off(served: Served) -> None:
     """Its side of the transfers closes as soon as the first is under way."""
     worker = served.fleet.worker("decode")
-    exports, sender = worker._exports, worker._sender
+    exports, sender = worker._transfers._exports, worker._sender  # type: ignore[union-attr]
     send, tasks = exports.send, set()  # type: ignore[union-attr]
 
     def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
