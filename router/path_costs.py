@@ -149,7 +149,7 @@ def decode_costs(decode: Columns[Floats], need: Need) -> DecodeCosts:
 
 
 def _computing(columns: Columns[Floats], num_tokens: Floats, before: Floats) -> Computing:
-    """As StepCosts.prefill_s, but for what steps read of the KV before their chunks; decode workers' streams share theirs.
+    """As StepCosts.prefill_s, but for what steps read before their chunks; decode workers' streams share the steps.
 
     The requests that run there, and the one that is to come next, wait for the prompt's chunks.
     """
