@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from protocol.errors import TwostrokeError
 from router.openai_common import error_object, error_status
+from router.quick_histogram import QuickHistogram
 from router.stages import Stages
 
 Outcome = Literal["stop", "length", "abort", "error"]
@@ -40,8 +41,12 @@ class RouterMetrics:
             registry=self._registry,
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _LATENCY_BUCKETS)
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between a choice's tokens as they leave.", _TOKEN_BUCKETS
+        self.inter_token_latency = QuickHistogram(
+            _PREFIX + "inter_token_latency_seconds",
+            "Time between a choice's tokens as they leave.",
+            model,
+            _TOKEN_BUCKETS,
+            self._registry,
         )
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS
