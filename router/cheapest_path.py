@@ -9,7 +9,7 @@ from protocol.stats import WorkerInfo
 from protocol.tickets import Peer
 from router.estimate import Estimate
 from router.kv_kinds import Mask, anybody, both
-from router.path_costs import Need, decode_costs, prompt_cost, prompt_costs, transfer_s
+from router.path_costs import Need, PromptCost, decode_costs, prompt_cost, prompt_costs, transfer_s
 from router.policy import NoPath, Path
 from router.service_classes import Floats
 from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Ints, WorkerTable
@@ -26,6 +26,7 @@ class _Source(NamedTuple):
 class _Choice(NamedTuple):
     total_s: float
     reader: int  # the row of who computes the prompt, in the table
+    prompt: PromptCost  # there
     decode: int  # the row of who decodes, among the decode workers
     transfer_s: float
 
@@ -82,7 +83,7 @@ class _Weighing:
             second = both(self._able_to_decode, pairing.decode)
             if not anybody(first) or not anybody(second):
                 continue
-            p = _pick(reading_s, first, new_tokens, self._turn)
+            p = _pick(reading_s, first, self._turn, new_tokens)
             prompt = prompt_cost(self._reading, p)
             sending_s = transfer_s(
                 decode,
@@ -92,25 +93,25 @@ class _Weighing:
                 last_tokens=min(prompt.new_tokens, table.columns.chunk_tokens.item(p)),
             )
             after_s = sending_s + self._decoding.total_s
-            # Fewer requests come before a shorter transfer, which is part of a second.
-            d = _pick(after_s, second, decode.requests + np.minimum(sending_s, 0.9), self._turn)
+            d = _pick(after_s, second, self._turn, decode.requests, sending_s)
             total_s = reading_s.item(p) + after_s.item(d)
             if best is None or total_s < best.total_s:
-                best = _Choice(total_s, p, d, sending_s.item(d))
+                best = _Choice(total_s, p, prompt, d, sending_s.item(d))
         return best
 
     def alone(self) -> _Choice:
         """A decode worker that computes the prompt itself."""
         total_s = self._reading.total_s[self._decode] + self._decoding.total_s
-        # Fewer requests come before more of the prompt, which a pull may make nearly as good as any.
-        work = self._table.decode.requests + self._reading.own.new_tokens[self._decode] / (self._need.num_tokens + 1)
-        d = _pick(total_s, self._able_to_decode, work, self._turn)
-        return _Choice(total_s.item(d), self._table.num_prefill + d, d, 0.0)
+        # A pull may make others nearly as good as those that hold the prompt's beginning.
+        new_tokens = self._reading.own.new_tokens[self._decode]
+        d = _pick(total_s, self._able_to_decode, self._turn, self._table.decode.requests, new_tokens)
+        reader = self._table.num_prefill + d
+        return _Choice(total_s.item(d), reader, prompt_cost(self._reading, reader), d, 0.0)
 
     def path(self, choice: _Choice) -> Path:
         """With what is expected of it."""
         num_prefill, infos = self._table.num_prefill, self._table.infos
-        prompt = prompt_cost(self._reading, choice.reader)
+        prompt = choice.prompt
         estimate = Estimate(
             queue_s=prompt.queue_s,
             pull_s=prompt.pull_s,
@@ -163,12 +164,16 @@ def _source(table: WorkerTable, need: Need, held: Floats, tiers: Ints) -> _Sourc
     return _Source(table.infos[rows[table.columns.requests[rows].argmin()]], most)
 
 
-def _pick(cost_s: Floats, able: Mask | None, work: Floats, turn: int) -> int:
-    """The row of the least cost; of those about as good the one with the least `work`, each in turn."""
+def _pick(cost_s: Floats, able: Mask | None, turn: int, *works: Floats) -> int:
+    """The row of the least cost; of those about as good the one with the least work of the first kind, of those the one
+    with the least of the next, and so on; then each in turn.
+    """
     if able is not None:
         cost_s = np.where(able, cost_s, np.inf)
     (rows,) = (cost_s <= cost_s.item(cost_s.argmin()) * (1 + _EQUAL)).nonzero()
-    if len(rows) > 1:
+    for work in works:
+        if len(rows) == 1:
+            break
         least = work[rows]
         rows = rows[least == least.item(least.argmin())]
     return int(rows[turn % len(rows)])

@@ -148,14 +148,14 @@ def plainly(workers, need, turn):
         sending = {one.info.peer: one.transfer_s(need, prefill_s, min(new, p.chunk)) for one in takers}
         d = pick(
             [(one, sending[one.info.peer] + one.answering(need)[0]) for one in takers],
-            lambda one, sending=sending: one.requests + min(sending[one.info.peer], 0.9),
+            lambda one, sending=sending: (one.requests, sending[one.info.peer]),
             turn,
         )
         in_all_s = cost_s + sending[d.info.peer] + d.answering(need)[0]
         paths.append((in_all_s, p, d, sending[d.info.peer]))
     d = pick(
         [(one, one.reading(need, source)[0] + one.answering(need)[0]) for one in decode],
-        lambda one: one.requests + one.lacks(need) / (need.num_tokens + 1),
+        lambda one: (one.requests, one.lacks(need)),
         turn,
     )
     paths.append((d.reading(need, source)[0] + d.answering(need)[0], d, d, 0.0))
