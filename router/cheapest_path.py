@@ -122,7 +122,8 @@ class _Weighing:
         )
         prefill = infos[choice.reader] if choice.reader < num_prefill else None
         source = self._source.info if self._source is not None and prompt.pull_s > 0 else None
-        return Path(prefill, infos[num_prefill + choice.decode], source, estimate, prompt.new_tokens)
+        cached_tokens = self._need.num_tokens - int(self._reading.own.new_tokens.item(choice.reader))
+        return Path(prefill, infos[num_prefill + choice.decode], source, estimate, prompt.new_tokens, cached_tokens)
 
 
 def _tiers(table: WorkerTable, failed: Collection[Peer], ejected: Collection[Peer]) -> Ints:

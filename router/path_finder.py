@@ -218,7 +218,7 @@ class PathFinder:
             self._trials.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
         if self._cached is not None:
-            self._cached.expect(path.reader, request, sent, known_tokens=num_tokens - new_tokens)
+            self._cached.expect(path.reader, request, sent, known_tokens=path.cached_tokens)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
