@@ -134,6 +134,7 @@ class KVReceiver:
             return transfer
         self._transfers[ticket.transfer_id] = transfer
         offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
+        self._abort_offers(ticket.transfer_id, "nothing is expected of this rank")  # kept, they would wait for ever
         declined = _declined_by(ticket.source, ticket.transfer_id)
         for rank, pending in offers.items():
             if pending is not None:
@@ -155,10 +156,7 @@ class KVReceiver:
         """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
         self._kept.discard(ticket.transfer_id)
         self._expected_tickets.use(ticket.transfer_id)
-        for rank in tuple(self._offers.get(ticket.transfer_id, ())):
-            pending = self._take_offer(ticket.transfer_id, rank)
-            if pending is not None:
-                pending.connection.post(Abort(ticket.transfer_id, "the target has given the request up already"))
+        self._abort_offers(ticket.transfer_id, "the target has given the request up already")
 
     # --- the lanes' calls (LaneKeeper) ---
 
@@ -302,6 +300,12 @@ class KVReceiver:
             if not offers:
                 del self._offers[transfer_id]
         return pending
+
+    def _abort_offers(self, transfer_id: bytes, reason: str) -> None:
+        for rank in tuple(self._offers.get(transfer_id, ())):
+            pending = self._take_offer(transfer_id, rank)
+            if pending is not None:
+                pending.connection.post(Abort(transfer_id, reason))
 
     def _expire_offer(self, transfer_id: bytes, rank: int) -> None:
         pending = self._take_offer(transfer_id, rank)

@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from kvtransfer.outgoing import OutgoingTransfer
 from protocol.errors import TransferFailed
+from protocol.messages import Abort, Hello, KVHello, Offer, Reach, Welcome
 from protocol.requests import SampledToken
 from protocol.tickets import Address, Ticket, mint_ticket
 from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
 
@@ -27,6 +28,7 @@ class Ends:
     source: Parts
     target: Parts
     address: Address
+    fabric: MemoryFabric
 
     def ticket(self) -> Ticket:
         return mint_ticket(SECRET, "r", PREFILL, DECODE, (self.address,))
@@ -51,7 +53,7 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
         source, target = make_parts(PREFILL, fabric, links), make_parts(DECODE, fabric, links)
         (address,) = await target.receiver.start("target")
         try:
-            await script(Ends(source, target, address))
+            await script(Ends(source, target, address, fabric))
         finally:
             for parts in (source, target):
                 await parts.sender.close()
@@ -145,6 +147,26 @@ def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_f
             await ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified()
         with pytest.raises(TransferFailed, match="no request came"):
             await out.done()
+
+    play(script)
+
+
+def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept():
+    async def script(ends: Ends) -> None:
+        layout = replace(ends.target.store.layout, tp_size=2)
+        stranger = await ends.fabric.at("prefill-0").connect(ends.address)
+        stranger.send(Hello(PREFILL, DECODE, KVHello(layout, 1, "raw", Reach(KINDS, "one machine", "cpu"))))
+        assert isinstance(await stranger.receive(), Welcome)
+        ticket = ends.ticket()
+        stranger.send(Offer(ticket, NUM_TOKENS))
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await ends.assert_arrives(ticket, out)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        while not isinstance(message := await stranger.receive(), Abort):
+            pass
+        assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
+        await stranger.close()
 
     play(script)
 
