@@ -112,7 +112,7 @@ class Handovers:
         except TransferFailed as error:
             _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
             self._scheduler.transfer_failed(call.job)
-            if not call.is_on_its_own:
+            if not (call.is_on_its_own or call.job.has_ended):
                 self._scheduler.wait_on(call.job)
                 call.patience = asyncio.get_running_loop().call_later(self._router_wait_s, self.do_without, call)
         else:

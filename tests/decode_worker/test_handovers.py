@@ -146,6 +146,20 @@ def test_kept_kv_is_given_up_with_its_request(end: str):
     play(script, **FULL)
 
 
+def test_a_request_that_ended_in_its_transfer_waits_for_no_word_of_its_router():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(cache_salt=b"tenant"), await rig.offer()))
+        await told(rig.prefill, Grant)
+        rig.router.send(Cancel("r"))
+        await call
+        await asyncio.sleep(1.0)
+        assert rig.worker.stats().transfers_failed == 1
+        loop = asyncio.get_running_loop()
+        assert not [when for when, _, timer in loop._timers if when > LONG_S and not timer.cancelled()]
+
+    play(script, role="decode", router_wait_s=2 * LONG_S)
+
+
 def test_kept_kv_is_given_up_with_its_worker():
     async def script(rig: Rig) -> None:
         busy = await fill(rig)
