@@ -209,6 +209,8 @@ class TokenServer:
         """Raises ConnectionLost at the connection's end."""
         while True:
             message = await connection.receive()
+            if self._routers.get(router_id) is not connection:
+                raise ConnectionLost("it was dropped, with all that it still carried")
             silence.end()
             match message:
                 case Cancel(request_id):
@@ -220,11 +222,9 @@ class TokenServer:
                 case SendPrefix(ticket, token_ids, cache_salt):
                     self._callbacks.send_prefix(ticket, token_ids, cache_salt)
                 case ReportBlocks():
-                    if self._routers.get(router_id) is connection:
-                        self._block_reports.begin(router_id, connection)
+                    self._block_reports.begin(router_id, connection)
                 case AskTurn(number):
-                    if self._routers.get(router_id) is connection:
-                        self._turns.ask(router_id, number)
+                    self._turns.ask(router_id, number)
                 case EndTurn():
                     self._turns.end(router_id)
                 case Convicted(verdicts):

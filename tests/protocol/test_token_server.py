@@ -253,6 +253,22 @@ def test_a_router_that_sends_what_it_must_not_is_dropped():
     play(script)
 
 
+def test_what_a_connection_that_was_replaced_still_carried_counts_for_nothing():
+    async def script(scene: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        older, other = await scene.welcomed(), await scene.welcomed("router-1")
+        newer = await scene.connect()
+        older.send(AskTurn(1))
+        loop._now += 1.0  # the worker finds both at once
+        assert await next_but_stats(newer) == Welcome(WORKER)
+        other.send(AskTurn(7))
+        async with asyncio.timeout(1.0):
+            assert await next_but_stats(other) == GiveTurn(7)
+
+    play(script)
+
+
 GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 600.0)
 
 
