@@ -122,6 +122,9 @@ class WorkerRecords:
 
     def failed(self, case: Case, worker: Peer, error: TwostrokeError) -> None:
         """The worker failed the request, or the request the worker: only the former is held against the worker."""
+        if isinstance(error, RequestError | WorkerLeaving):  # it lives, and computes nothing for the request any more
+            self.suspects.leave(case, worker)
+            self.turns.changed()
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):

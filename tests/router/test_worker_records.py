@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.errors import WorkerFailed
+from protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
 from protocol.kv_layout import KVLayout
 from protocol.stats import WorkerInfo
 from protocol.tickets import Address, Peer
@@ -114,3 +114,15 @@ async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps
     scene.exchange.heard((Verdict(case.fingerprint, 600.0),))
     with pytest.raises(PoisonRequest):
         records.computes(case, P.peer)
+
+
+@pytest.mark.parametrize("answer", [RequestError("too many wait", status=429), WorkerLeaving("not begun")])
+async def test_who_was_given_back_by_a_prefill_worker_is_not_suspected_of_its_death(scene, a_request, answer):
+    records = scene.records
+    given_back, other = (records.suspects.open(a_request(token_ids=(i,), num_prompt_tokens=1)) for i in range(2))
+    for case in (given_back, other):
+        await records.begin(case, Path(P, D))
+        records.computes(case, P.peer)
+    records.failed(given_back, P.peer, answer)
+    records.failed(other, P.peer, WorkerLost("it died"))
+    assert [records.suspects.is_suspect(case) for case in (given_back, other)] == [False, True]
