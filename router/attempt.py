@@ -190,8 +190,8 @@ class Attempt:
         try:
             await self._channels.ensure(worker)
             self._channels.watch_sending(worker.peer, request_id, not_sent)
-            pull = self._pulls.ask(self._path, self._request)
             self._records.computes(self._case, worker.peer)
+            pull = self._pulls.ask(self._path, self._request)
             reply = await self._prefill_or_lose(worker.peer, pull)
             if reply.event.error is not None:
                 raise WorkerFailed(reply.event.error)
