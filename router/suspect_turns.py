@@ -24,6 +24,15 @@ class OtherRouters:
     tell: Callable[[tuple[Verdict, ...]], None]  # who was found guilty
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A suspect that may not be tried on its workers yet."""
+
+    case: Case
+    workers: Collection[Peer]
+    woken: asyncio.Future[None]
+
+
 class SuspectTurns:
     """Lets one suspect at a time try a worker. Everybody else passes at once.
 
@@ -45,7 +54,7 @@ class SuspectTurns:
         self._fate = fate
         self._others = others
         self._turns: dict[Peer, None] = {}  # where this router has its turn, or has asked for it
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[_Waiting] = []  # in the order in which they came
 
     async def take(self, case: Case, workers: Collection[Peer]) -> None:
         """Wait until the case may be tried on `workers`, and hold them for it. Raises PoisonRequest."""
@@ -90,17 +99,31 @@ class SuspectTurns:
             elif self._suspects.may_try(case, workers):
                 return
             else:
-                changed = asyncio.get_running_loop().create_future()
-                self._waiting.append(changed)
-                await changed
+                waiting = _Waiting(case, workers, asyncio.get_running_loop().create_future())
+                self._waiting.append(waiting)
+                await waiting.woken
 
     def changed(self) -> None:
-        """Somebody has got on, or has left a worker: look who is next."""
+        """Somebody has got on, or has left a worker: look who is next.
+
+        Often called while hundreds wait, so it wakes those alone who may go on now, or needn't wait any more. Whoever
+        is woken calls this again in the end.
+        """
         self._end_turns()
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        tries = self._suspects.under_way()
+        for one in waiting:
+            if one.woken.done():
+                continue  # its client has left
+            is_suspect = self._suspects.is_suspect(one.case)
+            if is_suspect and not tries.leaves_room_for(one.case, one.workers):
+                self._waiting.append(one)
+                continue
+            if is_suspect:
+                tries.add(one.case, one.workers)
+            one.woken.set_result(None)
 
     async def _take_turns(self, workers: Collection[Peer]) -> None:
         for worker in sorted(workers, key=_place_in_line):

@@ -84,6 +84,23 @@ class Case:
     waits: bool = False  # for its turn: whatever it was to do at its workers, it has not been told to do it
 
 
+@dataclass(frozen=True)
+class Tries:
+    """What is computed, or is about to be, that may take workers down."""
+
+    workers: set[Peer]  # where a suspect is
+    fingerprints: set[bytes]  # of suspects and others
+
+    def leaves_room_for(self, case: Case, workers: Collection[Peer]) -> bool:
+        """Whether the case would be the only suspect on `workers`, and the only one of its fingerprint."""
+        return case.fingerprint not in self.fingerprints and self.workers.isdisjoint(workers)
+
+    def add(self, case: Case, workers: Collection[Peer]) -> None:
+        """A suspect is about to be tried there."""
+        self.workers.update(workers)
+        self.fingerprints.add(case.fingerprint)
+
+
 class Suspects:
     """Who was where when a worker died."""
 
@@ -171,15 +188,20 @@ class Suspects:
 
     def may_try(self, case: Case, workers: Collection[Peer]) -> bool:
         """Whether a suspect would be the only one on `workers`, and the only one of its fingerprint anywhere."""
+        return self.under_way(but=case).leaves_room_for(case, workers)
+
+    def under_way(self, *, but: Case | None = None) -> Tries:
+        """Where suspects are tried now, and what; in one look at everybody, for all who wait."""
+        tries = Tries(set(), set())
         for worker, there in self._there.items():
-            for other in there:
-                if other is case or other.stays[worker] not in (Stay.HELD, Stay.FRESH):
+            for case in there:
+                if case is but or case.waits:  # else two whose KV did not come would wait for each other
                     continue
-                if other.waits:
-                    continue  # else two whose KV did not come would wait for each other
-                if other.fingerprint == case.fingerprint or (worker in workers and self.is_suspect(other)):
-                    return False
-        return True
+                if case.stays[worker] in (Stay.HELD, Stay.FRESH):
+                    tries.fingerprints.add(case.fingerprint)
+                    if self.is_suspect(case):
+                        tries.workers.add(worker)
+        return tries
 
     def is_tried_at(self, worker: Peer) -> bool:
         """Whether some suspect is there, for which it may compute."""

@@ -191,3 +191,29 @@ async def test_a_verdict_that_comes_while_a_suspect_waits_for_another_router_ref
     workers.given[D1].set()  # as a channel does whose turn is given up
     with pytest.raises(PoisonRequest):
         await taking
+
+
+async def test_of_many_that_wait_for_a_worker_one_is_woken_when_its_turn_has_come(a_request, monkeypatch):
+    suspects = Suspects(SuspectsConfig(pause_s=0.0), time.monotonic)
+    turns = turns_of(suspects)
+    cases = [suspects.open(a_request(token_ids=(number,), num_prompt_tokens=1)) for number in range(10)]
+    for case in cases:
+        suspects.stay(case, D0, Stay.FRESH)
+    suspects.died(D0)
+    looked = []
+    may_try = suspects.may_try
+    monkeypatch.setattr(suspects, "may_try", lambda case, workers: looked.append(case) or may_try(case, workers))
+    taking = [asyncio.create_task(turns.take(case, [D1])) for case in cases]
+    await turned()
+    assert looked == cases
+    for _ in range(5):  # others get on
+        turns.changed()
+        await turned()
+    assert looked == cases
+    for number, (case, task) in enumerate(zip(cases, taking, strict=True)):
+        assert [one.done() for one in taking] == [one <= number for one in range(10)]
+        await task
+        suspects.leave(case, D1)
+        turns.changed()
+        await turned()
+    assert looked == [*cases, *cases[1:]]
