@@ -44,7 +44,7 @@ def test_byte_fallback_pieces_add_up_to_the_whole_text(token_ids):
 
 
 @settings(max_examples=200, deadline=None)
-@given(written=st.text(max_size=60))
+@given(written=st.text(max_size=60).filter(lambda text: "<|" not in text))  # a special token's name is no text
 def test_no_piece_of_real_text_has_half_a_character(tokenizer, written):
     token_ids = tokenizer._encode(written, False)
     text = new_detokenizer(tokenizer)
