@@ -9,6 +9,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from protocol.requests import GenerateRequest, SamplingParams
+from protocol.token_server import TokenServerConfig
 from router.config import PipelineConfig
 from router.stages import Stages
 from router.suspects import PoisonRequest, SuspectsConfig
@@ -16,8 +17,8 @@ from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.run import quiet_logs
-from tests.simulation.scenario import Scenario, make_scenario
-from tests.simulation.sim_fleet import SimFleet
+from tests.simulation.scenario import ROUTER_LEASE_S, Scenario, make_scenario
+from tests.simulation.sim_fleet import SimFleet, virtual_loop
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import run_virtually
 
@@ -69,16 +70,20 @@ class Site:
         return tokens
 
 
-def play(script: Callable[[Site], Awaitable[None]]) -> None:
+def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WORKERS) -> None:
     quiet_logs()
 
     async def main() -> None:
         scenario = replace(
-            make_scenario(0), num_prefill=0, num_decode=NUM_WORKERS, decode_blocks=100, decode=DecodeConfig()
+            make_scenario(0),
+            num_prefill=0,
+            num_decode=num_decode,
+            decode_blocks=100,
+            decode=DecodeConfig(token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S)),
         )
         fabric = MemoryFabric(seed=1)
         fleet = SimFleet(scenario, fabric, LinkFabric(bytes_per_s=1e6), lambda line: None)
-        for _ in range(NUM_WORKERS):
+        for _ in range(num_decode):
             await fleet.start("decode")
         site = Site(scenario, fabric, fleet, [])
         site.another_router()
@@ -163,3 +168,42 @@ def test_innocents_that_were_on_its_workers_are_served_whichever_router_they_cam
         assert site.num_killed == 2
 
     play(script)
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped", "cut off"])
+def test_a_router_that_is_lost_in_its_turn_keeps_other_routers_suspects_for_a_lease_at_most(end: str):
+    async def script(site: Site) -> None:
+        (dying,) = site.fleet.processes.values()
+        dying.engine.slowness = 1000.0
+        asked = {router: request(5, number, 1) for number, router in enumerate(site.routers)}
+        asking = {router: asyncio.create_task(site.ask(router, one)) for router, one in asked.items()}
+        await asyncio.sleep(0.1)
+        last = await site.fleet.start("decode")
+        last.engine.slowness = 1000.0
+        site.fleet.crash(dying)
+        await asyncio.sleep(0.5)
+        assert len(last.calls) == 1, "of two suspects one is tried"
+        (host,) = last.calls.values()
+        holder = next(router for router in site.routers if router.host == host)
+        (other,) = (router for router in site.routers if router is not holder)
+        last.engine.slowness = 1.0
+        began = asyncio.get_running_loop().time()
+        match end:
+            case "killed":
+                site.fabric.remove(host)
+                holder.lose()
+            case "stopped":
+                holder.lose()
+            case "cut off":
+                site.fabric.silence(host, last.host)
+        assert await asking[other] == expected_tokens(asked[other], site.scenario.num_layers)
+        waited_s = asyncio.get_running_loop().time() - began
+        if end == "killed":  # the step under way is its own
+            assert waited_s < 2.0
+        else:
+            assert ROUTER_LEASE_S - 1.0 < waited_s < ROUTER_LEASE_S + 0.1
+        site.fabric.end_silence(host, last.host)
+        virtual_loop().continue_process(host)
+        await asyncio.wait([asking[holder]])
+
+    play(script, num_decode=1)
