@@ -106,6 +106,11 @@ class Transfers:
         if self._pulls is not None and pull is not None:
             self._pulls.expect(call.job, pull)
 
+    def decline(self, pull: Ticket) -> None:
+        """Take no offer to a request that is refused."""
+        if self._pulls is not None:
+            self._pulls.decline(pull)
+
     def begin(self, reserved: Iterable[DecodeJob]) -> None:
         """Let KV into the blocks that these jobs now hold, and tell of offers that the scheduler has declined."""
         if self._handovers is None or self._pulls is None:

@@ -171,12 +171,17 @@ class DecodeWorker:
         if pull is not None:
             self._check_pull(request, ticket, pull)
         now = self._clock()
-        job = self._scheduler.add(
-            request,
-            now=now,
-            wants_transfer=ticket is not None and self._transfers.can_receive,
-            awaits_offer=pull is not None and self._transfers.can_receive,
-        )
+        try:
+            job = self._scheduler.add(
+                request,
+                now=now,
+                wants_transfer=ticket is not None and self._transfers.can_receive,
+                awaits_offer=pull is not None and self._transfers.can_receive,
+            )
+        except RequestError:
+            if pull is not None:
+                self._transfers.decline(pull)
+            raise
         call = Call(job, ticket, asyncio.get_running_loop().create_future(), now)
         self._calls.add(call)
         self._transfers.expect(call, pull)

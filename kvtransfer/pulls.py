@@ -109,6 +109,10 @@ class Pulls(Generic[JobT]):
         if ticket is not None:
             self._offers.refuse(ticket)
 
+    def decline(self, ticket: Ticket) -> None:
+        """Take no offer to a request that is refused itself: its source would keep the blocks for nobody."""
+        self._offers.refuse(ticket)
+
     def give_up(self, job: JobT, reason: str) -> None:
         """Nobody wants the job's prefix any more, wherever its pull stands. Its blocks may be written a little longer.
 

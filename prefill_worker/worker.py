@@ -162,7 +162,12 @@ class PrefillWorker:
         if self._calls.find(request.request_id) is not None:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         now = self._clock()
-        job = self._scheduler.add(request, now=now, awaits_offer=pull is not None and self._pulls is not None)
+        try:
+            job = self._scheduler.add(request, now=now, awaits_offer=pull is not None and self._pulls is not None)
+        except RequestError:
+            if pull is not None and self._pulls is not None:
+                self._pulls.decline(pull)
+            raise
         call = Call(job, ticket, now, asyncio.get_running_loop().create_future())
         self._calls.add(call)
         if pull is not None and self._pulls is not None:

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from protocol.errors import EpochMismatch, TicketRefused, WorkerLeaving
+from protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
 from protocol.messages import Cancel, Drain, PrefillFailed
 from protocol.requests import GenerateRequest
 from protocol.tickets import Peer
@@ -402,3 +402,20 @@ def test_a_forged_pull_ticket_pulls_nothing():
             assert rig.worker.stats().pulled_tokens == 0
 
     play(script, role="decode")
+
+
+def test_a_request_that_is_refused_keeps_no_blocks_at_its_source():
+    async def script(rig: Rig) -> None:
+        async with source_beside(rig) as source:
+            await source.compute(a_request(40))
+            ticket, late = source.ticket(), source.ticket("late")
+            source.send(ticket, a_request(41))
+            await a_moment()
+            for name, pull in (("r", ticket), ("late", late)):
+                with pytest.raises(RequestError, match="max_tokens"):
+                    await rig.worker.decode(a_request(41, name, max_tokens=1000), None, pull)
+            source.send(late, a_request(41, "late"))
+            await a_moment()
+            assert source.parts.pool.owned_blocks == 0
+
+    play(script, role="decode", min_pull_tokens=8)

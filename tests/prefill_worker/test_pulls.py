@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from protocol.errors import EpochMismatch, TicketRefused
+from protocol.errors import EpochMismatch, RequestError, TicketRefused
 from protocol.messages import Cancel, SendPrefix
 from protocol.requests import GenerateRequest, PrefillReply
 from protocol.tickets import Peer, mint_ticket
@@ -303,3 +303,18 @@ def test_a_forged_pull_ticket_pulls_nothing():
             assert rig.worker.stats().pulled_tokens == 0
 
     play(script, role="prefill")
+
+
+def test_a_prompt_that_is_refused_keeps_no_blocks_at_its_source():
+    async def script(rig: Rig) -> None:
+        async with source_beside(rig) as source:
+            await source.compute(a_request(99))
+            ticket = source.ticket()
+            source.send(ticket, a_request(100))
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestError, match="context"):
+                await rig.worker.prefill(a_request(100), None, ticket)
+            await asyncio.sleep(0.1)
+            assert source.parts.pool.owned_blocks == 0
+
+    play(script, role="prefill", min_pull_tokens=8)
