@@ -13,7 +13,7 @@ class TransferConfig:
     progress_s: float = 15.0  # a transfer on which the peer makes no step for so long is given up
     max_chunk_bytes: int = 4 * 1024 * 1024  # a chunk's size at most, but at least one unit: transfers take turns by it
     encoding: Encoding = "raw"  # of KV that this worker sends
-    max_pending_offers: int = 4096  # offers that wait for their request, of all peers
+    max_pending_offers: int = 4096  # transfers whose offers wait for their request, of all peers
     max_queued_messages: int = 65536  # chunks of one peer that wait for their bytes
     max_new_links: int = 8  # that one connection may ask for within progress_s; a pair that needs more is given up
     used_ticket_s: float = 900.0  # how long a used ticket is remembered

@@ -62,7 +62,6 @@ class KVReceiver:
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
         self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
-        self._num_offers = 0
         self._kept: set[bytes] = set()  # transfer ids of requests that wait for room
         self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
         self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
@@ -184,7 +183,7 @@ class KVReceiver:
                 fault = f"nothing is expected of rank {rank}"
             elif transfer_id in self._expected_tickets:
                 fault = "the target has given the request up already"
-            elif self._num_offers >= self._config.max_pending_offers:
+            elif transfer_id not in self._offers and len(self._offers) >= self._config.max_pending_offers:
                 fault = "too many offers wait for their requests"
         if fault is not None:
             connection.post(Abort(transfer_id, fault))
@@ -195,7 +194,6 @@ class KVReceiver:
             deadline.restart()
             pending = _PendingOffer(offer, connection, deadline)
             self._offers.setdefault(transfer_id, {})[rank] = pending
-            self._num_offers += 1
             if transfer_id in self._kept:
                 self._keep(pending)
             self.on_offer(transfer_id)
@@ -296,7 +294,6 @@ class KVReceiver:
         pending = offers.pop(rank, None)
         if pending is not None:
             pending.deadline.stop()
-            self._num_offers -= 1
             if not offers:
                 del self._offers[transfer_id]
         return pending

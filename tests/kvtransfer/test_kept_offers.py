@@ -1,6 +1,7 @@
 """KV whose request waits for room at the target: it is kept, for as long as somebody may still want it."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ from msgspec.structs import replace
 
 from kvtransfer.outgoing import OutgoingTransfer
 from protocol.errors import TransferFailed
-from protocol.messages import Abort, Hello, KVHello, Offer, Reach, Welcome
+from protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from protocol.requests import SampledToken
 from protocol.tickets import Address, Ticket, mint_ticket
-from tests.simulation.memory_network import MemoryFabric
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
@@ -32,6 +33,14 @@ class Ends:
 
     def ticket(self) -> Ticket:
         return mint_ticket(SECRET, "r", PREFILL, DECODE, (self.address,))
+
+    async def connect_rank(self, rank: int) -> MemoryConnection:
+        """A connection of one of a source's two ranks, whose messages the test writes itself."""
+        connection = await self.fabric.at("prefill-0").connect(self.address)
+        layout = replace(self.target.store.layout, tp_size=2)
+        connection.send(Hello(PREFILL, DECODE, KVHello(layout, rank, "raw", Reach(KINDS, "one machine", "cpu"))))
+        assert isinstance(await connection.receive(), Welcome)
+        return connection
 
     async def offer(self, ticket: Ticket) -> OutgoingTransfer:
         """All of it is computed. Returns when the offer has had time to arrive."""
@@ -59,7 +68,7 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
                 await parts.sender.close()
                 await parts.receiver.close()
                 await parts.transports.close()
-        assert (target.receiver._offers, target.receiver._kept, target.receiver._num_offers) == ({}, set(), 0)
+        assert (target.receiver._offers, target.receiver._kept) == ({}, set())
         assert source.sender.stats.in_flight == target.receiver.stats.in_flight == 0
 
     run_virtually(main(), limit_s=10 * LONG_S)
@@ -153,10 +162,7 @@ def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_f
 
 def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept():
     async def script(ends: Ends) -> None:
-        layout = replace(ends.target.store.layout, tp_size=2)
-        stranger = await ends.fabric.at("prefill-0").connect(ends.address)
-        stranger.send(Hello(PREFILL, DECODE, KVHello(layout, 1, "raw", Reach(KINDS, "one machine", "cpu"))))
-        assert isinstance(await stranger.receive(), Welcome)
+        stranger = await ends.connect_rank(1)
         ticket = ends.ticket()
         stranger.send(Offer(ticket, NUM_TOKENS))
         out = await ends.offer(ticket)
@@ -180,5 +186,24 @@ def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same():
         incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
         assert await incoming.verified() == TOKEN
         await out.done()
+
+    play(script)
+
+
+def test_all_ranks_offers_of_one_transfer_are_kept_as_one():
+    async def script(ends: Ends) -> None:
+        ends.target.receiver._config = dataclasses.replace(TRANSFERS, max_pending_offers=1)
+        ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
+        ranks = [await ends.connect_rank(rank) for rank in range(2)]
+        for rank in ranks:
+            rank.send(Offer(ticket, NUM_TOKENS))
+        await asyncio.sleep(0.5)
+        ends.target.receiver.keep(ticket)
+        for rank in ranks:
+            while not isinstance(message := await rank.receive(), Abort | Awaited):
+                pass
+            assert message == Awaited(ticket.transfer_id)
+            await rank.close()
+        ends.target.receiver.refuse(ticket)
 
     play(script)
