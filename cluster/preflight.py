@@ -66,12 +66,15 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
-        resolve_device(engine)
-        check_cores(engine)
         ranks = engine.tensor_parallel
-        check_size(model, ranks)
-        num_blocks = resolve_num_blocks(engine, model, dtype)
-        resolve_max_context(engine, model, num_blocks)
+        try:
+            resolve_device(engine)
+            check_cores(engine)
+            check_size(model, ranks)
+            num_blocks = resolve_num_blocks(engine, model, dtype)
+            resolve_max_context(engine, model, num_blocks)
+        except ConfigError as error:
+            raise ConfigError(f"{role} workers: {error}") from error
         cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         needs.append(

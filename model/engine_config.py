@@ -115,7 +115,8 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
         )
     if config.max_context > room:
         raise ConfigError(
-            f"max_context: {config.max_context} tokens don't fit into {num_blocks} blocks of {config.block_size} tokens"
+            f"max_context: {config.max_context} tokens don't fit into {num_blocks} blocks of {config.block_size} "
+            "tokens: lower max_context, or raise num_blocks or kv_cache_gib"
         )
     return config.max_context
 
