@@ -58,7 +58,11 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
         "KV transfers that failed while both sides wanted them.",
         lambda stats: stats.transfers_failed - stats.transfers_given_up,
     ),
-    ("kv_transfer_aborts", "KV transfers given up: their requests were over.", lambda stats: stats.transfers_given_up),
+    (
+        "kv_transfer_aborts",
+        "KV transfers that one side gave up: the request was over, or a pulled prefix was not worth waiting for.",
+        lambda stats: stats.transfers_given_up,
+    ),
     ("kv_transfer_bytes", "Bytes of KV transferred.", lambda stats: stats.transfer_bytes),
     ("kv_transfer_seconds", "Time of KV transfers.", lambda stats: stats.transfer_seconds),
     ("kv_transfer_digest_failures", "Chunks that arrived damaged.", lambda stats: stats.transfer_digest_failures),

@@ -34,12 +34,9 @@ _HEADINGS = (
 )
 _NUM_TEXTS = 2  # worker and role; the others are numbers
 
-# Shown as they are, since a worker's start: prompt tokens that came from another worker's prefix cache, then transfers
-# that failed, chunks sent again, chunks that came damaged, links that broke, requests that gave way, and those of them
-# whose KV went to host memory.
+# Shown as they are, since a worker's start: after the transfers that failed, chunks sent again, chunks that came
+# damaged, links that broke, requests that gave way, and those of them whose KV went to host memory.
 _COUNTERS = (
-    "pulled_tokens",
-    "transfers_failed",
     "transfer_retries",
     "transfer_digest_failures",
     "transfer_links_lost",
@@ -148,6 +145,8 @@ def worker_rows(before: dict[str, Any], after: dict[str, Any], seconds: float) -
                 _rate(stats, old, "computed_tokens", seconds),
                 _rate(stats, old, "generated_tokens", seconds),
                 _rate(stats, old, "transfer_bytes", seconds, unit=1e6),
+                str(stats["pulled_tokens"]),
+                str(stats["transfers_failed"] - stats["transfers_given_up"]),  # as `kv_transfer_failures` counts them
                 *(str(stats[counter]) for counter in _COUNTERS),
             ]
         rows.append(row)
