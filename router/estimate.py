@@ -1,10 +1,9 @@
 """What the router expects of a path before it takes it: for choosing, for admission, and to compare with what came."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """A request's times on a path, in seconds, by the cost models that its workers have fitted."""
 
     queue_s: float  # until its prompt is begun: work that goes first

@@ -8,14 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.clock import Clock
 from protocol.tickets import Peer
 
 _DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Place(msgspec.Struct, frozen=True, eq=False):
     """What one request is to a worker."""
 
     worker: Peer

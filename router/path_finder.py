@@ -1,8 +1,9 @@
 """Finding the workers of an attempt, and waiting for some where there are none."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
+
+import msgspec
 
 from protocol.clock import Clock
 from protocol.errors import WorkerLost
@@ -177,7 +178,7 @@ class PathFinder:
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
         if not self._trials.is_due(worker, need.num_tokens, slower, now):
             return None
-        return dataclasses.replace(path, is_trial=True)
+        return msgspec.structs.replace(path, is_trial=True)
 
     def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
         """Of a pull that came, learn how long it took."""
@@ -205,7 +206,7 @@ class PathFinder:
             min_tokens=self._config.pull_min_tokens,
             avoid=avoid.union(ejected),
         )
-        return dataclasses.replace(path, source=source)
+        return msgspec.structs.replace(path, source=source)
 
     def _hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
         sent = tuple(sent)  # it grows

@@ -7,6 +7,8 @@ told what their steps cost.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from protocol.errors import RequestError
 from protocol.kv_layout import incompatibility
 from protocol.stats import WorkerInfo, WorkerStats
@@ -21,8 +23,7 @@ class NoPath(RequestError):
         super().__init__(message, code="no_workers", status=503, retry_after_s=retry_after_s)
 
 
-@dataclass(frozen=True)
-class Path:
+class Path(msgspec.Struct, frozen=True):
     """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself."""
 
     prefill: WorkerInfo | None
