@@ -218,7 +218,7 @@ def test_arrays_lead_to_the_paths_of_a_plain_calculation(is_mixed):
         expected, estimate, new_tokens = plainly(workers, need, seed)
         taken = [info and info.peer.worker_id for info in (path.prefill, path.decode, path.source)]
         assert (taken, path.new_tokens) == (expected, new_tokens), seed
-        for field in Estimate.__dataclass_fields__:
+        for field in Estimate.__struct_fields__:
             assert getattr(path.estimate, field) == pytest.approx(getattr(estimate, field)), (seed, field)
         kinds.add(tuple(name is not None for name in (expected[0], expected[2])))
     assert len(kinds) >= 3, "by a prefill worker, with a pull, and alone"
