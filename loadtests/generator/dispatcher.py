@@ -11,11 +11,15 @@ from typing import Protocol
 
 from loadtests.generator.conversation import Conversation
 from loadtests.plan import Closed, Plan
+from loadtests.records import Record
 from loadtests.schedule import Session
 from loadtests.workloads.sessions import sessions
 
 PREPARED_AHEAD = 32  # sessions whose first request lies ready
 PREPARING_S = 0.02  # nothing is prepared so shortly before a request is due
+UNANSWERED_S = 1.0
+"""How long a closed loop's user pauses whose request was refused or failed: asking on at once, as fast as a server that
+is not there can refuse, would be a load that nobody asked for, and fill the disk with its records."""
 
 
 class Crew(Protocol):
@@ -116,10 +120,11 @@ class Dispatcher:
             self._sleep_until(began + free_s)
             # A user without time to think asks as soon as it can: what the generator took to get ready is no wait.
             scheduled_s = max(free_s, self._crew.now() - began) if free_s else 0.0
-            free_s = self._converse(conversation, scheduled_s, began) + think_s
+            last = self._converse(conversation, scheduled_s, began)
+            free_s = last.end_s + think_s + (0.0 if last.status == "ok" else UNANSWERED_S)
 
-    def _converse(self, conversation: Conversation, scheduled_s: float, began: float) -> float:
-        """All turns, as far as the server answers and the run's time allows. Returns when the last was over."""
+    def _converse(self, conversation: Conversation, scheduled_s: float, began: float) -> Record:
+        """All turns, as far as the server answers and the run's time allows. Returns the last."""
         record = conversation.send(scheduled_s, began)
         for turn in conversation.session.turns[1:]:
             scheduled_s = record.end_s + turn.think_s
@@ -128,7 +133,7 @@ class Dispatcher:
             conversation.prepare()
             self._sleep_until(began + scheduled_s)
             record = conversation.send(scheduled_s, began)
-        return record.end_s
+        return record
 
     def _sleep_until(self, due: float) -> None:
         while (left := due - self._crew.now()) > 0:

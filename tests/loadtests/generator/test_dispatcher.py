@@ -70,6 +70,13 @@ def test_a_user_of_a_closed_loop_asks_again_when_it_has_its_answer_and_has_thoug
     assert [record.scheduled_s for record in server.records] == pytest.approx(sent)
 
 
+def test_a_user_of_a_closed_loop_that_is_refused_pauses_before_it_asks_again() -> None:
+    server = FakeServer(VirtualCrew(), takes_s=1.0, refuses=frozenset({1, 2}))
+    dispatched(plan_with(Closed(users=1), seconds=5.5), server)
+    assert [at - BEGAN for at, _, _ in server.asked] == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [record.status for record in server.records] == ["ok", "refused", "refused", "ok", "ok", "ok"]
+
+
 def test_users_are_shared_out_among_the_processes() -> None:
     plan = plan_with(Closed(users=5), seconds=0.5)
     for worker, users in ((0, 3), (1, 2)):
