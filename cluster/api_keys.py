@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.settings import Least, read_settings
-from cluster.yaml_files import load_yaml
-from protocol.errors import ConfigError
-from router.slo import SLOConfig
-from router.tenants import AuthConfig, KeyConfig
+from twostroke.cluster.settings import Least, read_settings
+from twostroke.cluster.yaml_files import load_yaml
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.slo import SLOConfig
+from twostroke.router.tenants import AuthConfig, KeyConfig
 
 OWN_KEY = "twostroke serve"
 """The name of the key that `twostroke serve` asks its own router with."""

@@ -6,41 +6,41 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 CONFIG_ERROR_EXIT = 2
 
 _COMMANDS = {
-    "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
-    "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
-    "key": ("cluster.commands.key", "make an API key"),
+    "serve": ("twostroke.cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
+    "status": ("twostroke.cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
+    "key": ("twostroke.cluster.commands.key", "make an API key"),
     "cluster-demo": (
-        "cluster.commands.cluster_demo",
+        "twostroke.cluster.commands.cluster_demo",
         "start a cluster on this machine, kill a node under load, see it heal",
     ),
-    "await": ("cluster.commands.await_application", "wait until an application that `serve deploy` has taken runs"),
-    "drain": ("cluster.commands.drain", "let the answers of a cluster's routers end, before `serve shutdown`"),
-    "doctor": ("cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
+    "await": ("twostroke.cluster.commands.await_application", "wait until an application that `serve deploy` has taken runs"),
+    "drain": ("twostroke.cluster.commands.drain", "let the answers of a cluster's routers end, before `serve shutdown`"),
+    "doctor": ("twostroke.cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
 }
 _BENCHES = {
-    "engine": ("cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),
-    "gpu": ("cluster.bench.gpu", "the engine on one CUDA device, against its limits and torch's own kernels"),
-    "accuracy": ("cluster.bench.accuracy", "perplexity of quantised weights, against the model as it is"),
-    "costs": ("cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
-    "transfer": ("cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
-    "routing": ("cluster.bench.routing", "how long the choice of a path takes, by workers and indexed blocks"),
-    "serving": ("cluster.bench.serving", "many concurrent streams through the whole path"),
-    "interference": ("cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
-    "autoscaling": ("cluster.bench.autoscaling", "whether workers follow a load that rises fourfold and falls again"),
-    "overload": ("cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
+    "engine": ("twostroke.cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "gpu": ("twostroke.cluster.bench.gpu", "the engine on one CUDA device, against its limits and torch's own kernels"),
+    "accuracy": ("twostroke.cluster.bench.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "costs": ("twostroke.cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
+    "transfer": ("twostroke.cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
+    "routing": ("twostroke.cluster.bench.routing", "how long the choice of a path takes, by workers and indexed blocks"),
+    "serving": ("twostroke.cluster.bench.serving", "many concurrent streams through the whole path"),
+    "interference": ("twostroke.cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
+    "autoscaling": ("twostroke.cluster.bench.autoscaling", "whether workers follow a load that rises fourfold and falls again"),
+    "overload": ("twostroke.cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
 }
 
 _LOADTESTS = {
-    "run": ("loadtests.commands.run", "one run at one load, and its report"),
-    "sweep": ("loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
-    "compare": ("loadtests.commands.compare", "put reports side by side"),
-    "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
-    "selfcheck": ("loadtests.commands.selfcheck", "try the load generator against a server with known timings"),
+    "run": ("twostroke.loadtests.commands.run", "one run at one load, and its report"),
+    "sweep": ("twostroke.loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
+    "compare": ("twostroke.loadtests.commands.compare", "put reports side by side"),
+    "report": ("twostroke.loadtests.commands.report", "make the reports of runs and sweeps again"),
+    "selfcheck": ("twostroke.loadtests.commands.selfcheck", "try the load generator against a server with known timings"),
 }
 
 
@@ -81,7 +81,7 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
     for name, (module, help_text) in _LOADTESTS.items():
         command = loadtests.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         if wanted == ["loadtest", name]:
-            chosen = import_module("cluster.commands.loadtest").prepare(module, command)
+            chosen = import_module("twostroke.cluster.commands.loadtest").prepare(module, command)
     return parser, chosen
 
 

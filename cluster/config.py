@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from cluster.api_keys import KEYS_LEAST, check_classes, check_names, with_keys_of_its_file
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.worker_counts import WorkerCounts, check_counts, worker_counts
-from cluster.config_sections import (
+from twostroke.cluster.api_keys import KEYS_LEAST, check_classes, check_names, with_keys_of_its_file
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.worker_counts import WorkerCounts, check_counts, worker_counts
+from twostroke.cluster.config_sections import (
     NOT_AT_ONCE_S,
     DecodeSection,
     ModelSection,
@@ -21,15 +21,15 @@ from cluster.config_sections import (
     TransportChoice,
     WorkerResources,
 )
-from cluster.core_list import parse_cores
-from cluster.process_logs import LoggingConfig
-from cluster.settings import bounds_within, read_settings
-from protocol.errors import ConfigError
-from protocol.stats import Role
-from protocol.token_server import TokenServerConfig
-from router.slo import MOST_PRIORITY, SLOConfig
-from router.tenants import AuthConfig
-from router.worker_channel import TokenChannelConfig
+from twostroke.cluster.core_list import parse_cores
+from twostroke.cluster.process_logs import LoggingConfig
+from twostroke.cluster.settings import bounds_within, read_settings
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
+from twostroke.protocol.token_server import TokenServerConfig
+from twostroke.router.slo import MOST_PRIORITY, SLOConfig
+from twostroke.router.tenants import AuthConfig
+from twostroke.router.worker_channel import TokenChannelConfig
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64

@@ -7,16 +7,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.core_list import parse_cores
-from cluster.placement import Placement
-from cluster.settings import SAME_LEVEL, bounds, bounds_within, instead
-from decode_worker.config import DecodeConfig
-from kvtransfer.config import TransferConfig
-from prefill_worker.config import PrefillConfig
-from protocol.errors import ConfigError
-from router.pipeline import PipelineConfig
-from router.tracing import TracingConfig
-from router.worker_channel import TokenChannelConfig
+from twostroke.cluster.core_list import parse_cores
+from twostroke.cluster.placement import Placement
+from twostroke.cluster.settings import SAME_LEVEL, bounds, bounds_within, instead
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.pipeline import PipelineConfig
+from twostroke.router.tracing import TracingConfig
+from twostroke.router.worker_channel import TokenChannelConfig
 
 BUNDLED_MODEL = "bundled"
 

@@ -2,7 +2,7 @@
 
 import re
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

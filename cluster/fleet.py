@@ -11,16 +11,16 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.worker_directory import Departure, WorkerDirectory, directory_of
-from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer, Ticket
+from twostroke.cluster.worker_directory import Departure, WorkerDirectory, directory_of
+from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket
 
 
 class ServeFleet:
-    """A `router.fleet.Fleet`. Made and used on one event loop, the router replica's."""
+    """A `twostroke.router.fleet.Fleet`. Made and used on one event loop, the router replica's."""
 
     def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle, *, grace_s: float):
         """`prefill` is None in aggregated mode. What a leaving worker has under way may take `grace_s`."""

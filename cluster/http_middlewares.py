@@ -6,7 +6,7 @@ it lets it see sound ids alone, and answers with one.
 
 from starlette.middleware import Middleware
 
-from router.http_io import RequestIds
+from twostroke.router.http_io import RequestIds
 
 
 def http_middlewares() -> list[Middleware]:

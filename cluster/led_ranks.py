@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cluster.worker_settings import WorkerSettings
-from model.rank_connections import RankConnections
-from protocol.network import Network
-from protocol.tickets import Address, Peer
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.network import Network
+from twostroke.protocol.tickets import Address, Peer
 
 if TYPE_CHECKING:
-    from model.group_ranks import RankPlace, Rendezvous
+    from twostroke.model.group_ranks import RankPlace, Rendezvous
 
 LOOPBACK = "127.0.0.1"
 
@@ -62,7 +62,7 @@ class LedRanks:
         start_ranks: StartRanks,
     ) -> "LedRanks":
         """Start a process for every rank but 0; they load as soon as rank 0 does. Raises ConnectionLost."""
-        from model.group_ranks import Rendezvous
+        from twostroke.model.group_ranks import Rendezvous
 
         connections = RankConnections(worker=worker, size=settings.tensor_parallel, network=network)
         rendezvous = Rendezvous(LOOPBACK)
@@ -79,7 +79,7 @@ class LedRanks:
     @property
     def place(self) -> "RankPlace":
         """Of rank 0 in the group. Raises RuntimeError once closed."""
-        from model.group_ranks import RankPlace
+        from twostroke.model.group_ranks import RankPlace
 
         if self._rendezvous is None:
             raise RuntimeError("the ranks have been ended")

@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema
 
-from cluster.autoscaling.serve_policy import POLICY_FUNCTION
-from cluster.config import ClusterConfig
-from cluster.local_ray import StartFailed
-from cluster.serve_app import application, cluster_secret
-from protocol.errors import ConfigError
+from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION
+from twostroke.cluster.config import ClusterConfig
+from twostroke.cluster.local_ray import StartFailed
+from twostroke.cluster.serve_app import application, cluster_secret
+from twostroke.protocol.errors import ConfigError
 
 APPLICATION = "twostroke"
 LOOK_S = 0.1
@@ -62,7 +62,7 @@ def _deploy_as_config(arguments: dict[str, Any]) -> None:
                 ServeApplicationSchema(
                     name=APPLICATION,
                     route_prefix="/",
-                    import_path="cluster.serve_app:build_local_app",
+                    import_path="twostroke.cluster.serve_app:build_local_app",
                     args=arguments,
                     autoscaling_policy={"policy_function": POLICY_FUNCTION},
                 )

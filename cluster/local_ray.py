@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.haproxy import BINARY_VARIABLE, write_unspliced_haproxy
-from cluster.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.haproxy import BINARY_VARIABLE, write_unspliced_haproxy
+from twostroke.cluster.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
 

@@ -18,16 +18,16 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from cluster.api_keys import OWN_KEY
-from cluster.commands.status import fetch_status
-from cluster.config import ClusterConfig, read_config, with_keys_of_file
-from cluster.fleet_watch import FleetWatch
-from cluster.local_ray import LocalRayOptions, StartFailed, local_ray
-from cluster.model_folder import resolve_model_folder, served_name
-from cluster.preflight import check_model
-from cluster.router_drain import drain_application
-from protocol.errors import ConfigError
-from router.tenants import KeyConfig, new_key
+from twostroke.cluster.api_keys import OWN_KEY
+from twostroke.cluster.commands.status import fetch_status
+from twostroke.cluster.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.fleet_watch import FleetWatch
+from twostroke.cluster.local_ray import LocalRayOptions, StartFailed, local_ray
+from twostroke.cluster.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.preflight import check_model
+from twostroke.cluster.router_drain import drain_application
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.tenants import KeyConfig, new_key
 
 READY_S = 120.0
 LOOK_S = 1.0  # between two looks at the workers
@@ -101,7 +101,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     with local_ray(_ray_options(order, config)):
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         # Ray may be imported now: its switches are set.
-        from cluster.local_deploy import APPLICATION, deploy
+        from twostroke.cluster.local_deploy import APPLICATION, deploy
 
         deploy(config, order.settings)
         _await_ready(own_url(order.host, order.port))

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from cluster.config_sections import BUNDLED_MODEL, ModelSection
-from model.bundled import BUNDLED_MODEL_DIR
-from protocol.errors import ConfigError
+from twostroke.cluster.config_sections import BUNDLED_MODEL, ModelSection
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.protocol.errors import ConfigError
 
 # Weights as safetensors, and everything that is JSON or text: never pickles, never code.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")

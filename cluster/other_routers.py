@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from router.scrape import RouterReading
+from twostroke.router.scrape import RouterReading
 
 _log = logging.getLogger(__name__)
 

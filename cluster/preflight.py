@@ -4,11 +4,11 @@ import errno
 import socket
 from pathlib import Path
 
-from cluster.config import ClusterConfig
-from cluster.config_sections import DecodeSection, PrefillSection
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import ConfigError
-from protocol.stats import Role
+from twostroke.cluster.config import ClusterConfig
+from twostroke.cluster.config_sections import DecodeSection, PrefillSection
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
 
 # What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
 PROCESS_BYTES = 150 * 2**20
@@ -35,21 +35,21 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     """Model and tokenizer must be loadable and all workers fit into memory; returns a line that describes the model."""
     import torch
 
-    from model.config import load_model_config
-    from model.engine_config import (
+    from twostroke.model.config import load_model_config
+    from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
         resolve_dtype,
         resolve_max_context,
         resolve_num_blocks,
     )
-    from model.kv_cache import kv_block_bytes
-    from model.memory import available_bytes
-    from model.memory_plan import MemoryNeed, check_memory_of_all, step_bytes_on_cpu
-    from model.quantization import weight_bytes
-    from model.tensor_parallel import check_size
-    from model.weights import Checkpoint
-    from router.tokenizer import TextTokenizer
+    from twostroke.model.kv_cache import kv_block_bytes
+    from twostroke.model.memory import available_bytes
+    from twostroke.model.memory_plan import MemoryNeed, check_memory_of_all, step_bytes_on_cpu
+    from twostroke.model.quantization import weight_bytes
+    from twostroke.model.tensor_parallel import check_size
+    from twostroke.model.weights import Checkpoint
+    from twostroke.router.tokenizer import TextTokenizer
 
     model = load_model_config(folder)
     checkpoint = Checkpoint(folder, model)

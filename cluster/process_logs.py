@@ -8,10 +8,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal
 
-from protocol.tickets import Peer
-from router.log_format import JsonLines, TextLines
+from twostroke.protocol.tickets import Peer
+from twostroke.router.log_format import JsonLines, TextLines
 
-_PACKAGES = ("protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster")
 _MOST_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
 _OLD_FILES = 4
 
@@ -35,13 +34,12 @@ def log_to(file: Path | None, config: LoggingConfig, process: Mapping[str, str])
     else:
         handler = RotatingFileHandler(file, maxBytes=_MOST_BYTES, backupCount=_OLD_FILES, encoding="utf-8", delay=True)
     handler.setFormatter(JsonLines(process) if config.format == "json" else TextLines())
-    for package in _PACKAGES:
-        logger = logging.getLogger(package)
-        for old in logger.handlers:
-            old.close()
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(config.level.upper())
+    logger = logging.getLogger("twostroke")
+    for old in logger.handlers:
+        old.close()
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(config.level.upper())
 
 
 def log_as_replica(config: LoggingConfig, role: str, peer: Peer) -> None:

@@ -5,18 +5,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.model_folder import resolve_model_folder
-from cluster.worker_settings import WorkerSettings
-from protocol.network import Network
-from protocol.tickets import Peer
+from twostroke.cluster.model_folder import resolve_model_folder
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.network import Network
+from twostroke.protocol.tickets import Peer
 
 if TYPE_CHECKING:
-    from kvtransfer.receiver import KVReceiver
-    from kvtransfer.sender import KVSender
-    from kvtransfer.store import KVStore
-    from kvtransfer.transports import Transports
-    from model.group_ranks import RankPlace
-    from model.load import LoadedEngine
+    from twostroke.kvtransfer.receiver import KVReceiver
+    from twostroke.kvtransfer.sender import KVSender
+    from twostroke.kvtransfer.store import KVStore
+    from twostroke.kvtransfer.transports import Transports
+    from twostroke.model.group_ranks import RankPlace
+    from twostroke.model.load import LoadedEngine
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ async def load_rank(
 
     Raises ConfigError with one line that a user can act on. A cancelled call leaves a thread behind that still loads.
     """
-    from kvtransfer.receiver import KVReceiver
-    from kvtransfer.sender import KVSender
-    from kvtransfer.transports import make_transports
-    from model.load import load_engine
+    from twostroke.kvtransfer.receiver import KVReceiver
+    from twostroke.kvtransfer.sender import KVSender
+    from twostroke.kvtransfer.transports import make_transports
+    from twostroke.model.load import load_engine
 
     config = settings.engine_config(resolve_model_folder(settings.model.path), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.

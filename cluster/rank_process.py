@@ -1,4 +1,4 @@
-"""A rank of a worker, other than 0, in a process of its own: `python -m cluster.rank_process` with its order on stdin.
+"""A rank of a worker, other than 0, in a process of its own: `python -m twostroke.cluster.rank_process` with its order on stdin.
 
 It does as rank 0 says, and ends with its connection to rank 0, whatever it is doing then.
 """
@@ -14,17 +14,17 @@ from typing import NoReturn
 
 import msgspec
 
-from cluster.led_ranks import RankOrder
-from cluster.process_logs import log_to
-from cluster.rank_parts import RankParts, load_rank
-from kvtransfer.endings import run_until_lost
-from kvtransfer.rank_transfers import RankTransfers
-from model.group_ranks import RankPlace
-from model.step import BlockCopy, Draw, SequenceStep
-from protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
-from protocol.messages import Message
-from protocol.network import Connection
-from protocol.rank_messages import (
+from twostroke.cluster.led_ranks import RankOrder
+from twostroke.cluster.process_logs import log_to
+from twostroke.cluster.rank_parts import RankParts, load_rank
+from twostroke.kvtransfer.endings import run_until_lost
+from twostroke.kvtransfer.rank_transfers import RankTransfers
+from twostroke.model.group_ranks import RankPlace
+from twostroke.model.step import BlockCopy, Draw, SequenceStep
+from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
+from twostroke.protocol.messages import Message
+from twostroke.protocol.network import Connection
+from twostroke.protocol.rank_messages import (
     RankFailed,
     RankHello,
     RankLoaded,
@@ -32,8 +32,8 @@ from protocol.rank_messages import (
     RankStep,
     StepEnded,
 )
-from protocol.requests import SamplingParams
-from protocol.tcp_network import TcpNetwork
+from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.tcp_network import TcpNetwork
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class ProcessRanks:
         """Start the rank's process."""
         # Not on its command line, which everybody can read: the order holds the cluster's secret.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
+            sys.executable, "-m", "twostroke.cluster.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
         )
         self.processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))

@@ -8,9 +8,9 @@ writes the live workers down in this process's directory. Those that Serve has b
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cluster.worker_directory import directory_of, read_worker_metadata
-from protocol.errors import WorkerLeaving
-from protocol.tickets import Peer
+from twostroke.cluster.worker_directory import directory_of, read_worker_metadata
+from twostroke.protocol.errors import WorkerLeaving
+from twostroke.protocol.tickets import Peer
 
 
 class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here

@@ -14,33 +14,33 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
-from cluster.autoscaling.decision_watch import DecisionWatch
-from cluster.autoscaling.publication import published
-from cluster.config import ClusterConfig
-from cluster.config_sections import ModelSection, RouterSection
-from cluster.exposure import exposure_warning
-from cluster.fleet import ServeFleet
-from cluster.model_folder import resolve_model_folder, served_name
-from cluster.other_routers import OtherRouters
-from cluster.process_logs import LoggingConfig, log_as_replica
-from cluster.ray_switches import forgotten_switches
-from cluster.worker_directory import directory_of
-from protocol.clock import draw_epoch
-from protocol.stats import Role
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer
-from router.admission import Admission
-from router.app import build_app
-from router.doctor import Doctor
-from router.pipeline import Pipeline
-from router.scaling import Scaling
-from router.scrape import RouterReading, no_other_routers
-from router.service import RouterService, ServiceConfig
-from router.slo import SLOConfig
-from router.tenants import KeyConfig, Tenants
-from router.token_channels import TokenChannels
-from router.tokenizer import TextTokenizer
-from router.tracing import request_traces
+from twostroke.cluster.autoscaling.decision_watch import DecisionWatch
+from twostroke.cluster.autoscaling.publication import published
+from twostroke.cluster.config import ClusterConfig
+from twostroke.cluster.config_sections import ModelSection, RouterSection
+from twostroke.cluster.exposure import exposure_warning
+from twostroke.cluster.fleet import ServeFleet
+from twostroke.cluster.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.other_routers import OtherRouters
+from twostroke.cluster.process_logs import LoggingConfig, log_as_replica
+from twostroke.cluster.ray_switches import forgotten_switches
+from twostroke.cluster.worker_directory import directory_of
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.stats import Role
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer
+from twostroke.router.admission import Admission
+from twostroke.router.app import build_app
+from twostroke.router.doctor import Doctor
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.scaling import Scaling
+from twostroke.router.scrape import RouterReading, no_other_routers
+from twostroke.router.service import RouterService, ServiceConfig
+from twostroke.router.slo import SLOConfig
+from twostroke.router.tenants import KeyConfig, Tenants
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.tokenizer import TextTokenizer
+from twostroke.router.tracing import request_traces
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 FAREWELL_S = 0.5
 """Before the end, for the errors that end streams to reach their clients."""

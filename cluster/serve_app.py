@@ -16,15 +16,15 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from cluster.autoscaling.autoscaler import ScalingOrder
-from cluster.autoscaling.config import RoleLimits
-from cluster.autoscaling.deployment_options import replica_options
-from cluster.autoscaling.worker_counts import WorkerCounts
-from cluster.config import ClusterConfig, read_config, with_keys_of_file
-from cluster.router_deployment import RouterReplica, RouterSettings, router_options
-from cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import ConfigError
+from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
+from twostroke.cluster.autoscaling.config import RoleLimits
+from twostroke.cluster.autoscaling.deployment_options import replica_options
+from twostroke.cluster.autoscaling.worker_counts import WorkerCounts
+from twostroke.cluster.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.router_deployment import RouterReplica, RouterSettings, router_options
+from twostroke.cluster.worker_deployments import DecodeReplica, PrefillReplica, worker_options
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
 
 SECRET_VARIABLE = "TWOSTROKE_SECRET"
 MIN_SECRET_CHARS = 16

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from cluster.descendants import descendants
-from cluster.local_ray import free_ports
+from twostroke.cluster.descendants import descendants
+from twostroke.cluster.local_ray import free_ports
 
 START_S = 240.0
 END_S = 15.0
@@ -40,7 +40,7 @@ class ServerProcess:
         return self._process.pid
 
     def __enter__(self) -> "ServerProcess":
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(self.port), *self._arguments]
+        command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(self.port), *self._arguments]
         root = Path(__file__).resolve().parent.parent
         self._process = subprocess.Popen(
             command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -15,7 +15,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 T = TypeVar("T")
 

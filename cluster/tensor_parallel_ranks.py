@@ -12,10 +12,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.led_ranks import RankOrder
-from cluster.placement import Placement
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import WorkerLost
+from twostroke.cluster.led_ranks import RankOrder
+from twostroke.cluster.placement import Placement
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import WorkerLost
 
 PATIENCE_S = 6.0
 """How long a rank may take to end, once rank 0 has hung up."""
@@ -57,7 +57,7 @@ class RankActor:
 
     async def run(self, order: RankOrder) -> None:
         """Be the rank until rank 0 hangs up."""
-        from cluster.rank_process import log_as_rank, run_rank
+        from twostroke.cluster.rank_process import log_as_rank, run_rank
 
         log_as_rank(order)
         await run_rank(order, own_gpu())

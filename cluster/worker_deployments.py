@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from cluster.placement import Placement
-from cluster.process_logs import log_as_replica
-from cluster.tensor_parallel_ranks import own_gpu, rank_options, start_actors
-from cluster.worker_directory import worker_metadata
-from cluster.worker_parts import WorkerParts, load_parts
-from cluster.worker_settings import WorkerSettings
-from decode_worker.config import DecodeConfig
-from prefill_worker.config import PrefillConfig
-from protocol.clock import draw_epoch
-from protocol.errors import EpochMismatch, WorkerLost
-from protocol.network import Network
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import Role
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer, Ticket
+from twostroke.cluster.placement import Placement
+from twostroke.cluster.process_logs import log_as_replica
+from twostroke.cluster.tensor_parallel_ranks import own_gpu, rank_options, start_actors
+from twostroke.cluster.worker_directory import worker_metadata
+from twostroke.cluster.worker_parts import WorkerParts, load_parts
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import EpochMismatch, WorkerLost
+from twostroke.protocol.network import Network
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import Role
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer, Ticket
 
 if TYPE_CHECKING:
-    from decode_worker.worker import DecodeWorker
-    from kvtransfer.probe import LinkProbe
-    from prefill_worker.worker import PrefillWorker
+    from twostroke.decode_worker.worker import DecodeWorker
+    from twostroke.kvtransfer.probe import LinkProbe
+    from twostroke.prefill_worker.worker import PrefillWorker
 
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class PrefillReplica(_WorkerReplica):
 
     async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
-        from prefill_worker.worker import PrefillWorker
+        from twostroke.prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
         self._prefill_worker = PrefillWorker(
@@ -145,7 +145,7 @@ class DecodeReplica(_WorkerReplica):
 
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
-        from decode_worker.worker import DecodeWorker
+        from twostroke.decode_worker.worker import DecodeWorker
 
         parts = await self._load(settings, secret)
         self._decode_worker = DecodeWorker(
@@ -201,7 +201,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
         **rank_options(settings, placement),
-        "request_router_config": {"request_router_class": "cluster.replica_router:ReplicaByPeer"},
+        "request_router_config": {"request_router_class": "twostroke.cluster.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,

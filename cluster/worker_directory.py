@@ -10,8 +10,8 @@ from enum import Enum
 
 import msgspec
 
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
 
 METADATA_KEY = "worker_info"
 

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.led_ranks import LedRanks, StartRanks
-from cluster.rank_parts import RankParts, load_rank
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import ConfigError, WorkerLost
-from protocol.frames import MAX_PAYLOAD_BYTES
-from protocol.network import Network
-from protocol.rank_messages import most_step_bytes
-from protocol.tickets import Peer
+from twostroke.cluster.led_ranks import LedRanks, StartRanks
+from twostroke.cluster.rank_parts import RankParts, load_rank
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
+from twostroke.protocol.network import Network
+from twostroke.protocol.rank_messages import most_step_bytes
+from twostroke.protocol.tickets import Peer
 
 if TYPE_CHECKING:
-    from kvtransfer.sides import ReceivingSide, SendingSide
-    from kvtransfer.store import KVStore
-    from model.block_pool import BlockPool
-    from model.step import Engine
+    from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+    from twostroke.kvtransfer.store import KVStore
+    from twostroke.model.block_pool import BlockPool
+    from twostroke.model.step import Engine
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ async def load_parts(
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
-    from model.block_pool import BlockPool
+    from twostroke.model.block_pool import BlockPool
 
     if settings.tensor_parallel == 1:
         rank = await load_rank(settings, peer, network, secret, gpu=gpu)
@@ -87,10 +87,10 @@ async def load_parts(
 async def _lead(
     settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, led: LedRanks, gpu: int
 ) -> WorkerParts:
-    from kvtransfer.ranked_receiver import RankedReceiver
-    from kvtransfer.ranked_sender import RankedSender
-    from model.block_pool import BlockPool
-    from model.tensor_parallel_engine import TensorParallelEngine
+    from twostroke.kvtransfer.ranked_receiver import RankedReceiver
+    from twostroke.kvtransfer.ranked_sender import RankedSender
+    from twostroke.model.block_pool import BlockPool
+    from twostroke.model.tensor_parallel_engine import TensorParallelEngine
 
     ranks = led.connections
     rank = await _load_rank_0(settings, peer, network, secret, led, gpu)

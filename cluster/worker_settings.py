@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.config import ClusterConfig
-from cluster.config_sections import (
+from twostroke.cluster.config import ClusterConfig
+from twostroke.cluster.config_sections import (
     DecodeSection,
     ModelSection,
     PrefillSection,
@@ -13,12 +13,12 @@ from cluster.config_sections import (
     WorkerResources,
     kv_cache_size,
 )
-from cluster.core_list import parse_cores
-from cluster.process_logs import LoggingConfig
-from kvtransfer.config import TransferConfig
+from twostroke.cluster.core_list import parse_cores
+from twostroke.cluster.process_logs import LoggingConfig
+from twostroke.kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
-    from model.engine_config import EngineConfig
+    from twostroke.model.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class WorkerSettings:
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
-        from model.engine_config import EngineConfig
-        from model.memory_plan import StepBounds
+        from twostroke.model.engine_config import EngineConfig
+        from twostroke.model.memory_plan import StepBounds
 
         kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
         return EngineConfig(

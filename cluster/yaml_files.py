@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

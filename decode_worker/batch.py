@@ -8,10 +8,10 @@ go on when there is room again. A class that stands still gets its share of the 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from decode_worker.jobs import DecodeJob
-from decode_worker.step_budget import StepBudget
-from model.class_shares import ClassShares
-from protocol.requests import Promise
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.model.class_shares import ClassShares
+from twostroke.protocol.requests import Promise
 
 
 class Batch:

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from decode_worker.jobs import DecodeJob, Phase
-from kvtransfer.sides import Incoming
-from protocol.errors import TwostrokeError
-from protocol.requests import DecodeReply, FinishReason, GenerateRequest
-from protocol.tickets import Ticket
+from twostroke.decode_worker.jobs import DecodeJob, Phase
+from twostroke.kvtransfer.sides import Incoming
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest
+from twostroke.protocol.tickets import Ticket
 
 
 @dataclass(eq=False, slots=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from decode_worker.preemption import Preemption
-from model.queue_order import QueuePolicy
-from protocol.errors import ConfigError
-from protocol.token_server import TokenServerConfig
+from twostroke.decode_worker.preemption import Preemption
+from twostroke.model.queue_order import QueuePolicy
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.token_server import TokenServerConfig
 
 
 @dataclass(frozen=True)

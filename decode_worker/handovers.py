@@ -12,13 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from decode_worker.calls import Call
-from decode_worker.jobs import Progress
-from decode_worker.scheduler import DecodeScheduler
-from kvtransfer.offers import AwaitedOffers
-from kvtransfer.sides import Incoming, ReceivingSide
-from protocol.clock import Clock
-from protocol.errors import TransferFailed
+from twostroke.decode_worker.calls import Call
+from twostroke.decode_worker.jobs import Progress
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.sides import Incoming, ReceivingSide
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from enum import Enum, auto
 
 import msgspec
 
-from model.queue_order import Turn
-from model.sequence import SequenceState
-from model.step import BlockCopy, SequenceStep
-from protocol.requests import FinishReason, GenerateRequest, SampledToken, TokenEvent
+from twostroke.model.queue_order import Turn
+from twostroke.model.sequence import SequenceState
+from twostroke.model.step import BlockCopy, SequenceStep
+from twostroke.protocol.requests import FinishReason, GenerateRequest, SampledToken, TokenEvent
 
 
 class Phase(Enum):

@@ -7,9 +7,9 @@ An offer holds blocks at the other worker. So where blocks are short here all of
 would else wait for each other's blocks in a circle.
 """
 
-from decode_worker.jobs import DecodeJob
-from decode_worker.standings import Standings
-from model.block_pool import BlockPool
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.decode_worker.standings import Standings
+from twostroke.model.block_pool import BlockPool
 
 
 class OfferedPrefixes:

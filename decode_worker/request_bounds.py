@@ -1,7 +1,7 @@
 """What a decode worker can never serve, whatever else it has to do. Pure."""
 
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest
 
 
 def check_fits(request: GenerateRequest, *, max_context: int, capacity: int) -> None:

@@ -1,11 +1,11 @@
 """Who holds blocks: all that a request needs so far are reserved for it at once, when its turn has come. Pure."""
 
-from decode_worker.jobs import DecodeJob
-from decode_worker.offered_prefixes import OfferedPrefixes
-from decode_worker.standings import Standings
-from decode_worker.yielding import who_yields
-from model.block_pool import BlockPool
-from model.queue_order import NO_LIMIT
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
+from twostroke.decode_worker.standings import Standings
+from twostroke.decode_worker.yielding import who_yields
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.queue_order import NO_LIMIT
 
 
 class Reservations:

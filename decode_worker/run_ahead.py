@@ -1,7 +1,7 @@
 """Whether a step may be decided while another is under way, and what it goes on from. Pure."""
 
-from decode_worker.jobs import DecodeJob, DecodeStep
-from model.token_counts import is_penalised
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
+from twostroke.model.token_counts import is_penalised
 
 
 def must_be_awaited(in_flight: DecodeStep) -> bool:

@@ -14,22 +14,22 @@ drawn. One that turns out to have ended leaves a row whose token nobody takes.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from decode_worker.batch import Batch
-from decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
-from decode_worker.offered_prefixes import OfferedPrefixes
-from decode_worker.request_bounds import check_fits
-from decode_worker.reservations import Reservations
-from decode_worker.run_ahead import drawn_for, must_be_awaited
-from decode_worker.standings import Standings
-from decode_worker.step_budget import PromptBudget, StepBudget
-from decode_worker.swapped_blocks import SwappedBlocks
-from decode_worker.yielding import first_to_go
-from model.block_pool import BlockPool
-from model.class_shares import ClassShares
-from model.queue_order import NO_LIMIT, QueuePolicy, turns
-from model.sequence import SequenceState
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
+from twostroke.decode_worker.batch import Batch
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
+from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
+from twostroke.decode_worker.request_bounds import check_fits
+from twostroke.decode_worker.reservations import Reservations
+from twostroke.decode_worker.run_ahead import drawn_for, must_be_awaited
+from twostroke.decode_worker.standings import Standings
+from twostroke.decode_worker.step_budget import PromptBudget, StepBudget
+from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.decode_worker.yielding import first_to_go
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.class_shares import ClassShares
+from twostroke.model.queue_order import NO_LIMIT, QueuePolicy, turns
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
 
 
 class DecodeScheduler:

@@ -3,11 +3,11 @@
 from bisect import insort
 from collections.abc import Iterable
 
-from decode_worker.jobs import DecodeJob, Phase
-from decode_worker.swapped_blocks import SwappedBlocks
-from model.block_pool import BlockPool
-from model.queue_order import QueuePolicy, turn_of
-from protocol.requests import Promise
+from twostroke.decode_worker.jobs import DecodeJob, Phase
+from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.queue_order import QueuePolicy, turn_of
+from twostroke.protocol.requests import Promise
 
 
 class Standings:

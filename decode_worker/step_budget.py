@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from decode_worker.jobs import DecodeJob
-from protocol.step_costs import LEAST_STRETCH, StepCosts
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.protocol.step_costs import LEAST_STRETCH, StepCosts
 
 CAUTIOUS_CHUNK = 64  # prompt tokens beside decodes while costs are not known
 CHUNK_MULTIPLE = 16  # kernels compute so many rows together

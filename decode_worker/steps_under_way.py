@@ -3,10 +3,10 @@
 import asyncio
 from dataclasses import dataclass
 
-from decode_worker.jobs import DecodeStep
-from model.step import Engine
-from protocol.clock import Clock
-from protocol.requests import SampledToken
+from twostroke.decode_worker.jobs import DecodeStep
+from twostroke.model.step import Engine
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 A job's host blocks are taken when it gives way, and go back when its KV is in the cache again, or when it ends.
 """
 
-from decode_worker.jobs import DecodeJob, Swap, SwappedKV
-from decode_worker.preemption import PreemptionPolicy
-from model.block_pool import BlockPool
-from model.step import BlockCopy
+from twostroke.decode_worker.jobs import DecodeJob, Swap, SwappedKV
+from twostroke.decode_worker.preemption import PreemptionPolicy
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step import BlockCopy
 
 
 class SwappedBlocks:

@@ -1,9 +1,9 @@
 """What a worker does with host memory for preempted requests: its blocks, whom it pays for, and what it has cost."""
 
-from decode_worker.preemption import Preemption, PreemptionPolicy, Rate
-from decode_worker.swapped_blocks import SwappedBlocks
-from model.block_pool import BlockPool
-from model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers
+from twostroke.decode_worker.preemption import Preemption, PreemptionPolicy, Rate
+from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.worker_numbers import NO_SWAPS, HostBlocks, SwapNumbers
 
 
 class Swapping:

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.calls import Call, Calls
-from decode_worker.config import DecodeConfig
-from decode_worker.handovers import Handovers
-from decode_worker.jobs import DecodeJob, Progress
-from decode_worker.scheduler import DecodeScheduler
-from kvtransfer.offers import AwaitedOffers
-from kvtransfer.prefix_export import PrefixExports
-from kvtransfer.pulls import PullCallbacks, Pulls
-from kvtransfer.sides import ReceivingSide, SendingSide
-from model.block_pool import BlockPool
-from protocol.clock import Clock
-from protocol.tickets import Address, Ticket
+from twostroke.decode_worker.calls import Call, Calls
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.handovers import Handovers
+from twostroke.decode_worker.jobs import DecodeJob, Progress
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.prefix_export import PrefixExports
+from twostroke.kvtransfer.pulls import PullCallbacks, Pulls
+from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.tickets import Address, Ticket
 
 
 @dataclass(frozen=True, slots=True)

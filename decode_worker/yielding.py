@@ -6,9 +6,9 @@ admitted by its class's share while higher ones waited comes last: it would else
 
 from collections.abc import Iterable, Sequence
 
-from decode_worker.jobs import DecodeJob
-from model.block_pool import BlockPool
-from model.giving_way import who_gives_way
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.giving_way import who_gives_way
 
 
 def first_to_go(running: Iterable[DecodeJob]) -> DecodeJob:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from protocol.messages import Run
+from twostroke.protocol.messages import Run
 
 
 class ChunkPlan:

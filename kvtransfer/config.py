@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.kv_layout import Encoding
+from twostroke.protocol.kv_layout import Encoding
 
 
 @dataclass(frozen=True, slots=True)

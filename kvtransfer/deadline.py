@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 _TOLERANCE_S = 1e-6  # timers fire up to a clock tick early
 

@@ -8,8 +8,8 @@ import struct
 
 import xxhash
 
-from protocol.messages import Chunk, encode_message
-from protocol.tickets import Peer
+from twostroke.protocol.messages import Chunk, encode_message
+from twostroke.protocol.tickets import Peer
 
 DIGEST_BYTES = 16
 _EPOCHS = struct.Struct("<QQ")

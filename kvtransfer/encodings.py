@@ -15,8 +15,8 @@ The same on CUDA: model/kernels/kv_encode.py; both ends may run either.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout import Cut
-from protocol.kv_layout import DTYPE_BYTES
+from twostroke.kvtransfer.layout import Cut
+from twostroke.protocol.kv_layout import DTYPE_BYTES
 
 
 def raw_unit_bytes(cut: Cut) -> int:
@@ -31,7 +31,7 @@ def encode(raw: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
     each other. Raises ValueError for other sizes, or a cut without encoding.
     """
     units = _num_units(raw, out, cut)
-    from model.kernels.cpu_kv_encode import encode_rows
+    from twostroke.model.kernels.cpu_kv_encode import encode_rows
 
     encode_rows(cut.encoding, cut.layout.dtype, raw, out, units, cut.layout.head_dim)
 
@@ -42,7 +42,7 @@ def decode(wire: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
     wire [units * cut.unit_bytes], out [units * raw_unit_bytes(cut)]; as for `encode`.
     """
     units = _num_units(out, wire, cut)
-    from model.kernels.cpu_kv_encode import decode_rows
+    from twostroke.model.kernels.cpu_kv_encode import decode_rows
 
     decode_rows(cut.encoding, cut.layout.dtype, wire, out, units, cut.layout.head_dim)
 

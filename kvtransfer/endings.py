@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
-from protocol.errors import ConnectionLost
+from twostroke.protocol.errors import ConnectionLost
 
 
 async def all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:

@@ -23,10 +23,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_units import Buffer
-from kvtransfer.run_digest import LINE, SOURCE_PREFETCH, not_within, prefetch
-from kvtransfer.unit_copy import copy_bytes
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_units import Buffer
+from twostroke.kvtransfer.run_digest import LINE, SOURCE_PREFETCH, not_within, prefetch
+from twostroke.kvtransfer.unit_copy import copy_bytes
 
 BLOCK_BYTES = 1024
 _STRIPE = 64

@@ -11,9 +11,9 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.store import HostStore
-from protocol.kv_layout import DTYPE_BYTES
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.store import HostStore
+from twostroke.protocol.kv_layout import DTYPE_BYTES
 
 Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""
@@ -116,7 +116,7 @@ class HostUnits:
         self._copy(segments, packed, is_pack=False)
 
     def _copy(self, segments: Sequence[Segment], packed: Buffer, *, is_pack: bool) -> None:
-        from kvtransfer.unit_copy import copy_runs
+        from twostroke.kvtransfer.unit_copy import copy_runs
 
         size = self.runs.run_bytes
         at = 0

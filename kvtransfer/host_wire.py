@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtransfer.encodings import decode, encode
-from kvtransfer.host_units import HostUnits, count_units, split_segments
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.store import HostStore
+from twostroke.kvtransfer.encodings import decode, encode
+from twostroke.kvtransfer.host_units import HostUnits, count_units, split_segments
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.store import HostStore
 
 BATCH_BYTES = 128 * 1024
 """Measured over loopback with blocks of 64 KiB, in CPU time for 64 MiB (4 ms without digests): in batches of 128 KiB a

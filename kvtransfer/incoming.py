@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.incoming_lane import IncomingLane, LaneKeeper
-from kvtransfer.lifecycle import ReceiverState
-from protocol.clock import Clock
-from protocol.errors import TransferFailed
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.incoming_lane import IncomingLane, LaneKeeper
+from twostroke.kvtransfer.lifecycle import ReceiverState
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket
 
 
 class IncomingTransfer:

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.deadline import Deadline
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.lifecycle import RECEIVER_ENDS, ReceiverEvent, ReceiverState, transition
-from kvtransfer.retry import MAX_ATTEMPTS
-from protocol.clock import Clock
-from protocol.messages import Chunk, Commit, Damaged, Run, Verified
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.lifecycle import RECEIVER_ENDS, ReceiverEvent, ReceiverState, transition
+from twostroke.kvtransfer.retry import MAX_ATTEMPTS
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.messages import Chunk, Commit, Damaged, Run, Verified
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket
 
 
 class LaneKeeper(Protocol):

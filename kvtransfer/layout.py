@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
-from protocol.messages import Run
+from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
+from twostroke.protocol.messages import Run
 
 SCALE_BYTES = 2  # bf16, one for each (token, head) of K and of V
 

@@ -1,10 +1,10 @@
 """A control connection under a lease: silence is broken by pings, and too long a silence ends it."""
 
-from protocol.clock import Clock
-from protocol.errors import ConnectionLost
-from protocol.messages import Message, Ping
-from protocol.network import Connection
-from protocol.silence import Silence
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Message, Ping
+from twostroke.protocol.network import Connection
+from twostroke.protocol.silence import Silence
 
 
 class LeasedConnection:

@@ -24,7 +24,7 @@ An offer that comes before the request it belongs to is no transfer yet: the rec
 from enum import Enum
 from typing import overload
 
-from protocol.errors import TwostrokeError
+from twostroke.protocol.errors import TwostrokeError
 
 
 class IllegalTransition(TwostrokeError):

@@ -8,7 +8,7 @@ go.
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 
 LinkParams = dict[str, str | int]
 """What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.sides import ReceivingSide
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.sides import ReceivingSide
+from twostroke.protocol.tickets import Ticket
 
 
 def _ignore() -> None:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.chunk_plan import ChunkPlan
-from kvtransfer.lifecycle import SenderState
-from kvtransfer.outgoing_lane import LaneCarrier, OutgoingLane
-from protocol.clock import Clock
-from protocol.errors import TransferFailed
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.kvtransfer.outgoing_lane import LaneCarrier, OutgoingLane
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket
 
 
 class OutgoingTransfer:

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.chunk_plan import ChunkPlan
-from kvtransfer.deadline import Deadline
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.lifecycle import SENDER_ENDS, SenderEvent, SenderState, transition
-from kvtransfer.retry import MAX_ATTEMPTS, needs_other_link
-from protocol.clock import Clock
-from protocol.messages import Chunk, Commit, Run
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.lifecycle import SENDER_ENDS, SenderEvent, SenderState, transition
+from twostroke.kvtransfer.retry import MAX_ATTEMPTS, needs_other_link
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.messages import Chunk, Commit, Run
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket
 
 
 class LaneCarrier(Protocol):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from protocol.errors import ConnectionLost
+from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtransfer.sides import Outgoing, SendingSide
-from model.block_pool import BlockPool
-from protocol.block_hashes import BlockHash, next_hash, root_hash
-from protocol.errors import TransferFailed
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.sides import Outgoing, SendingSide
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.block_hashes import BlockHash, next_hash, root_hash
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.tickets import Ticket
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from kvtransfer.sides import ReceivingSide, SendingSide
-from kvtransfer.store import KVStore
-from model.block_pool import BlockPool
-from protocol.clock import Clock
-from protocol.errors import RequestError, TransferFailed
-from protocol.probe import ProbeTimes
-from protocol.tickets import Peer, Ticket
+from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.store import KVStore
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, TransferFailed
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.tickets import Peer, Ticket
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvtransfer.offers import AwaitedOffers
-from kvtransfer.sides import Incoming, ReceivingSide
-from model.sequence import SequenceState
-from protocol.errors import TransferFailed
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.sides import Incoming, ReceivingSide
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.tickets import Ticket
 
 _log = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.stats import TransferStats
-from protocol.errors import ProtocolError, TransferFailed
-from protocol.rank_messages import (
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.protocol.errors import ProtocolError, TransferFailed
+from twostroke.protocol.rank_messages import (
     AbortTransfer,
     CommitTransfer,
     DeclineTransfer,
@@ -22,7 +22,7 @@ from protocol.rank_messages import (
     TransferEnded,
     TransferReady,
 )
-from protocol.requests import SampledToken
+from twostroke.protocol.requests import SampledToken
 
 
 class RankTransfers:

@@ -5,17 +5,17 @@ Whether an offer has come rank 0 alone tells: every rank of a target has a lane 
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.ranked_side import RankedSide
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.stats import TransferStats
-from kvtransfer.transfer_parts import TransferParts
-from model.rank_connections import RankConnections
-from protocol.clock import Clock
-from protocol.errors import TransferFailed
-from protocol.rank_messages import ExpectTransfer, KeepTransfer, RefuseTransfer
-from protocol.requests import SampledToken
-from protocol.tickets import Address, Ticket
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.ranked_side import RankedSide
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.transfer_parts import TransferParts
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.rank_messages import ExpectTransfer, KeepTransfer, RefuseTransfer
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Address, Ticket
 
 
 class RankedIncoming:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.ranked_side import RankedSide
-from kvtransfer.sender import KVSender
-from kvtransfer.sender_connection import LinkReport
-from kvtransfer.stats import TransferStats
-from kvtransfer.transfer_parts import TransferParts
-from model.rank_connections import RankConnections
-from protocol.clock import Clock
-from protocol.rank_messages import CommitTransfer, DeclineTransfer, OpenTransfer, TransferReady
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.ranked_side import RankedSide
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.sender_connection import LinkReport
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.transfer_parts import TransferParts
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.rank_messages import CommitTransfer, DeclineTransfer, OpenTransfer, TransferReady
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket
 
 
 class RankedOutgoing:

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvtransfer.stats import TransferStats
-from kvtransfer.transfer_parts import TransferParts
-from model.rank_connections import RankConnections
-from protocol.clock import Clock
-from protocol.errors import TransferFailed
-from protocol.rank_messages import TransferCounts, TransferEnded
-from protocol.requests import SampledToken
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.transfer_parts import TransferParts
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.rank_messages import TransferCounts, TransferEnded
+from twostroke.protocol.requests import SampledToken
 
 
 class RankedSide:

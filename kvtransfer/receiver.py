@@ -3,23 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.deadline import Deadline
-from kvtransfer.endings import finish
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.layout import plan_lanes
-from kvtransfer.lifecycle import ReceiverState
-from kvtransfer.receiver_connection import ReceiverConnection
-from kvtransfer.stats import TransferStats
-from kvtransfer.store import KVStore
-from kvtransfer.transports import Transports
-from kvtransfer.used_tickets import UsedTickets
-from protocol.clock import Clock
-from protocol.errors import EpochMismatch, TicketRefused
-from protocol.messages import Abort, Awaited, Grant, Offer
-from protocol.network import Connection, Listener, Network
-from protocol.tickets import Address, Peer, Ticket, verify_ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.endings import finish
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.layout import plan_lanes
+from twostroke.kvtransfer.lifecycle import ReceiverState
+from twostroke.kvtransfer.receiver_connection import ReceiverConnection
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.transports import Transports
+from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import EpochMismatch, TicketRefused
+from twostroke.protocol.messages import Abort, Awaited, Grant, Offer
+from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
 
 __all__ = ["IncomingTransfer", "KVReceiver"]
 

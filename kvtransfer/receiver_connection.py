@@ -17,22 +17,22 @@ it is right; for the rest it asks a source that is gone, and computes the prompt
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.endings import run_until_lost
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.layout import Cut, cut_lane, plan_lanes
-from kvtransfer.leased_connection import LeasedConnection
-from kvtransfer.link import LinkParams
-from kvtransfer.patience import within
-from kvtransfer.stats import TransferStats
-from kvtransfer.store import KVStore
-from kvtransfer.target_links import TargetLinks
-from kvtransfer.transport_choice import Choice, choose_transport
-from kvtransfer.transports import Transports
-from protocol.clock import Clock
-from protocol.errors import ConfigError, ConnectionLost, ProtocolError
-from protocol.kv_layout import incompatibility
-from protocol.messages import (
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.endings import run_until_lost
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.layout import Cut, cut_lane, plan_lanes
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.patience import within
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.target_links import TargetLinks
+from twostroke.kvtransfer.transport_choice import Choice, choose_transport
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, ConnectionLost, ProtocolError
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.messages import (
     Abort,
     Chunk,
     Commit,
@@ -46,8 +46,8 @@ from protocol.messages import (
     Refuse,
     Welcome,
 )
-from protocol.network import Connection
-from protocol.tickets import Peer
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tickets import Peer
 
 
 class OfferDesk(Protocol):

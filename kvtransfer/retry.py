@@ -9,7 +9,7 @@ A link is given up by its source: where it broke, could not be joined, or carrie
 
 from collections import deque
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 MAX_ATTEMPTS = 3
 

@@ -20,9 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_units import Buffer
-from kvtransfer.unit_copy import copy_bytes, copy_runs
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_units import Buffer
+from twostroke.kvtransfer.unit_copy import copy_bytes, copy_runs
 
 _WRITABLE = types.Array(types.uint8, 1, "C")
 _READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)

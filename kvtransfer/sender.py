@@ -4,18 +4,18 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.endings import all_ended, finish
-from kvtransfer.layout import Lane, plan_lanes
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.sender_connection import LinkReport, SenderConnection
-from kvtransfer.stats import TransferStats
-from kvtransfer.store import KVStore
-from kvtransfer.transports import Transports
-from kvtransfer.used_tickets import UsedTickets
-from protocol.clock import Clock
-from protocol.network import Network
-from protocol.tickets import Address, Peer, Ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.endings import all_ended, finish
+from twostroke.kvtransfer.layout import Lane, plan_lanes
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.sender_connection import LinkReport, SenderConnection
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.transports import Transports
+from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.network import Network
+from twostroke.protocol.tickets import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 

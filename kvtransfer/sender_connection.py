@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.endings import run_until_lost
-from kvtransfer.layout import Cut, Lane, cut_lane
-from kvtransfer.leased_connection import LeasedConnection
-from kvtransfer.lifecycle import IllegalTransition, SenderState
-from kvtransfer.outgoing_lane import OutgoingLane
-from kvtransfer.patience import within
-from kvtransfer.source_links import SourceLinks
-from kvtransfer.stats import TransferStats
-from kvtransfer.store import KVStore
-from kvtransfer.transports import Transports
-from protocol.clock import Clock
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.kv_layout import incompatibility
-from protocol.messages import (
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.endings import run_until_lost
+from twostroke.kvtransfer.layout import Cut, Lane, cut_lane
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.lifecycle import IllegalTransition, SenderState
+from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.patience import within
+from twostroke.kvtransfer.source_links import SourceLinks
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.messages import (
     Abort,
     Awaited,
     Damaged,
@@ -33,8 +33,8 @@ from protocol.messages import (
     Verified,
     Welcome,
 )
-from protocol.network import Connection, Network
-from protocol.tickets import Address, Peer
+from twostroke.protocol.network import Connection, Network
+from twostroke.protocol.tickets import Address, Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtransfer.sender_connection import LinkReport
-from kvtransfer.stats import TransferStats
-from protocol.requests import SampledToken
-from protocol.tickets import Address, Ticket
+from twostroke.kvtransfer.sender_connection import LinkReport
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Address, Ticket
 
 
 class Outgoing(Protocol):

@@ -21,9 +21,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_wire import BATCH_BYTES
-from kvtransfer.run_digest import NativeDigest, feed, make_run_digest
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_wire import BATCH_BYTES
+from twostroke.kvtransfer.run_digest import NativeDigest, feed, make_run_digest
 
 _IOV_MAX = 1024  # pieces in one system call; the kernel's limit
 _EINTR = 4

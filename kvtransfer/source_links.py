@@ -5,21 +5,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.digest import chunk_seal
-from kvtransfer.endings import run_movers
-from kvtransfer.layout import Cut
-from kvtransfer.leased_connection import LeasedConnection
-from kvtransfer.link import DataLink
-from kvtransfer.outgoing_lane import OutgoingLane
-from kvtransfer.patience import Patience, within
-from kvtransfer.retry import LinkBudget
-from kvtransfer.stats import TransferStats
-from kvtransfer.transports import Transports
-from protocol.clock import Clock
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.messages import LinkReady, LinkWanted
-from protocol.tickets import Peer
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.endings import run_movers
+from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.patience import Patience, within
+from twostroke.kvtransfer.retry import LinkBudget
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.messages import LinkReady, LinkWanted
+from twostroke.protocol.tickets import Peer
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from protocol.kv_layout import KVLayout
+from twostroke.protocol.kv_layout import KVLayout
 
 
 class KVStore(Protocol):

@@ -6,23 +6,23 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.digest import chunk_seal
-from kvtransfer.endings import all_ended, finish, run_movers
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.layout import Cut
-from kvtransfer.leased_connection import LeasedConnection
-from kvtransfer.link import DataLink, LinkParams, PendingLink
-from kvtransfer.patience import Patience
-from kvtransfer.retry import LinkBudget
-from kvtransfer.source_links import CHUNKS_UNDER_WAY
-from kvtransfer.stats import TransferStats
-from kvtransfer.transport_choice import Choice
-from kvtransfer.transports import Transports
-from protocol.clock import Clock
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.messages import Chunk, Damaged, LinkReady, LinkWanted, Verified
-from protocol.tickets import Peer
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.endings import all_ended, finish, run_movers
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink
+from twostroke.kvtransfer.patience import Patience
+from twostroke.kvtransfer.retry import LinkBudget
+from twostroke.kvtransfer.source_links import CHUNKS_UNDER_WAY
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.transport_choice import Choice
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.messages import Chunk, Damaged, LinkReady, LinkWanted, Verified
+from twostroke.protocol.tickets import Peer
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-from model.rank_connections import RankConnections
-from protocol.errors import TransferFailed
-from protocol.rank_messages import AbortTransfer
-from protocol.requests import SampledToken
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.rank_messages import AbortTransfer
+from twostroke.protocol.requests import SampledToken
 
 
 class TransferParts:

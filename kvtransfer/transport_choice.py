@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
-from protocol.kv_layout import Encoding
-from protocol.messages import Reach
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import Encoding
+from twostroke.protocol.messages import Reach
 
 _ON_GPUS = ("cuda_ipc", "torch_distributed", "tcp")  # best first
 _ELSEWHERE = ("shm", "tcp", "torch_distributed")

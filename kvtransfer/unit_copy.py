@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvtransfer.host_units import Buffer
+from twostroke.kvtransfer.host_units import Buffer
 
 _WRITABLE = types.Array(types.uint8, 1, "C")
 _READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)

@@ -1,6 +1,6 @@
 """Which tickets were used: each is good for one transfer, once on each of its lanes. Bounded in time and number."""
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 
 class UsedTickets:

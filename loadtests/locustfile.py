@@ -16,14 +16,14 @@ from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
-from loadtests.errors import LoadTestError
-from loadtests.generator import live_page
-from loadtests.generator.locust_head import Head
-from loadtests.generator.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
-from loadtests.generator.locust_sender import Sender
-from loadtests.plan import Plan
-from loadtests.records import Record
-from loadtests.run_folder import RunFolder, read_plan
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator import live_page
+from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.generator.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
+from twostroke.loadtests.generator.locust_sender import Sender
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.records import Record
+from twostroke.loadtests.run_folder import RunFolder, read_plan
 
 _heads: list[Head] = []  # of this process: one, or none in a worker
 _senders: list[Sender] = []  # one, or none in a master

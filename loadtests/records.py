@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from loadtests.errors import LoadTestError
+from twostroke.loadtests.errors import LoadTestError
 
 Status = Literal["ok", "refused", "failed", "unfinished"]
 """refused: 429 or 503, the server said that it won't; failed: an error, a broken or wrong stream, or no answer within

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Plan
-from loadtests.records import Record, read_records
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.records import Record, read_records
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.quantization import Quantization
+from twostroke.model.quantization import Quantization
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ in another block now, and whoever reads the cache piece by piece may have passed
 
 from collections.abc import Callable
 
-from protocol.block_hashes import BlockHash
-from protocol.block_reports import NameChanges
+from twostroke.protocol.block_hashes import BlockHash
+from twostroke.protocol.block_reports import NameChanges
 
 MOST_CHANGES = 65_536
 """Names of one window. Telling more would take longer than to tell all names anew, at leisure."""

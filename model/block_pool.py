@@ -12,10 +12,10 @@ Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from model.block_changes import BlockChanges
-from protocol.block_hashes import BlockHash
-from protocol.block_reports import NameChanges
-from protocol.errors import TwostrokeError
+from twostroke.model.block_changes import BlockChanges
+from twostroke.protocol.block_hashes import BlockHash
+from twostroke.protocol.block_reports import NameChanges
+from twostroke.protocol.errors import TwostrokeError
 
 
 class OutOfBlocks(TwostrokeError):

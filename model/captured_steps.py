@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
-from model.step import SequenceStep
+from twostroke.model.backend import BatchLayout
+from twostroke.model.step import SequenceStep
 
 
 class CapturedSteps(Protocol):
@@ -49,7 +49,7 @@ class DecodeInputs:
         self.context_lens.fill(1)
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
-        """Write a batch that `model.runner.check_batch` lets pass into the first rows."""
+        """Write a batch that `twostroke.model.runner.check_batch` lets pass into the first rows."""
         count, size = len(batch), self._block_size
         rows, positions, slots = self._rows[:count], self.positions[:count], self.slots[:count]
         self.token_ids[:count] = [step.token_ids[0] for step in batch]

@@ -7,7 +7,7 @@ nothing.
 
 from collections.abc import Iterable, Mapping
 
-from protocol.requests import Promise
+from twostroke.protocol.requests import Promise
 
 LEAST_SHARE = 0.02  # of a class that has been promised less: it must get on, too
 MOST_SHARE = 0.9

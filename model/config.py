@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 ARCHITECTURE = "LlamaForCausalLM"
 CONFIG_FILE = "config.json"

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from model import cpu_linear
-from model.backend import BatchLayout, Linear
-from model.cpu_linear import CpuLinear
-from model.cpu_quant_linear import CpuQuantizedLinear, make_quantized_linear
-from model.kernels import cpu_attention, cpu_elementwise, cpu_gemm_pack
-from model.kernels.cpu_launcher import Launcher
-from model.linear import PlainLinear, embed
-from model.quantization import Quantization
+from twostroke.model import cpu_linear
+from twostroke.model.backend import BatchLayout, Linear
+from twostroke.model.cpu_linear import CpuLinear
+from twostroke.model.cpu_quant_linear import CpuQuantizedLinear, make_quantized_linear
+from twostroke.model.kernels import cpu_attention, cpu_elementwise, cpu_gemm_pack
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.linear import PlainLinear, embed
+from twostroke.model.quantization import Quantization
 
 
 class CpuBackend:

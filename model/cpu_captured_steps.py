@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.captured_steps import DecodeInputs
-from model.decoder import Decoder, Drawing
-from model.kernels.cpu_launcher import Launcher, NotRecordable
-from model.kernels.cpu_program import Program
-from model.kv_cache import KVCache
-from model.step import SequenceStep
+from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.decoder import Decoder, Drawing
+from twostroke.model.kernels.cpu_launcher import Launcher, NotRecordable
+from twostroke.model.kernels.cpu_program import Program
+from twostroke.model.kv_cache import KVCache
+from twostroke.model.step import SequenceStep
 
 MAX_BATCH = 64
 """Larger batches run eagerly: their launches cost little beside their work, and their logits take much room.

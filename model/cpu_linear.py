@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from model.kernels import cpu_dot, cpu_gemm, cpu_gemm_pack
-from model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels import cpu_dot, cpu_gemm, cpu_gemm_pack
+from twostroke.model.kernels.cpu_launcher import Launcher
 
 
 def is_supported(dtype: torch.dtype) -> bool:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.backend import Linear
-from model.kernels import cpu_quant, cpu_quant_tile
-from model.kernels.cpu_launcher import Launcher
-from model.kernels.cpu_quant_pack import quantize_and_pack
-from model.quantization import QuantizedWeight, quantize
+from twostroke.model.backend import Linear
+from twostroke.model.kernels import cpu_quant, cpu_quant_tile
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_quant_pack import quantize_and_pack
+from twostroke.model.quantization import QuantizedWeight, quantize
 
 ROWS_AN_ITEM = 256  # of activations
 

@@ -6,18 +6,18 @@ Importing this needs no GPU. Under Triton's interpreter the backend also runs on
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout, Linear
-from model.cuda_linear import CudaLinear, CudaQuantizedLinear
-from model.kernels.decode_attention import decode_attention, decode_config
-from model.kernels.launch import Target
-from model.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_config
-from model.kernels.rms_norm import add_rms_norm, rms_norm
-from model.kernels.rope_kv import rope_and_write_kv
-from model.kernels.silu_mul import silu_mul
-from model.kernels.split_k import SplitWorkspace
-from model.kernels.tma_prefill import LEAST_QUERY_LEN, TmaPrefillConfig, tma_prefill_attention, tma_prefill_config
-from model.kernels.vocab_embedding import vocab_embedding
-from model.quantization import Quantization, quantize
+from twostroke.model.backend import BatchLayout, Linear
+from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
+from twostroke.model.kernels.decode_attention import decode_attention, decode_config
+from twostroke.model.kernels.launch import Target
+from twostroke.model.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_config
+from twostroke.model.kernels.rms_norm import add_rms_norm, rms_norm
+from twostroke.model.kernels.rope_kv import rope_and_write_kv
+from twostroke.model.kernels.silu_mul import silu_mul
+from twostroke.model.kernels.split_k import SplitWorkspace
+from twostroke.model.kernels.tma_prefill import LEAST_QUERY_LEN, TmaPrefillConfig, tma_prefill_attention, tma_prefill_config
+from twostroke.model.kernels.vocab_embedding import vocab_embedding
+from twostroke.model.quantization import Quantization, quantize
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16

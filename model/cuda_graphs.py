@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
-from model.captured_steps import DecodeInputs
-from model.decoder import Decoder, Drawing
-from model.host_tensors import place
-from model.kv_cache import KVCache
-from model.layer_announcer import Event
-from model.step import SequenceStep
+from twostroke.model.backend import BatchLayout
+from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.decoder import Decoder, Drawing
+from twostroke.model.host_tensors import place
+from twostroke.model.kv_cache import KVCache
+from twostroke.model.layer_announcer import Event
+from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
 """What the driver is allowed for one graph, beside the memory that its kernels use: an estimate."""

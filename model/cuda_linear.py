@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.kernels.launch import Target
-from model.kernels.packed_weight import pack
-from model.kernels.quant_gemm import quant_config, quant_gemm
-from model.kernels.skinny_gemm import skinny_config, skinny_gemm
-from model.kernels.split_k import MOST_TOKENS, SplitWorkspace
-from model.kernels.vocab_embedding import vocab_embedding
-from model.quantization import QuantizedWeight
+from twostroke.model.kernels.launch import Target
+from twostroke.model.kernels.packed_weight import pack
+from twostroke.model.kernels.quant_gemm import quant_config, quant_gemm
+from twostroke.model.kernels.skinny_gemm import skinny_config, skinny_gemm
+from twostroke.model.kernels.split_k import MOST_TOKENS, SplitWorkspace
+from twostroke.model.kernels.vocab_embedding import vocab_embedding
+from twostroke.model.quantization import QuantizedWeight
 
 # Numbers of tokens that reach each row of the launch tables: of skinny products, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)

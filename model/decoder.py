@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.backend import Backend, BatchLayout
-from model.config import ModelConfig
-from model.decoder_weights import DecoderWeights
-from model.layer_announcer import LayerAnnouncer
-from model.tensor_parallel import TensorParallel
+from twostroke.model.backend import Backend, BatchLayout
+from twostroke.model.config import ModelConfig
+from twostroke.model.decoder_weights import DecoderWeights
+from twostroke.model.layer_announcer import LayerAnnouncer
+from twostroke.model.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)

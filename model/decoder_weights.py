@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.backend import Backend, Linear
-from model.config import ModelConfig
-from model.quantization import Quantization, of_lm_head
-from model.rope import cos_sin_table
-from model.tensor_parallel import WHOLE_MODEL, Shard
-from model.weights import WHOLE, Checkpoint
+from twostroke.model.backend import Backend, Linear
+from twostroke.model.config import ModelConfig
+from twostroke.model.quantization import Quantization, of_lm_head
+from twostroke.model.rope import cos_sin_table
+from twostroke.model.tensor_parallel import WHOLE_MODEL, Shard
+from twostroke.model.weights import WHOLE, Checkpoint
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.kernels.device_sampling import DrawParameters, draw_on_device
-from model.kernels.sampling import row_keys
-from model.logit_adjustments import adjust, is_adjusted
-from model.sampler import Sampler
-from model.step import Draw
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.kernels.sampling import row_keys
+from twostroke.model.logit_adjustments import adjust, is_adjusted
+from twostroke.model.sampler import Sampler
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 _WORD = (1 << 64) - 1
 _ROW_BYTES = 36  # of a row's DrawParameters

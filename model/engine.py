@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from model.launched_step import DoneStep, LaunchedStep
-from model.runner import ModelRunner
-from model.step import BlockCopy, OnLayer, SequenceStep
-from protocol.errors import WorkerLost
-from protocol.requests import SampledToken
+from twostroke.model.launched_step import DoneStep, LaunchedStep
+from twostroke.model.runner import ModelRunner
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import SampledToken
 
 
 class ThreadEngine:

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from model.config import ModelConfig
-from model.kv_cache import kv_block_bytes
-from model.memory_plan import DEFAULT_BOUNDS, StepBounds
-from model.quantization import Quantization
-from protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig
+from twostroke.model.kv_cache import kv_block_bytes
+from twostroke.model.memory_plan import DEFAULT_BOUNDS, StepBounds
+from twostroke.model.quantization import Quantization
+from twostroke.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from model.block_pool import BlockPool
-from model.sequence import SequenceState
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.sequence import SequenceState
 
 
 class Holder(Protocol):

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from model.step import Draw
-from model.tensor_parallel import Shard
-from protocol.requests import SampledToken
-from protocol.tickets import Address
+from twostroke.model.step import Draw
+from twostroke.model.tensor_parallel import Shard
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Address
 
 GROUP_TIMEOUT_S = 300.0
 """How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""

@@ -10,11 +10,11 @@ import mmap
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.memory import gibibytes
-from model.shared_memory import NoRoom, NoSharedMemory, SharedMemory
-from protocol.errors import ConfigError
-from protocol.kv_layout import KVLayout
+from twostroke.model.config import ModelConfig
+from twostroke.model.memory import gibibytes
+from twostroke.model.shared_memory import NoRoom, NoSharedMemory, SharedMemory
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
 

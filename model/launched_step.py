@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.host_tensors import place
-from model.layer_announcer import Event
-from model.step import Draw
-from protocol.requests import SampledToken
+from twostroke.model.host_tensors import place
+from twostroke.model.layer_announcer import Event
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
-    from model.device_sampler import DrawnTokens
+    from twostroke.model.device_sampler import DrawnTokens
 
 
 class LaunchedStep(Protocol):

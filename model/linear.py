@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.backend import Linear
+from twostroke.model.backend import Linear
 
 
 class PlainLinear:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from model.backend import Backend
-from model.captured_steps import CapturedSteps
-from model.config import ModelConfig, load_model_config
-from model.cuda_graphs import CudaGraphSteps
-from model.decoder import Decoder
-from model.decoder_weights import load_decoder_weights
-from model.engine import ThreadEngine
-from model.engine_config import (
+from twostroke.model.backend import Backend
+from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.cuda_graphs import CudaGraphSteps
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.engine import ThreadEngine
+from twostroke.model.engine_config import (
     EngineConfig,
     blocks_in,
     check_cores,
@@ -21,20 +21,20 @@ from model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
-from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
-from model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
-from model.memory import available_bytes, gibibytes
-from model.memory_plan import cache_bytes_on_gpu, check_memory, describe_cache, step_bytes_on_cpu
-from model.peak_step import measure_gpu
-from model.quantization import weight_bytes
-from model.runner import ModelRunner, TokenSampler
-from model.sampler import Sampler
-from model.step import Draw, SequenceStep
-from model.swap_space import SwapSpace
-from model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
-from model.weights import Checkpoint
-from protocol.errors import ConfigError
-from protocol.requests import SamplingParams
+from twostroke.model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
+from twostroke.model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
+from twostroke.model.memory import available_bytes, gibibytes
+from twostroke.model.memory_plan import cache_bytes_on_gpu, check_memory, describe_cache, step_bytes_on_cpu
+from twostroke.model.peak_step import measure_gpu
+from twostroke.model.quantization import weight_bytes
+from twostroke.model.runner import ModelRunner, TokenSampler
+from twostroke.model.sampler import Sampler
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.swap_space import SwapSpace
+from twostroke.model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
+from twostroke.model.weights import Checkpoint
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -122,10 +122,10 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
 def _backend(device: torch.device) -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
-        from model.cpu_backend import CpuBackend
+        from twostroke.model.cpu_backend import CpuBackend
 
         return CpuBackend()
-    from model.cuda_backend import CudaBackend
+    from twostroke.model.cuda_backend import CudaBackend
 
     return CudaBackend()
 
@@ -135,8 +135,8 @@ def _captured_steps(
 ) -> CapturedSteps | None:
     if config.device == "cuda":
         return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
-    from model.cpu_backend import CpuBackend
-    from model.cpu_captured_steps import CpuCapturedSteps
+    from twostroke.model.cpu_backend import CpuBackend
+    from twostroke.model.cpu_captured_steps import CpuCapturedSteps
 
     if config.tensor_parallel > 1 or not isinstance(backend, CpuBackend):
         return None  # the ranks' sums are torch's
@@ -146,7 +146,7 @@ def _captured_steps(
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
     if device.type == "cpu":
         return Sampler(vocab_size, device)
-    from model.device_sampler import DeviceSampler  # Triton is imported only where it can run
+    from twostroke.model.device_sampler import DeviceSampler  # Triton is imported only where it can run
 
     return DeviceSampler(vocab_size, device)
 

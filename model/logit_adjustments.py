@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.host_tensors import place
-from model.step import Draw
-from model.token_counts import TokenCounts, is_penalised
+from twostroke.model.host_tensors import place
+from twostroke.model.step import Draw
+from twostroke.model.token_counts import TokenCounts, is_penalised
 
 _Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]  # row, token ids, one value each
 

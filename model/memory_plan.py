@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.config import ModelConfig
-from model.memory import gibibytes
-from protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig
+from twostroke.model.memory import gibibytes
+from twostroke.protocol.errors import ConfigError
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """What a process holds on a GPU beside torch's memory: the driver's context, loaded kernels, libraries' workspaces."""

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from model.config import ModelConfig
-from model.cuda_graphs import GRAPH_BYTES, batch_sizes
-from model.decoder import Decoder
-from model.kv_cache import KVCache
-from model.memory_plan import GpuMemory, StepBounds
-from model.runner import ModelRunner, TokenSampler
-from model.step import Draw, SequenceStep
-from protocol.requests import SamplingParams
+from twostroke.model.config import ModelConfig
+from twostroke.model.cuda_graphs import GRAPH_BYTES, batch_sizes
+from twostroke.model.decoder import Decoder
+from twostroke.model.kv_cache import KVCache
+from twostroke.model.memory_plan import GpuMemory, StepBounds
+from twostroke.model.runner import ModelRunner, TokenSampler
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
 
 
 def measure_gpu(

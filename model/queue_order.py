@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
-from model.class_shares import ClassShares
-from protocol.requests import GenerateRequest
+from twostroke.model.class_shares import ClassShares
+from twostroke.protocol.requests import GenerateRequest
 
 QueuePolicy = Literal["edf", "sjf", "fcfs"]
 Turn = tuple[float, ...]

@@ -7,11 +7,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from protocol.errors import ConnectionLost, WorkerLost
-from protocol.messages import Refuse
-from protocol.network import Connection, Listener, Network
-from protocol.rank_messages import RankFailed, RankHello, RankLoaded, RankMessage, TransferEnded
-from protocol.tickets import Address, Peer
+from twostroke.protocol.errors import ConnectionLost, WorkerLost
+from twostroke.protocol.messages import Refuse
+from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.rank_messages import RankFailed, RankHello, RankLoaded, RankMessage, TransferEnded
+from twostroke.protocol.tickets import Address, Peer
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.config import RopeConfig
+from twostroke.model.config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:

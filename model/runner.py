@@ -9,15 +9,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
-from model.captured_steps import CapturedSteps
-from model.decoder import Decoder, Drawing
-from model.host_tensors import place
-from model.kv_cache import KVCache
-from model.launched_step import DoneStep, LaunchedStep, LaunchingSampler, SilentStep, StepOnDevice
-from model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
-from model.swap_space import SwapSpace
-from protocol.requests import SampledToken
+from twostroke.model.backend import BatchLayout
+from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.decoder import Decoder, Drawing
+from twostroke.model.host_tensors import place
+from twostroke.model.kv_cache import KVCache
+from twostroke.model.launched_step import DoneStep, LaunchedStep, LaunchingSampler, SilentStep, StepOnDevice
+from twostroke.model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
+from twostroke.model.swap_space import SwapSpace
+from twostroke.protocol.requests import SampledToken
 
 
 class TokenSampler(Protocol):

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.kernels.sampling import DrawBatch, SamplingKernels, TorchSampling, row_keys
-from model.logit_adjustments import adjust, is_adjusted
-from model.step import Draw
-from protocol.requests import SampledToken
+from twostroke.model.kernels.sampling import DrawBatch, SamplingKernels, TorchSampling, row_keys
+from twostroke.model.logit_adjustments import adjust, is_adjusted
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SampledToken
 
 LEAST_LOGPROB = -9999.0
 """Stands for the log-probability of an impossible token: JSON has no infinity, and OpenAI's API uses this number."""
@@ -101,7 +101,7 @@ def _kernels_for(vocab_size: int, device: torch.device) -> SamplingKernels:
     if device.type != "cpu":
         return TorchSampling()
     # Imported here, so that a GPU host need not load numba.
-    from model.kernels.cpu_sampling import CpuSampling
+    from twostroke.model.kernels.cpu_sampling import CpuSampling
 
     return CpuSampling(vocab_size)
 

@@ -3,11 +3,11 @@
 Both schedulers build on this. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
 """
 
-from model.block_pool import BlockPool
-from model.step import Draw, SequenceStep
-from model.token_counts import TokenCounts, is_penalised
-from protocol.block_hashes import BlockHash, next_hash, root_hash
-from protocol.requests import GenerateRequest, forbidden_tokens
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.token_counts import TokenCounts, is_penalised
+from twostroke.protocol.block_hashes import BlockHash, next_hash, root_hash
+from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
 
 
 class SequenceState:

@@ -13,8 +13,8 @@ import os
 
 import torch
 
-from model.memory import available_bytes
-from protocol.errors import TwostrokeError
+from twostroke.model.memory import available_bytes
+from twostroke.protocol.errors import TwostrokeError
 
 _PIECE_BYTES = 64 * 1024 * 1024  # allocated at a time: a signal undoes the piece under way
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1, not among fcntl's names

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from model.token_counts import TokenCounts
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.token_counts import TokenCounts
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 
 class SequenceStep(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model.step import SequenceStep
-from protocol.step_costs import StepCosts
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.step_costs import StepCosts
 
 COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit

@@ -8,8 +8,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from protocol.clock import Clock
-from protocol.errors import WorkerLost
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import WorkerLost
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.host_tensors import place
-from model.kv_cache import KVCache
-from model.step import BlockCopy
-from protocol.errors import ConfigError
+from twostroke.model.host_tensors import place
+from twostroke.model.kv_cache import KVCache
+from twostroke.model.step import BlockCopy
+from twostroke.protocol.errors import ConfigError
 
 _STAGED_BYTES = 32 * 2**20
 """Of a layer that cross the bus at a time: room on the GPU that the measured steps leave."""

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.config import ModelConfig
-from protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig
+from twostroke.protocol.errors import ConfigError
 
 SIZES = (1, 2, 4, 8)
 

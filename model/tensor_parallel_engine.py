@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from model.rank_connections import RankConnections
-from model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
-from protocol.errors import WorkerLost
-from protocol.rank_messages import RankCopy, RankSequence, RankStep, StepEnded
-from protocol.requests import SampledToken
+from twostroke.model.rank_connections import RankConnections
+from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.rank_messages import RankCopy, RankSequence, RankStep, StepEnded
+from twostroke.protocol.requests import SampledToken
 
 BLAME_S = 0.2
 """How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.requests import SamplingParams
+from twostroke.protocol.requests import SamplingParams
 
 
 def is_penalised(sampling: SamplingParams) -> bool:

@@ -14,8 +14,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.config import ModelConfig
-from protocol.errors import ConfigError
+from twostroke.model.config import ModelConfig
+from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

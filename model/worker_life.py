@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.block_pool import BlockPool
-from model.step_loop import StepLoop
-from protocol.clock import Clock
-from protocol.errors import WorkerLeaving, WorkerLost
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step_loop import StepLoop
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 
 _log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from model.block_pool import BlockPool
-from model.step import Engine
-from model.step_costs import StepCostFit
-from protocol.requests import Promise
-from protocol.stats import QueuedWork, WorkerStats
-from protocol.step_costs import LEAST_STRETCH, StepCosts
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step import Engine
+from twostroke.model.step_costs import StepCostFit
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.protocol.step_costs import LEAST_STRETCH, StepCosts
 
 
 class SchedulerNumbers(Protocol):

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtransfer.sides import Outgoing
-from prefill_worker.jobs import PrefillJob
-from protocol.errors import TwostrokeError
-from protocol.requests import PrefillReply, SampledToken, TokenEvent, finish_reason
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.sides import Outgoing
+from twostroke.prefill_worker.jobs import PrefillJob
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import PrefillReply, SampledToken, TokenEvent, finish_reason
+from twostroke.protocol.tickets import Ticket
 
 
 @dataclass(eq=False, slots=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from model.queue_order import Turn
-from model.sequence import SequenceState
-from model.step import SequenceStep
-from protocol.requests import GenerateRequest
+from twostroke.model.queue_order import Turn
+from twostroke.model.sequence import SequenceState
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.requests import GenerateRequest
 
 
 @dataclass(eq=False, slots=True)

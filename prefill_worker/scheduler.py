@@ -17,14 +17,14 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 
-from model.block_pool import BlockPool
-from model.class_shares import ClassShares
-from model.giving_way import who_gives_way
-from model.queue_order import NO_LIMIT, QueuePolicy, turn_of, turns
-from model.sequence import SequenceState
-from prefill_worker.jobs import Admission, Chunk, PrefillJob, PrefillStep
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.class_shares import ClassShares
+from twostroke.model.giving_way import who_gives_way
+from twostroke.model.queue_order import NO_LIMIT, QueuePolicy, turn_of, turns
+from twostroke.model.sequence import SequenceState
+from twostroke.prefill_worker.jobs import Admission, Chunk, PrefillJob, PrefillStep
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise
 
 LEFT_TO_HIGHER = 8
 """The part of the blocks, one in so many, that is left to prompts of higher classes than KV that waits to be sent."""

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtransfer.sides import Outgoing, SendingSide
-from prefill_worker.calls import Call
-from prefill_worker.scheduler import PrefillScheduler
-from protocol.errors import TransferFailed
+from twostroke.kvtransfer.sides import Outgoing, SendingSide
+from twostroke.prefill_worker.calls import Call
+from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.protocol.errors import TransferFailed
 
 _log = logging.getLogger(__name__)
 

@@ -6,29 +6,29 @@ Knows no Ray. `cluster/` wraps it into a deployment; tests/simulation runs it on
 import asyncio
 from collections.abc import Sequence
 
-from kvtransfer.offers import AwaitedOffers
-from kvtransfer.prefix_export import PrefixExports
-from kvtransfer.probe import LinkProbe
-from kvtransfer.pulls import PullCallbacks, Pulls
-from kvtransfer.sides import ReceivingSide, SendingSide
-from kvtransfer.store import KVStore
-from model.block_pool import BlockPool
-from model.step import Engine
-from model.step_costs import StepContent
-from model.worker_life import WorkerCallbacks, WorkerLife
-from model.worker_numbers import WorkerCounters, worker_stats
-from prefill_worker.calls import Call, Calls
-from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
-from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.sendings import SendingCallbacks, Sendings
-from protocol.clock import Clock
-from protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
-from protocol.network import Network
-from protocol.requests import GenerateRequest, PrefillReply, SampledToken
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Address, Peer, Ticket
-from protocol.token_server import TokenServer, TokenServerCallbacks
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.prefix_export import PrefixExports
+from twostroke.kvtransfer.probe import LinkProbe
+from twostroke.kvtransfer.pulls import PullCallbacks, Pulls
+from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.store import KVStore
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step import Engine
+from twostroke.model.step_costs import StepContent
+from twostroke.model.worker_life import WorkerCallbacks, WorkerLife
+from twostroke.model.worker_numbers import WorkerCounters, worker_stats
+from twostroke.prefill_worker.calls import Call, Calls
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.prefill_worker.jobs import Admission, PrefillJob, PrefillStep
+from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.prefill_worker.sendings import SendingCallbacks, Sendings
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
+from twostroke.protocol.network import Network
+from twostroke.protocol.requests import GenerateRequest, PrefillReply, SampledToken
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks
 
 
 class PrefillWorker:

@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
-from protocol.errors import ProtocolError
+from twostroke.protocol.errors import ProtocolError
 
 BlockHash = bytes
 """16 bytes: a collision would serve another prompt's KV, so a short non-cryptographic hash will not do."""

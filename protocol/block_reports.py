@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.block_hashes import BlockHash, pack_hashes
-from protocol.errors import ConnectionLost
-from protocol.messages import BlocksChanged, BlocksHeld
-from protocol.network import Connection
+from twostroke.protocol.block_hashes import BlockHash, pack_hashes
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld
+from twostroke.protocol.network import Connection
 
 FLUSH_S = 0.05
 """How long changes are gathered before they are told."""

@@ -12,7 +12,7 @@ import hmac
 import secrets
 import struct
 
-from protocol.errors import ProtocolError
+from twostroke.protocol.errors import ProtocolError
 
 MAGIC = b"2STROKE1"
 NONCE_BYTES = 16

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.errors import ProtocolError
-from protocol.kv_layout import Encoding, KVLayout
-from protocol.rank_messages import RankMessage
-from protocol.requests import SampledToken, TokenEvent
-from protocol.stats import WorkerStats
-from protocol.tickets import Peer, Ticket
-from protocol.verdicts import MOST_TOLD, Verdict
+from twostroke.protocol.errors import ProtocolError
+from twostroke.protocol.kv_layout import Encoding, KVLayout
+from twostroke.protocol.rank_messages import RankMessage
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from protocol.messages import Message
-from protocol.tickets import Address
+from twostroke.protocol.messages import Message
+from twostroke.protocol.tickets import Address
 
 
 class Connection(Protocol):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from protocol.tickets import Peer
+from twostroke.protocol.tickets import Peer
 
 
 class ProbeTimes(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ not listened, so it can't tell that nothing was said. A peer that gave us up mea
 
 import asyncio
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 
 class Silence:

@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from protocol.kv_layout import KVLayout
-from protocol.step_costs import StepCosts
-from protocol.tickets import Address, Peer
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Address, Peer
 
 Role = Literal["prefill", "decode"]
 

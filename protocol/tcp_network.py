@@ -3,11 +3,11 @@
 import asyncio
 import socket
 
-from protocol.errors import ConnectionLost
-from protocol.frames import HEADER_BYTES, HELLO_BYTES, FrameCodec, draw_hello
-from protocol.messages import Message, decode_message, encode_message
-from protocol.network import Handler
-from protocol.tickets import Address
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.frames import HEADER_BYTES, HELLO_BYTES, FrameCodec, draw_hello
+from twostroke.protocol.messages import Message, decode_message, encode_message
+from twostroke.protocol.network import Handler
+from twostroke.protocol.tickets import Address
 
 HANDSHAKE_S = 5.0
 FLUSH_S = 1.0  # how long a closing connection tries to get rid of what was sent

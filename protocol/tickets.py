@@ -10,7 +10,7 @@ import secrets
 
 import msgspec
 
-from protocol.errors import EpochMismatch, TicketRefused
+from twostroke.protocol.errors import EpochMismatch, TicketRefused
 
 MAC_BYTES = 16
 

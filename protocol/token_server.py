@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protocol.block_reports import BlockReports, NamedBlocks
-from protocol.clock import Clock
-from protocol.errors import ConfigError, ConnectionLost
-from protocol.messages import (
+from twostroke.protocol.block_reports import BlockReports, NamedBlocks
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.messages import (
     AskTurn,
     BlocksChanged,
     BlocksHeld,
@@ -32,13 +32,13 @@ from protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from protocol.network import Connection, Listener, Network
-from protocol.requests import TokenEvent
-from protocol.silence import Silence
-from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer, Ticket
-from protocol.turns import Turns
-from protocol.verdicts import Verdict, Verdicts
+from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.requests import TokenEvent
+from twostroke.protocol.silence import Silence
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.turns import Turns
+from twostroke.protocol.verdicts import Verdict, Verdicts
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 FINGERPRINT_BYTES = 16
 MOST_TOLD = 1024

@@ -7,10 +7,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.authentication import tenant_of
-from router.exchange import EXCHANGE, Exchange
-from router.log_format import FIELDS, REQUEST_ID
-from router.service import RouterService
+from twostroke.router.authentication import tenant_of
+from twostroke.router.exchange import EXCHANGE, Exchange
+from twostroke.router.log_format import FIELDS, REQUEST_ID
+from twostroke.router.service import RouterService
 
 _log = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.clock import Clock
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise
-from protocol.stats import WorkerStats
-from protocol.tickets import Peer
-from router.class_history import ClassHistory
-from router.correction import Correction
-from router.estimate import Estimate
-from router.policy import Path
-from router.slo import SLOConfig
-from router.stages import Stages
-from router.worker_load import WorkerLoad
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.router.class_history import ClassHistory
+from twostroke.router.correction import Correction
+from twostroke.router.estimate import Estimate
+from twostroke.router.policy import Path
+from twostroke.router.slo import SLOConfig
+from twostroke.router.stages import Stages
+from twostroke.router.worker_load import WorkerLoad
 
 RESERVE = 0.15  # of every limit, for higher classes and for those below their share
 HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap

@@ -15,14 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import RequestError, TwostrokeError
-from router.access_log import Exchanges
-from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
-from router.authentication import Authentication, check_admin, tenant_of
-from router.doctor import doctor
-from router.exchange import exchange_of
-from router.generation import Generation
-from router.http_io import (
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.access_log import Exchanges
+from twostroke.router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
+from twostroke.router.authentication import Authentication, check_admin, tenant_of
+from twostroke.router.doctor import doctor
+from twostroke.router.exchange import exchange_of
+from twostroke.router.generation import Generation
+from twostroke.router.http_io import (
     Belongings,
     ClientGone,
     EventStream,
@@ -33,17 +33,17 @@ from router.http_io import (
     until_disconnect,
     until_responded,
 )
-from router.jobs import Job, Terms
-from router.openai_chat import ChatFormat
-from router.openai_common import INTERNAL_ERROR, Format
-from router.openai_completions import CompletionFormat
-from router.openapi import OPERATIONS, document
-from router.parsing import parse, token_ids_of
-from router.policy import NoPath
-from router.promises import promise_of
-from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
-from router.scrape import exposition
-from router.service import RouterService
+from twostroke.router.jobs import Job, Terms
+from twostroke.router.openai_chat import ChatFormat
+from twostroke.router.openai_common import INTERNAL_ERROR, Format
+from twostroke.router.openai_completions import CompletionFormat
+from twostroke.router.openapi import OPERATIONS, document
+from twostroke.router.parsing import parse, token_ids_of
+from twostroke.router.policy import NoPath
+from twostroke.router.promises import promise_of
+from twostroke.router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
+from twostroke.router.scrape import exposition
+from twostroke.router.service import RouterService
 
 _log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from protocol.requests import Promise
-from router.decaying import DecayingSum
-from router.stages import Stages
+from twostroke.protocol.requests import Promise
+from twostroke.router.decaying import DecayingSum
+from twostroke.router.stages import Stages
 
 Verdict = Literal["met", "missed", "refused"]
 

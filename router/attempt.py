@@ -9,22 +9,22 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from protocol.clock import Clock
-from protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
-from protocol.requests import GenerateRequest, PrefillReply, TokenEvent
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer, Ticket
-from router.config import PipelineConfig
-from router.fleet import Fleet
-from router.in_flight import Hold
-from router.path_finder import PathFinder
-from router.policy import Path
-from router.prefix_pulls import PrefixPulls
-from router.stages import Stages
-from router.suspects import Case
-from router.token_channels import TokenChannels
-from router.token_stream import join_fresh
-from router.worker_records import WorkerRecords
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.requests import GenerateRequest, PrefillReply, TokenEvent
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.router.config import PipelineConfig
+from twostroke.router.fleet import Fleet
+from twostroke.router.in_flight import Hold
+from twostroke.router.path_finder import PathFinder
+from twostroke.router.policy import Path
+from twostroke.router.prefix_pulls import PrefixPulls
+from twostroke.router.stages import Stages
+from twostroke.router.suspects import Case
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.token_stream import join_fresh
+from twostroke.router.worker_records import WorkerRecords
 
 _log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.errors import RequestError
-from router.exchange import exchange_of
-from router.http_io import error_response
-from router.openapi import OPERATIONS
-from router.service import RouterService
-from router.tenants import Tenant
+from twostroke.protocol.errors import RequestError
+from twostroke.router.exchange import exchange_of
+from twostroke.router.http_io import error_response
+from twostroke.router.openapi import OPERATIONS
+from twostroke.router.service import RouterService
+from twostroke.router.tenants import Tenant
 
 _TENANT = "twostroke.tenant"
 _OPEN = frozenset(one.path for one in OPERATIONS if one.is_open)

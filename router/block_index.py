@@ -16,10 +16,10 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.block_hashes import ShortName, unpack_names
-from protocol.clock import Clock
-from protocol.messages import BlocksChanged, BlocksHeld
-from protocol.tickets import Peer
+from twostroke.protocol.block_hashes import ShortName, unpack_names
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld
+from twostroke.protocol.tickets import Peer
 
 _SWEEP = 1024  # names that are looked at with each message while bits of forgotten workers are left
 _Layer = dict[ShortName, int]  # a block's bits: who has it

@@ -5,15 +5,15 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.clock import Clock
-from protocol.messages import BlocksChanged, BlocksHeld
-from protocol.requests import GenerateRequest
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
-from router.block_index import BlockIndex
-from router.prompt_names import PromptNames
-from router.service_classes import Floats
-from router.worker_table import WorkerTable
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
+from twostroke.router.block_index import BlockIndex
+from twostroke.router.prompt_names import PromptNames
+from twostroke.router.service_classes import Floats
+from twostroke.router.worker_table import WorkerTable
 
 
 class CachedPrefixes:

@@ -11,7 +11,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from protocol.errors import ConfigError, RequestError
+from twostroke.protocol.errors import ConfigError, RequestError
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 

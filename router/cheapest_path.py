@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
-from router.estimate import Estimate
-from router.kv_kinds import Mask, anybody, both
-from router.path_costs import Need, PromptCost, decode_costs, prompt_cost, prompt_costs, transfer_s
-from router.policy import NoPath, Path
-from router.service_classes import Floats
-from router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Ints, WorkerTable
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
+from twostroke.router.estimate import Estimate
+from twostroke.router.kv_kinds import Mask, anybody, both
+from twostroke.router.path_costs import Need, PromptCost, decode_costs, prompt_cost, prompt_costs, transfer_s
+from twostroke.router.policy import NoPath, Path
+from twostroke.router.service_classes import Floats
+from twostroke.router.worker_table import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Ints, WorkerTable
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""

@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 import msgspec
 
-from protocol.requests import FinishReason, SampledToken, TokenEvent
-from router.detokenizer import StopStrings, new_detokenizer
-from router.jobs import Job
-from router.tokenizer import TextTokenizer
+from twostroke.protocol.requests import FinishReason, SampledToken, TokenEvent
+from twostroke.router.detokenizer import StopStrings, new_detokenizer
+from twostroke.router.jobs import Job
+from twostroke.router.tokenizer import TextTokenizer
 
 MAX_QUEUED_DELTAS = 256
 

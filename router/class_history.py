@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from router.correction import Correction
-from router.decaying import DecayingSum
+from twostroke.router.correction import Correction
+from twostroke.router.decaying import DecayingSum
 
 MEMORY_S = 10.0
 _OUTPUT_GAIN = 0.05

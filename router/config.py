@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protocol.errors import ConfigError
-from router.ejection import EjectionConfig
-from router.suspects import SuspectsConfig
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.ejection import EjectionConfig
+from twostroke.router.suspects import SuspectsConfig
 
 Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 

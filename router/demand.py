@@ -8,12 +8,12 @@ tells of the workers is of the same workers (`cluster/autoscaling/readings.py` p
 import statistics
 from collections.abc import Iterable, Sequence
 
-from protocol.clock import Clock
-from protocol.requests import GenerateRequest
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.step_costs import typical
-from router.slo import SLOClass
-from router.stages import Stages
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import typical
+from twostroke.router.slo import SLOClass
+from twostroke.router.stages import Stages
 
 ASKED_S = 600.0
 """A class that nobody has asked for in this time promises nothing to anybody."""

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.tokenizer import TextTokenizer
+from twostroke.router.tokenizer import TextTokenizer
 
 _REPLACEMENT = "�"
 

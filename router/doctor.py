@@ -13,15 +13,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import RequestError, TwostrokeError
-from protocol.kv_layout import DTYPE_BYTES, KVLayout
-from protocol.probe import ProbeReply, ProbeTimes
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.tickets import Peer, mint_ticket
-from router.fleet import Fleet
-from router.http_io import EventStream
-from router.openai_common import encode_json
-from router.policy import NoPath
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
+from twostroke.protocol.probe import ProbeReply, ProbeTimes
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer, mint_ticket
+from twostroke.router.fleet import Fleet
+from twostroke.router.http_io import EventStream
+from twostroke.router.openai_common import encode_json
+from twostroke.router.policy import NoPath
 
 MAX_PAIRS = 256  # of one run
 PAIR_S = 30.0  # a pair that takes longer has failed

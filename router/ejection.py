@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from protocol.clock import Clock
-from protocol.errors import ConfigError
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from protocol.errors import TwostrokeError
-from router.jobs import Job
-from router.openai_common import error_object
-from router.stages import Stages
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.router.jobs import Job
+from twostroke.router.openai_common import error_object
+from twostroke.router.stages import Stages
 
 CLIENT_GONE = 499
 """The status in logs of a request whose client left before it was answered."""

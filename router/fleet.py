@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer, Ticket
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket
 
 
 class Fleet(Protocol):

@@ -7,16 +7,16 @@ something there, or taken something back, since.
 import statistics
 from collections.abc import Sequence
 
-from protocol.clock import Clock
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Peer
-from router.in_flight import InFlight
-from router.link_rates import LinkRates
-from router.policy import Candidate
-from router.service_classes import ServiceClasses
-from router.token_channels import TokenChannels
-from router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Peer
+from twostroke.router.in_flight import InFlight
+from twostroke.router.link_rates import LinkRates
+from twostroke.router.policy import Candidate
+from twostroke.router.service_classes import ServiceClasses
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
 
 _MEDIAN_AGE_S = 1.0  # how old the fleet's median costs may be, which workers without their own are given
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from protocol.clock import Clock
-from protocol.errors import RequestError
-from router.policy import NoPath
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.router.policy import NoPath
 
 
 class Gate:

@@ -4,10 +4,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from protocol.errors import TwostrokeError
-from router.choices import Delta, run_choices
-from router.jobs import Job
-from router.openai_common import (
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.router.choices import Delta, run_choices
+from twostroke.router.jobs import Job
+from twostroke.router.openai_common import (
     DONE,
     INTERNAL_ERROR,
     Format,
@@ -17,8 +17,8 @@ from router.openai_common import (
     event,
     stage_times,
 )
-from router.service import RouterService
-from router.stages import Stages
+from twostroke.router.service import RouterService
+from twostroke.router.stages import Stages
 
 _log = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
 """How a token channel begins: the router's half."""
 
-from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError
-from protocol.messages import Convicted, Hello, Refuse, Welcome
-from protocol.network import Connection, Network
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
+from twostroke.protocol.errors import ConnectionLost, EpochMismatch, ProtocolError
+from twostroke.protocol.messages import Convicted, Hello, Refuse, Welcome
+from twostroke.protocol.network import Connection, Network
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
 
 
 async def greet(network: Network, router: Peer, info: WorkerInfo) -> tuple[Connection, tuple[Verdict, ...]]:

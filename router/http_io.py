@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.errors import RequestError, TwostrokeError
-from router.log_format import REQUEST_ID
-from router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status, event
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.log_format import REQUEST_ID
+from twostroke.router.openai_common import INTERNAL_ERROR, encode_json, error_object, error_status, event
 
 _log = logging.getLogger(__name__)
 

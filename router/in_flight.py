@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.clock import Clock
-from protocol.tickets import Peer
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.tickets import Peer
 
 _DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise, SamplingParams
-from router.parsing import prompts_of, too_long
-from router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
-from router.tokenizer import TextTokenizer
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.router.parsing import prompts_of, too_long
+from twostroke.router.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.kv_layout import KVLayout, incompatibility
-from protocol.stats import WorkerInfo
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
+from twostroke.protocol.stats import WorkerInfo
 
 Mask = NDArray[np.bool_]
 """By workers. Where None stands for one, all of them are meant: most fleets are of one kind and well."""

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from protocol.clock import Clock
-from protocol.errors import RequestError
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
 
 MINUTE_S = 60.0
 

@@ -6,8 +6,8 @@ Pulled prefixes are all ready when they begin: what they took is the rate.
 
 from collections.abc import Collection
 
-from protocol.stats import WorkerStats
-from protocol.tickets import Peer
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Peer
 
 FIRST_GUESS = 1e9
 """Bytes a second: about what one 10 GbE port carries, and far below shared memory."""

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.errors import TwostrokeError
-from router.openai_common import error_object, error_status
-from router.quick_histogram import QuickHistogram
-from router.stages import Stages
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.router.openai_common import error_object, error_status
+from twostroke.router.quick_histogram import QuickHistogram
+from twostroke.router.stages import Stages
 
 Outcome = Literal["stop", "length", "abort", "error"]
 Expected = Callable[[], Mapping[str, int]]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.requests import FinishReason
-from router.choices import Delta, ShownToken
-from router.jobs import Job
-from router.openai_common import Usage, encode_json, event, joined
-from router.tokenizer import TextTokenizer
+from twostroke.protocol.requests import FinishReason
+from twostroke.router.choices import Delta, ShownToken
+from twostroke.router.jobs import Job
+from twostroke.router.openai_common import Usage, encode_json, event, joined
+from twostroke.router.tokenizer import TextTokenizer
 
 
 class TopLogprob(msgspec.Struct):

@@ -5,9 +5,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from protocol.errors import RequestError, TwostrokeError
-from router.choices import Delta
-from router.stages import Stages
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.choices import Delta
+from twostroke.router.stages import Stages
 
 encode_json = msgspec.json.Encoder().encode
 INTERNAL_ERROR = RequestError("an internal error", code="internal_error", status=500)

@@ -12,11 +12,11 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
-from router.openai_chat import ChatChunk, ChatCompletion
-from router.openai_common import ErrorObject
-from router.openai_completions import Completion
-from router.promises import (
+from twostroke.router.answers import Health, ModelCard, ModelList, Ready, Text, TokenIds, Version
+from twostroke.router.openai_chat import ChatChunk, ChatCompletion
+from twostroke.router.openai_common import ErrorObject
+from twostroke.router.openai_completions import Completion
+from twostroke.router.promises import (
     CLASS_HEADER,
     MOST_MS,
     MOST_PRIORITY,
@@ -25,8 +25,8 @@ from router.promises import (
     TPOT_HEADER,
     TTFT_HEADER,
 )
-from router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.slo import STANDARD
+from twostroke.router.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from twostroke.router.slo import STANDARD
 
 _REF = "#/components/schemas/"
 

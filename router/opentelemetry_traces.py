@@ -27,9 +27,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from router.exchange import Exchange
-from router.jobs import Job
-from router.stages import Stages, Try
+from twostroke.router.exchange import Exchange
+from twostroke.router.jobs import Job
+from twostroke.router.stages import Stages, Try
 
 MAX_CHOICES = 16
 """Of one request, that have spans; a request may have more."""

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import RequestError
-from router.schemas import MAX_CHOICES, FieldError, clean_text
+from twostroke.protocol.errors import RequestError
+from twostroke.router.schemas import MAX_CHOICES, FieldError, clean_text
 
 MAX_NESTING = 64
 MAX_MEMBERS = 4096  # of one object: more than any field takes

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.requests import Promise
-from router.service_classes import Floats
-from router.worker_table import Columns, WorkerTable
+from twostroke.protocol.requests import Promise
+from twostroke.router.service_classes import Floats
+from twostroke.router.worker_table import Columns, WorkerTable
 
 HOP_S = 0.002
 """Of any transfer, however short: offer, grant, commit and its answer."""

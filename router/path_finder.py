@@ -5,24 +5,24 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from protocol.clock import Clock
-from protocol.errors import WorkerLost
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
-from router.cached_prefixes import CachedPrefixes
-from router.cheapest_path import cheapest_path
-from router.config import PipelineConfig
-from router.estimate import Estimate
-from router.fleet_view import FleetView
-from router.in_flight import Hold, Place
-from router.path_costs import Need
-from router.policy import NoPath, Path, choose_source, least_loaded, round_robin
-from router.service_classes import Floats
-from router.token_channels import TokenChannels
-from router.trials import Trials
-from router.worker_channel import ChannelListener
-from router.worker_table import WorkerTable
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
+from twostroke.router.cached_prefixes import CachedPrefixes
+from twostroke.router.cheapest_path import cheapest_path
+from twostroke.router.config import PipelineConfig
+from twostroke.router.estimate import Estimate
+from twostroke.router.fleet_view import FleetView
+from twostroke.router.in_flight import Hold, Place
+from twostroke.router.path_costs import Need
+from twostroke.router.policy import NoPath, Path, choose_source, least_loaded, round_robin
+from twostroke.router.service_classes import Floats
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.trials import Trials
+from twostroke.router.worker_channel import ChannelListener
+from twostroke.router.worker_table import WorkerTable
 
 _FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
 _ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean

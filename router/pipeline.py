@@ -9,24 +9,24 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
-from protocol.clock import Clock
-from protocol.errors import RequestError, WorkerLost
-from protocol.requests import GenerateRequest, TokenEvent, left_of
-from protocol.tickets import Peer, Ticket, mint_ticket
-from router.attempt import Attempt, Surroundings, out_of_time
-from router.backoff import Backoff
-from router.config import PipelineConfig
-from router.fleet import Fleet
-from router.in_flight import Hold
-from router.log_format import FIELDS
-from router.path_finder import PathFinder
-from router.policy import Path
-from router.prefix_pulls import PrefixPulls
-from router.retries import Retries
-from router.retry_budget import RetryBudget
-from router.stages import Stages
-from router.token_channels import TokenChannels
-from router.worker_records import WorkerRecords
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.requests import GenerateRequest, TokenEvent, left_of
+from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
+from twostroke.router.attempt import Attempt, Surroundings, out_of_time
+from twostroke.router.backoff import Backoff
+from twostroke.router.config import PipelineConfig
+from twostroke.router.fleet import Fleet
+from twostroke.router.in_flight import Hold
+from twostroke.router.log_format import FIELDS
+from twostroke.router.path_finder import PathFinder
+from twostroke.router.policy import Path
+from twostroke.router.prefix_pulls import PrefixPulls
+from twostroke.router.retries import Retries
+from twostroke.router.retry_budget import RetryBudget
+from twostroke.router.stages import Stages
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_records import WorkerRecords
 
 __all__ = ["Pipeline", "PipelineConfig"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.errors import RequestError
-from protocol.kv_layout import incompatibility
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer
-from router.estimate import Estimate
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.router.estimate import Estimate
 
 
 class NoPath(RequestError):

@@ -2,11 +2,11 @@
 thought sends less, or nothing, and whoever pulls computes the rest.
 """
 
-from protocol.messages import SendPrefix
-from protocol.requests import GenerateRequest
-from protocol.tickets import Ticket, mint_ticket
-from router.policy import Path
-from router.token_channels import TokenChannels
+from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.tickets import Ticket, mint_ticket
+from twostroke.router.policy import Path
+from twostroke.router.token_channels import TokenChannels
 
 
 class PrefixPulls:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from protocol.errors import RequestError
-from protocol.requests import Promise
-from router.slo import SLOClass, SLOConfig
-from router.tenants import Tenant
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import Promise
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.tenants import Tenant
 
 CLASS_HEADER = "x-slo-class"
 TTFT_HEADER = "x-slo-ttft-ms"

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.block_hashes import BlockHash, ShortName, chain_hashes, next_hash, root_hash, short_name
+from twostroke.protocol.block_hashes import BlockHash, ShortName, chain_hashes, next_hash, root_hash, short_name
 
 _MOST_TOKENS = 1 << 20  # of the prompts whose names are kept
 

@@ -6,9 +6,9 @@ and failures of workers that live are bounded by the budget: there, retries are 
 tokens already was accepted, and waits for a refusing worker's room until the request's own deadline.
 """
 
-from protocol.errors import RequestError, TwostrokeError, WorkerFailed
-from router.backoff import Backoff
-from router.retry_budget import RetryBudget
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
+from twostroke.router.backoff import Backoff
+from twostroke.router.retry_budget import RetryBudget
 
 _TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
 

@@ -3,7 +3,7 @@
 Without a bound, workers that refuse or fail under load get every request several times, and never recover.
 """
 
-from protocol.clock import Clock
+from twostroke.protocol.clock import Clock
 
 _REFILL_S = 10.0
 

@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.stats import Role
+from twostroke.protocol.stats import Role
 
 _PREFIX = "twostroke:autoscaling_"
 

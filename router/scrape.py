@@ -1,7 +1,7 @@
 """What Prometheus reads at /metrics: the numbers of all routers, whichever of them is asked.
 
 Routers stand behind one address, so a scrape reaches any of them. Were it told of that one alone, counters would jump
-from router to router and every rate over them be wrong. So a router's series carry its name as the label `router`, and
+from twostroke.router to router and every rate over them be wrong. So a router's series carry its name as the label `router`, and
 the one that is asked fetches those of the others. A worker tells all routers the same: its series are there once.
 """
 
@@ -12,9 +12,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer
-from router.worker_metrics import WorkerNumbers, ejected_family, worker_families
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.router.worker_metrics import WorkerNumbers, ejected_family, worker_families
 
 
 @dataclass(frozen=True)

@@ -12,28 +12,28 @@ from typing import Any
 
 import msgspec
 
-from protocol.clock import Clock
-from protocol.errors import RequestError
-from protocol.stats import WorkerInfo, WorkerStats
-from router.admission import Admission, Overloaded
-from router.attainment import Verdict, verdict_of
-from router.choices import ChoiceWriter, Delta
-from router.demand import Demand, fleet_numbers
-from router.fleet import Fleet
-from router.gate import Gate
-from router.jobs import Job, JobMaker
-from router.metrics import Expected, Outcome, RouterMetrics
-from router.pipeline import Pipeline
-from router.policy import NoPath
-from router.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
-from router.scrape import OtherRouters, RouterReading, no_other_routers
-from router.slo import SLOConfig
-from router.slo_metrics import SLOMetrics
-from router.stages import Stages
-from router.tenants import Tenants
-from router.token_channels import TokenChannels
-from router.tokenizer import TextTokenizer
-from router.tracing import RequestTraces
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.router.admission import Admission, Overloaded
+from twostroke.router.attainment import Verdict, verdict_of
+from twostroke.router.choices import ChoiceWriter, Delta
+from twostroke.router.demand import Demand, fleet_numbers
+from twostroke.router.fleet import Fleet
+from twostroke.router.gate import Gate
+from twostroke.router.jobs import Job, JobMaker
+from twostroke.router.metrics import Expected, Outcome, RouterMetrics
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.policy import NoPath
+from twostroke.router.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
+from twostroke.router.scrape import OtherRouters, RouterReading, no_other_routers
+from twostroke.router.slo import SLOConfig
+from twostroke.router.slo_metrics import SLOMetrics
+from twostroke.router.stages import Stages
+from twostroke.router.tenants import Tenants
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.tokenizer import TextTokenizer
+from twostroke.router.tracing import RequestTraces
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.requests import Promise
+from twostroke.protocol.requests import Promise
 
 Floats = NDArray[np.float64]
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 STANDARD = "standard"
 MOST_PRIORITY = 1000

@@ -5,12 +5,12 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from protocol.clock import Clock
-from protocol.requests import GenerateRequest
-from router.admission import Admission, Limit
-from router.attainment import SLOAttainment, Verdict
-from router.slo import SLOClass
-from router.stages import Stages
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.router.admission import Admission, Limit
+from twostroke.router.attainment import SLOAttainment, Verdict
+from twostroke.router.slo import SLOClass
+from twostroke.router.stages import Stages
 
 _PREFIX = "twostroke:"
 _RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2, 3, 5, 10)

@@ -7,10 +7,10 @@ begins with the attempt and includes what it waited for.
 
 from dataclasses import dataclass, field
 
-from protocol.errors import TwostrokeError
-from protocol.requests import FinishReason
-from router.estimate import Estimate
-from router.policy import Path
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import FinishReason
+from twostroke.router.estimate import Estimate
+from twostroke.router.policy import Path
 
 
 @dataclass(frozen=True, slots=True)

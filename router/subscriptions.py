@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from protocol.errors import WorkerLost
-from protocol.messages import KVNotSent, TokenFrame
-from router.token_stream import TokenStream
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import KVNotSent, TokenFrame
+from twostroke.router.token_stream import TokenStream
 
 
 class Subscriptions:

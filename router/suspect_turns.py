@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
-from protocol.clock import Clock
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
-from router.suspects import Case, PoisonRequest, Stay, Suspects
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.suspects import Case, PoisonRequest, Stay, Suspects
 
 _POLL_S = 0.05
 

@@ -17,11 +17,11 @@ from enum import Enum
 
 import msgspec
 
-from protocol.clock import Clock
-from protocol.errors import ConfigError, RequestError
-from protocol.requests import GenerateRequest
-from protocol.tickets import Peer
-from protocol.verdicts import FINGERPRINT_BYTES, LONGEST_S, Verdict, Verdicts
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import FINGERPRINT_BYTES, LONGEST_S, Verdict, Verdicts
 
 _MOST_REMEMBERED = 4096  # fingerprints with strikes
 _STRIKE_S = 120.0  # how long a death is remembered of who was there

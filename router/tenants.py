@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.clock import Clock
-from protocol.errors import ConfigError, RequestError
-from router.limits import KeyLimits
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.limits import KeyLimits
 
 _SALT_BYTES = 16
 

@@ -7,15 +7,15 @@ HTTP.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from protocol.clock import Clock
-from protocol.errors import WorkerLost
-from protocol.messages import Cancel, Convicted, Message, PrefillFailed, SendPrefix
-from protocol.network import Network
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
-from router.token_stream import TokenStream
-from router.worker_channel import ChannelListener, TokenChannelConfig, VerdictExchange, WorkerChannel
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import Cancel, Convicted, Message, PrefillFailed, SendPrefix
+from twostroke.protocol.network import Network
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.token_stream import TokenStream
+from twostroke.router.worker_channel import ChannelListener, TokenChannelConfig, VerdictExchange, WorkerChannel
 
 _DEFAULTS = TokenChannelConfig()
 

@@ -4,8 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
-from protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.requests import SampledToken, TokenEvent
 
 MAX_UNREAD = 16384
 """Tokens, and alternatives to them, that may wait for a client which does not read: a few MB."""

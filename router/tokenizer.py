@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from protocol.errors import ConfigError, RequestError
-from router.chat_template import ChatTemplate
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.chat_template import ChatTemplate
 
 OFF_LOOP_CHARS = 4096
 """Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""

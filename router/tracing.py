@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from protocol.errors import ConfigError
-from router.exchange import Exchange
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def request_traces(config: TracingConfig, *, replica: str) -> RequestTraces | No
     if config.endpoint is None:
         return None
     try:
-        from router.opentelemetry_traces import OpenTelemetryTraces, exporting
+        from twostroke.router.opentelemetry_traces import OpenTelemetryTraces, exporting
     except ImportError as error:
         raise ConfigError(
             f"router.tracing.endpoint: {error.name} is not installed: install twostroke[tracing]"

@@ -8,9 +8,9 @@ requests that they are made with is then the same little part of all time, howev
 
 from collections.abc import Sequence
 
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer
-from router.worker_table import AVAILABLE, WorkerTable
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer
+from twostroke.router.worker_table import AVAILABLE, WorkerTable
 
 TRY_S = 10.0
 _LOOK_S = 1.0  # between two looks for somebody to be tried: they cost more than other decisions

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protocol.clock import Clock
-from protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
-from protocol.messages import (
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
+from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
@@ -25,15 +25,15 @@ from protocol.messages import (
     StatsFrame,
     TokenFrame,
 )
-from protocol.network import Connection, Network
-from protocol.silence import Silence
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
-from router.greeting import greet
-from router.subscriptions import Subscriptions
-from router.token_stream import TokenStream
-from router.worker_turn import WorkerTurn
+from twostroke.protocol.network import Connection, Network
+from twostroke.protocol.silence import Silence
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.greeting import greet
+from twostroke.router.subscriptions import Subscriptions
+from twostroke.router.token_stream import TokenStream
+from twostroke.router.worker_turn import WorkerTurn
 
 _log = logging.getLogger(__name__)
 

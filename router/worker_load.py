@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from router.decaying import DecayingSum
+from twostroke.router.decaying import DecayingSum
 
 WANTED_S = 4.0
 """How long a wish is remembered. Longer, and lower classes are refused for many seconds after an overload, by idle

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Peer
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Peer
 
 PREFIX = "twostroke:"
 

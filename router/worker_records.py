@@ -7,19 +7,19 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-from protocol.clock import Clock
-from protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
-from protocol.stats import Role
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
-from router.config import PipelineConfig
-from router.ejection import Ejection
-from router.fleet import Fleet
-from router.policy import Path
-from router.suspect_turns import OtherRouters, SuspectTurns
-from router.suspects import Case, Stay, Suspects
-from router.token_channels import TokenChannels
-from router.worker_channel import VerdictExchange
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.stats import Role
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.config import PipelineConfig
+from twostroke.router.ejection import Ejection
+from twostroke.router.fleet import Fleet
+from twostroke.router.policy import Path
+from twostroke.router.suspect_turns import OtherRouters, SuspectTurns
+from twostroke.router.suspects import Case, Stay, Suspects
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_channel import VerdictExchange
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart

@@ -11,13 +11,13 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.kv_layout import KVLayout
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Peer
-from router.in_flight import Load
-from router.kv_kinds import pair_up, takers
-from router.service_classes import Floats, ServiceClasses
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Peer
+from twostroke.router.in_flight import Load
+from twostroke.router.kv_kinds import pair_up, takers
+from twostroke.router.service_classes import Floats, ServiceClasses
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", float, Floats)

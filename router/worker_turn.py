@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from protocol.messages import AskTurn, EndTurn
+from twostroke.protocol.messages import AskTurn, EndTurn
 
 
 class WorkerTurn:

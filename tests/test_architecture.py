@@ -154,7 +154,7 @@ def test_loading_the_router_deployment_loads_no_torch() -> None:
 def test_an_engine_on_a_gpu_needs_no_numba() -> None:
     script = (
         "import sys; sys.modules['numba'] = None\n"
-        "import model.load, model.cuda_backend, model.cuda_graphs, model.device_sampler, cluster.bench.gpu"
+        "import twostroke.model.load, model.cuda_backend, model.cuda_graphs, model.device_sampler, cluster.bench.gpu"
     )
     assert run_python(script) == ""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main
+from twostroke.cluster.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from cluster.autoscaling import replay
-from cluster.autoscaling.capacity import longest_step_s
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.demand import (
+from twostroke.cluster.autoscaling import replay
+from twostroke.cluster.autoscaling.capacity import longest_step_s
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.demand import (
     UNKNOWN,
     Need,
     Work,
@@ -23,9 +23,9 @@ from cluster.autoscaling.demand import (
     prompt_work_s,
     workers_held,
 )
-from cluster.autoscaling.history import Series, Window
-from cluster.autoscaling.signals import RoleSignals, Signals
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.history import Series, Window
+from twostroke.cluster.autoscaling.signals import RoleSignals, Signals
+from twostroke.protocol.step_costs import StepCosts
 
 
 def aggregated_need(

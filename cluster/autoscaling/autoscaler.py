@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.policy import Memory, decide
-from cluster.autoscaling.readings import Counted, Reading, count, signals_of
-from cluster.autoscaling.reasons import Reason
-from cluster.autoscaling.signals import Decision
-from protocol.stats import Role
-from router.scaling import RoleScaling, Scaling
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.policy import Memory, decide
+from twostroke.cluster.autoscaling.readings import Counted, Reading, count, signals_of
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.cluster.autoscaling.signals import Decision
+from twostroke.protocol.stats import Role
+from twostroke.router.scaling import RoleScaling, Scaling
 
 LOOK_S = 1.0
 """Between two looks: the policy knows by the second what arrives, and decides every `interval_s`."""

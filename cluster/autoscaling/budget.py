@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.autoscaling.config import RoleLimits
+from twostroke.cluster.autoscaling.config import RoleLimits
 
 WORTH_MOVING = 1.2
 """A GPU changes roles only where the worse served role is then served by so much better: a restart costs something."""

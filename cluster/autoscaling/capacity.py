@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.step_costs import LEAST_STRETCH, StepCosts
+from twostroke.protocol.step_costs import LEAST_STRETCH, StepCosts
 
 LEAST_SPARE = 0.05
 """Where nothing is promised a token, a step may take so much longer than an empty one: 1 / this, at most."""

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from cluster.autoscaling.demand import Need
-from cluster.autoscaling.reasons import Reason
-from cluster.autoscaling.signals import RoleSignals
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.demand import Need
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.cluster.autoscaling.signals import RoleSignals
+from twostroke.protocol.step_costs import StepCosts
 
 HOUR_S = 3600.0
 FIRST_STARTUP_S = 30.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)

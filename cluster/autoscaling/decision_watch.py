@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 from ray.exceptions import RayError
 
-from protocol.clock import Clock
-from router.scaling import Scaling
+from twostroke.protocol.clock import Clock
+from twostroke.router.scaling import Scaling
 
 LOOK_S = 1.0
 STALE_S = 60.0

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.autoscaling import replay
-from cluster.autoscaling.capacity import DecodeCapacity, decode_capacity
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.history import Series, Window
-from cluster.autoscaling.signals import RoleSignals, Signals
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling import replay
+from twostroke.cluster.autoscaling.capacity import DecodeCapacity, decode_capacity
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.history import Series, Window
+from twostroke.cluster.autoscaling.signals import RoleSignals, Signals
+from twostroke.protocol.step_costs import StepCosts
 
 RATE_S = 60.0
 """A rate of late is taken over so long, and over what a worker takes to start, if that is less."""

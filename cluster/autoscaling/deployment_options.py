@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.autoscaling.autoscaler import ScalingOrder
-from cluster.autoscaling.worker_counts import WorkerCounts
+from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
+from twostroke.cluster.autoscaling.worker_counts import WorkerCounts
 
 
 def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[st
         return {"num_replicas": counts.first}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-    from cluster.autoscaling.serve_policy import MISSING_POLICY
+    from twostroke.cluster.autoscaling.serve_policy import MISSING_POLICY
 
     with warnings.catch_warnings():
         # Serve has environment variables in mind for the interval, which would have to be set on every node.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.autoscaling.signals import Arrived, Signals
+from twostroke.cluster.autoscaling.signals import Arrived, Signals
 
 Series = NDArray[np.float64]
 

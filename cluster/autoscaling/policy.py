@@ -7,15 +7,15 @@ I/O, reads a clock or knows Ray.
 import math
 from dataclasses import dataclass, field, replace
 
-from cluster.autoscaling import separate
-from cluster.autoscaling.aggregated import aggregated_need
-from cluster.autoscaling.budget import Claim, share
-from cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.demand import NONE, SETTLE_S, Need, decode_need, prefill_need
-from cluster.autoscaling.history import History, Window
-from cluster.autoscaling.reasons import Reason
-from cluster.autoscaling.signals import Decision, Signals
+from twostroke.cluster.autoscaling import separate
+from twostroke.cluster.autoscaling.aggregated import aggregated_need
+from twostroke.cluster.autoscaling.budget import Claim, share
+from twostroke.cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.demand import NONE, SETTLE_S, Need, decode_need, prefill_need
+from twostroke.cluster.autoscaling.history import History, Window
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.cluster.autoscaling.signals import Decision, Signals
 
 MARGIN = 1.05
 """A role shrinks only to what would serve so many times the load."""

@@ -7,7 +7,7 @@ who reads it goes by its age.
 import msgspec
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from router.scaling import Scaling
+from twostroke.router.scaling import Scaling
 
 _NAMESPACE = b"twostroke"
 

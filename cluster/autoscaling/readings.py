@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
-from protocol.stats import Role
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.signals import Arrived, RoleSignals, Signals
+from twostroke.protocol.stats import Role
+from twostroke.protocol.step_costs import StepCosts
 
 LATE_S = 5.0
 """Behind the newest reading: what is older says nothing of the workers where others tell."""

@@ -6,7 +6,7 @@ one worker.
 
 import numpy as np
 
-from cluster.autoscaling.history import Series
+from twostroke.cluster.autoscaling.history import Series
 
 
 def backlogs(spans: Series, work: Series, workers: float) -> Series:

@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.demand import SETTLE_S, Need
-from cluster.autoscaling.history import Series, Window
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.demand import SETTLE_S, Need
+from twostroke.cluster.autoscaling.history import Series, Window
 
 
 def needs(window: Window, config: AutoscalingConfig) -> tuple[Need, Need]:

@@ -14,13 +14,13 @@ import msgspec
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
-from cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
-from cluster.autoscaling.publication import publish
-from cluster.autoscaling.readings import Reading
-from protocol.stats import Role
+from twostroke.cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
+from twostroke.cluster.autoscaling.publication import publish
+from twostroke.cluster.autoscaling.readings import Reading
+from twostroke.protocol.stats import Role
 
-POLICY_FUNCTION = "cluster.autoscaling.serve_policy:joint_policy"
-MISSING_POLICY = "cluster.autoscaling.serve_policy:MissingPolicy"
+POLICY_FUNCTION = "twostroke.cluster.autoscaling.serve_policy:joint_policy"
+MISSING_POLICY = "twostroke.cluster.autoscaling.serve_policy:MissingPolicy"
 
 DEPLOYMENTS: Mapping[Role, str] = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
 ROUTER = "Router"

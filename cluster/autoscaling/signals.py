@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.reasons import Reason
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.protocol.step_costs import StepCosts
 
 
 @dataclass(frozen=True)

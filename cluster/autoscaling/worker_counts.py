@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from protocol.errors import ConfigError
-from protocol.stats import Role
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
 
 
 class WorkerCounts(NamedTuple):

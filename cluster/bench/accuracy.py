@@ -19,22 +19,22 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from cluster.bench.arguments import positive
-from model.bundled import BUNDLED_MODEL_DIR
-from model.bundled.corpus import is_held_out, source_files
-from model.bundled.evaluate import held_out_windows
-from model.config import load_model_config
-from model.cpu_backend import CpuBackend
-from model.decoder import Decoder, Drawing
-from model.decoder_weights import load_decoder_weights
-from model.engine_config import resolve_dtype
-from model.kv_cache import make_kv_cache
-from model.quantization import Quantization
-from model.runner import make_layout
-from model.step import SequenceStep
-from model.tensor_parallel import SingleRank
-from model.weights import Checkpoint
-from protocol.errors import ConfigError
+from twostroke.cluster.bench.arguments import positive
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.bundled.corpus import is_held_out, source_files
+from twostroke.model.bundled.evaluate import held_out_windows
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.decoder import Decoder, Drawing
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.engine_config import resolve_dtype
+from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.quantization import Quantization
+from twostroke.model.runner import make_layout
+from twostroke.model.step import SequenceStep
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.model.weights import Checkpoint
+from twostroke.protocol.errors import ConfigError
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

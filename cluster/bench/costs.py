@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from cluster.bench.arguments import positive
-from cluster.bench.engine import BLOCK_SIZE, GREEDY, decode_batch
-from cluster.bench.engine_models import MODELS, write_random_model
-from model.engine_config import EngineConfig
-from model.load import LoadedEngine, load_engine
-from model.step import Draw, SequenceStep
-from model.step_costs import StepContent, StepCostFit
-from protocol.step_costs import StepCosts
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.engine import BLOCK_SIZE, GREEDY, decode_batch
+from twostroke.cluster.bench.engine_models import MODELS, write_random_model
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.step_costs import StepContent, StepCostFit
+from twostroke.protocol.step_costs import StepCosts
 
 CHUNKS = (16, 48, 128, 256, 512)
 BEFORE = (0, 256, 1024)  # tokens of the prompt that are computed already

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from cluster.bench.arguments import positive
-from cluster.bench.engine_models import MODELS, write_random_model
-from cluster.bench.engine_work import Machine, Work, decode_work, prefill_machine, prefill_work
-from model.engine_config import EngineConfig
-from model.load import LoadedEngine, load_engine
-from model.quantization import Quantization
-from model.step import Draw, SequenceStep
-from protocol.requests import SamplingParams
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.engine_models import MODELS, write_random_model
+from twostroke.cluster.bench.engine_work import Machine, Work, decode_work, prefill_machine, prefill_work
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.quantization import Quantization
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
 
 BLOCK_SIZE = 16
 BATCHES = (1, 8, 32)
@@ -213,7 +213,7 @@ def _say(what: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.bench.engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m twostroke.cluster.bench.engine", description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args())
 

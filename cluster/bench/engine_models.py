@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model.config import load_model_config
-from model.weights import SINGLE_FILE, expected_shapes
+from twostroke.model.config import load_model_config
+from twostroke.model.weights import SINGLE_FILE, expected_shapes
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 MODELS: Mapping[str, dict[str, Any]] = {

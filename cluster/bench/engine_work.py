@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from model.config import ModelConfig
-from model.quantization import INT4_GROUP, Quantization, of_lm_head
+from twostroke.model.config import ModelConfig
+from twostroke.model.quantization import INT4_GROUP, Quantization, of_lm_head
 
 GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
 READ_BYTES = 512 * 2**20  # far more than any cache holds

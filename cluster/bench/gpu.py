@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from cluster.bench.gpu_attention import measure_decode_attention, measure_prefill_attention, measure_prefix
-from cluster.bench.gpu_limits import CudaClock, GpuLimits, measure_limits
-from cluster.bench.gpu_parts import measure_packing, measure_sampling, measure_start
-from cluster.bench.gpu_sizes import GpuPlace, Measure, Row, Sizes
-from cluster.bench.gpu_steps import measure_quantized, measure_steps
-from model.cuda_graphs import Recorder
-from model.kernels.launch import Target
-from protocol.errors import ConfigError
+from twostroke.cluster.bench.gpu_attention import measure_decode_attention, measure_prefill_attention, measure_prefix
+from twostroke.cluster.bench.gpu_limits import CudaClock, GpuLimits, measure_limits
+from twostroke.cluster.bench.gpu_parts import measure_packing, measure_sampling, measure_start
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Measure, Row, Sizes
+from twostroke.cluster.bench.gpu_steps import measure_quantized, measure_steps
+from twostroke.model.cuda_graphs import Recorder
+from twostroke.model.kernels.launch import Target
+from twostroke.protocol.errors import ConfigError
 
 MEASURES: Mapping[str, Measure] = {
     "attention": measure_prefill_attention,

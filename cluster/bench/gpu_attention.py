@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cluster.bench.gpu_limits import GpuLimits
-from cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
-from model.cuda_backend import CudaBackend
-from model.runner import make_layout
-from model.step import SequenceStep
+from twostroke.cluster.bench.gpu_limits import GpuLimits
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
+from twostroke.model.cuda_backend import CudaBackend
+from twostroke.model.runner import make_layout
+from twostroke.model.step import SequenceStep
 
 _PEERS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION), ("plain", SDPBackend.MATH))
 

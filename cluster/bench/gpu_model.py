@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.bench.gpu_sizes import GpuPlace, Sizes
-from model.cuda_backend import CudaBackend
-from model.cuda_graphs import CudaGraphSteps
-from model.decoder import Decoder
-from model.decoder_weights import DecoderWeights, LayerWeights
-from model.device_sampler import DeviceSampler
-from model.kv_cache import make_kv_cache
-from model.quantization import Quantization, of_lm_head
-from model.rope import cos_sin_table
-from model.runner import ModelRunner
-from model.step import Draw, SequenceStep
-from model.tensor_parallel import SingleRank
-from protocol.requests import SamplingParams
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Sizes
+from twostroke.model.cuda_backend import CudaBackend
+from twostroke.model.cuda_graphs import CudaGraphSteps
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import DecoderWeights, LayerWeights
+from twostroke.model.device_sampler import DeviceSampler
+from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.quantization import Quantization, of_lm_head
+from twostroke.model.rope import cos_sin_table
+from twostroke.model.runner import ModelRunner
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cluster.bench.engine_models import write_random_model
-from cluster.bench.gpu_limits import GpuLimits
-from cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
-from model.device_sampler import DeviceSampler
-from model.kernels.kv_digest import copy_and_digest_units
-from model.kernels.kv_pack import address_tensor, packed_places, paged_places
-from model.step import Draw
-from protocol.requests import SamplingParams
+from twostroke.cluster.bench.engine_models import write_random_model
+from twostroke.cluster.bench.gpu_limits import GpuLimits
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
+from twostroke.model.device_sampler import DeviceSampler
+from twostroke.model.kernels.kv_digest import copy_and_digest_units
+from twostroke.model.kernels.kv_pack import address_tensor, packed_places, paged_places
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SamplingParams
 
 SEAL = 12345
 SAMPLINGS = {
@@ -57,7 +57,7 @@ def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]
         cache = Path(folder, "triton")
         for name in ("kernels to compile", "kernels compiled"):
             begin = time.perf_counter()
-            command = [sys.executable, "-m", "cluster.bench.gpu_start", folder, place.device.type]
+            command = [sys.executable, "-m", "twostroke.cluster.bench.gpu_start", folder, place.device.type]
             subprocess.run(command, check=True, env={**os.environ, "TRITON_CACHE_DIR": str(cache)})
             taken_s = time.perf_counter() - begin
             rows.append(Row(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s"))

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.bench.engine_models import MODELS
-from cluster.bench.gpu_limits import Clock, GpuLimits
-from model.config import ModelConfig, parse_model_config
-from model.cuda_graphs import Recorder
-from model.kernels.launch import Target
+from twostroke.cluster.bench.engine_models import MODELS
+from twostroke.cluster.bench.gpu_limits import Clock, GpuLimits
+from twostroke.model.config import ModelConfig, parse_model_config
+from twostroke.model.cuda_graphs import Recorder
+from twostroke.model.kernels.launch import Target
 
 _LLAMA_8B = parse_model_config(
     {

@@ -1,11 +1,11 @@
-"""`python -m cluster.bench.gpu_start FOLDER DEVICE`: load the model, which draws a token, and end."""
+"""`python -m twostroke.cluster.bench.gpu_start FOLDER DEVICE`: load the model, which draws a token, and end."""
 
 import sys
 from pathlib import Path
 from typing import Literal
 
-from model.engine_config import EngineConfig
-from model.load import load_engine
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import load_engine
 
 
 def main(folder: str, device: Literal["cpu", "cuda"]) -> int:

@@ -4,11 +4,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-from cluster.bench.engine_work import Limits, decode_work, prefill_work
-from cluster.bench.gpu_limits import GpuLimits
-from cluster.bench.gpu_model import GpuModel, make_model
-from cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
-from model.quantization import Quantization
+from twostroke.cluster.bench.engine_work import Limits, decode_work, prefill_work
+from twostroke.cluster.bench.gpu_limits import GpuLimits
+from twostroke.cluster.bench.gpu_model import GpuModel, make_model
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
+from twostroke.model.quantization import Quantization
 
 TURNS = 3
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cluster.bench.worker_fleet import Served, serve
-from cluster.bench.worker_process import Settings
-from cluster.config_sections import TransportChoice
-from model.config import load_model_config
-from model.kv_cache import kv_block_bytes
-from protocol.errors import TransferFailed
+from twostroke.cluster.bench.worker_fleet import Served, serve
+from twostroke.cluster.bench.worker_process import Settings
+from twostroke.cluster.config_sections import TransportChoice
+from twostroke.model.config import load_model_config
+from twostroke.model.kv_cache import kv_block_bytes
+from twostroke.protocol.errors import TransferFailed
 
 BLOCK_SIZE = 16
 SECRET = "a secret of this bench alone"

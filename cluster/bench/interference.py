@@ -20,19 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.bench.arguments import positive
-from cluster.bench.engine_models import MODELS, write_random_model
-from cluster.bench.worker_fleet import WorkerProcess
-from cluster.bench.worker_process import Settings
-from decode_worker.config import DecodeConfig
-from loadtests.report.estimates import percentile
-from protocol.clock import draw_epoch
-from protocol.errors import ConfigError, WorkerLost
-from protocol.requests import GenerateRequest, Promise, SamplingParams
-from protocol.stats import WorkerInfo
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer
-from router.token_channels import TokenChannels
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.engine_models import MODELS, write_random_model
+from twostroke.cluster.bench.worker_fleet import WorkerProcess
+from twostroke.cluster.bench.worker_process import Settings
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer
+from twostroke.router.token_channels import TokenChannels
 
 SECRET = "a secret of this bench alone"
 BLOCK_SIZE = 16

@@ -1,4 +1,4 @@
-"""`python -m cluster.bench.linears`: the CPU's projections by shape and number of rows, as shares of its limits.
+"""`python -m twostroke.cluster.bench.linears`: the CPU's projections by shape and number of rows, as shares of its limits.
 
 Limit and subject take turns, as in cluster/bench/engine.py. Up to 64 rows the floor is max(bytes of the weights / read
 bandwidth, operations / torch.mm's rate at 512 rows); beyond, torch.mm with the same operands. Weights are read from
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.bench.arguments import positive
-from model.cpu_linear import CpuLinear, is_supported
-from model.kernels.cpu_launcher import Launcher
-from model.kernels.cpu_program import Program
-from protocol.errors import ConfigError
+from twostroke.cluster.bench.arguments import positive
+from twostroke.model.cpu_linear import CpuLinear, is_supported
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_program import Program
+from twostroke.protocol.errors import ConfigError
 
 SHAPES = {  # (out, in)
     "1b.qkv": (3072, 2048),
@@ -55,7 +55,7 @@ class Turn:
 
 def main() -> int:
     """Measure and print; the last line of stdout is one JSON object of median ratios, floor / time."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.bench.linears", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m twostroke.cluster.bench.linears", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

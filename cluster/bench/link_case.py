@@ -5,12 +5,12 @@ import random
 import msgspec
 import torch
 
-from kvtransfer.chunk_plan import ChunkPlan
-from kvtransfer.config import TransferConfig
-from kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
-from model.config import ModelConfig, RopeConfig
-from model.kv_cache import SharedKVCache, make_kv_cache
-from protocol.errors import ConfigError
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.model.config import ModelConfig, RopeConfig
+from twostroke.model.kv_cache import SharedKVCache, make_kv_cache
+from twostroke.protocol.errors import ConfigError
 
 POOL_BYTES = 256 * 1024 * 1024
 """Of a case's cache: far more than the processor's caches hold, since KV that is sent was not touched just before.

@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from cluster.bench.link_case import Message
-from kvtransfer.host_units import HostUnits
+from twostroke.cluster.bench.link_case import Message
+from twostroke.kvtransfer.host_units import HostUnits
 
 IOV_MAX = 1024
 BATCH_BYTES = 256 * 1024  # what links digest at a time

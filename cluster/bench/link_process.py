@@ -1,4 +1,4 @@
-"""The receiving end of links under measurement, in a process of its own: `python -m cluster.bench.link_process`.
+"""The receiving end of links under measurement, in a process of its own: `python -m twostroke.cluster.bench.link_process`.
 
 Takes orders as JSON lines on its standard input, one after the other, and answers each on its standard output with the
 moment of CLOCK_MONOTONIC at which it was done; all processes of a machine share that clock.
@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from cluster.bench.link_case import Case, Message
-from cluster.bench.link_limits import BareGroup, digest_s, memcpy_s, receive_bare
-from kvtransfer.link import DataLink, LinkParams
-from kvtransfer.transports import make_transports
+from twostroke.cluster.bench.link_case import Case, Message
+from twostroke.cluster.bench.link_limits import BareGroup, digest_s, memcpy_s, receive_bare
+from twostroke.kvtransfer.link import DataLink, LinkParams
+from twostroke.kvtransfer.transports import make_transports
 
 HOST = "127.0.0.1"
 

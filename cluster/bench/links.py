@@ -12,13 +12,13 @@ from typing import Literal
 
 import msgspec
 
-from cluster.bench.link_case import Case, Message
-from cluster.bench.link_limits import BareGroup, send_bare
-from cluster.bench.link_process import HOST, Done, Order, send_all
-from cluster.local_ray import free_ports
-from kvtransfer.link import DataLink
-from kvtransfer.transports import make_transports
-from protocol.errors import TransferFailed
+from twostroke.cluster.bench.link_case import Case, Message
+from twostroke.cluster.bench.link_limits import BareGroup, send_bare
+from twostroke.cluster.bench.link_process import HOST, Done, Order, send_all
+from twostroke.cluster.local_ray import free_ports
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.transports import make_transports
+from twostroke.protocol.errors import TransferFailed
 
 Subject = Literal["tcp", "shm", "torch_distributed"]
 
@@ -65,7 +65,7 @@ async def peer_process() -> AsyncIterator[Peer]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "cluster.bench.link_process",
+        "twostroke.cluster.bench.link_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

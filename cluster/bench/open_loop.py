@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from cluster.bench.stream_client import fault_of, random_prompt, stream_completion
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import Exchange, completion_body
-from router.slo import SLOClass
+from twostroke.cluster.bench.stream_client import fault_of, random_prompt, stream_completion
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import Exchange, completion_body
+from twostroke.router.slo import SLOClass
 
 Result = TypeVar("Result")
 Status = Literal["ok", "refused", "failed"]

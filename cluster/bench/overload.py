@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.arguments import positive
-from cluster.bench.open_loop import Mix, Outcome, send_all
-from cluster.bench.stream_client import stream_completion, whole_answer
-from cluster.commands.status import fetch_status
-from cluster.server_process import ServerProcess
-from loadtests.report.estimates import percentile
-from router.slo import SLOClass
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.open_loop import Mix, Outcome, send_all
+from twostroke.cluster.bench.stream_client import stream_completion, whole_answer
+from twostroke.cluster.commands.status import fetch_status
+from twostroke.cluster.server_process import ServerProcess
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.router.slo import SLOClass
 
 INTERACTIVE, BATCH = "interactive", "batch"
 PARTS = {INTERACTIVE: 0.3, BATCH: 0.7}

@@ -16,23 +16,23 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.arguments import positive
-from protocol.block_hashes import chain_hashes, pack_names, short_name
-from protocol.errors import ConnectionLost
-from protocol.kv_layout import KVLayout
-from protocol.messages import BlocksHeld
-from protocol.network import Connection, Handler, Listener
-from protocol.requests import GenerateRequest, SamplingParams
-from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Address, Peer
-from router.block_index import BlockIndex
-from router.config import PipelineConfig
-from router.in_flight import Hold
-from router.path_finder import PathFinder
-from router.prompt_names import PromptNames
-from router.token_channels import TokenChannels
-from router.worker_channel import ChannelListener
+from twostroke.cluster.bench.arguments import positive
+from twostroke.protocol.block_hashes import chain_hashes, pack_names, short_name
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import BlocksHeld
+from twostroke.protocol.network import Connection, Handler, Listener
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.router.block_index import BlockIndex
+from twostroke.router.config import PipelineConfig
+from twostroke.router.in_flight import Hold
+from twostroke.router.path_finder import PathFinder
+from twostroke.router.prompt_names import PromptNames
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_channel import ChannelListener
 
 WORKERS = (4, 16, 64, 256, 1000)
 BLOCKS = (10_000, 100_000, 1_000_000)

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.bench.arguments import positive
-from cluster.bench.instructions import counting
-from cluster.bench.stream_client import FIRST_TOKEN_ID, fault_of, random_prompt, stream_completion
-from cluster.commands.status import fetch_status
-from cluster.server_process import cpu_seconds, processes_named, server_at
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import Exchange, completion_body
-from loadtests.report.estimates import percentile
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.instructions import counting
+from twostroke.cluster.bench.stream_client import FIRST_TOKEN_ID, fault_of, random_prompt, stream_completion
+from twostroke.cluster.commands.status import fetch_status
+from twostroke.cluster.server_process import cpu_seconds, processes_named, server_at
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import Exchange, completion_body
+from twostroke.loadtests.report.estimates import percentile
 
 TITLES = {
     "router": ("ServeReplica:twostroke:Router",),

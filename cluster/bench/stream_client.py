@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from loadtests.generator.answers import StreamedAnswer, read_stream
-from loadtests.generator.completions import Exchange, exchange
+from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
+from twostroke.loadtests.generator.completions import Exchange, exchange
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
 PATIENCE_S = 300.0

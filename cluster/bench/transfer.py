@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from cluster.bench.arguments import positive
-from cluster.bench.engine_models import write_random_model
-from cluster.bench.handover import Exposed, Handover, measure_exposed, measure_handovers
-from cluster.bench.link_case import SHAPES, Case
-from cluster.bench.links import Ratios, measure_case, peer_process
-from cluster.model_folder import resolve_model_folder
-from loadtests.report.estimates import percentile
+from twostroke.cluster.bench.arguments import positive
+from twostroke.cluster.bench.engine_models import write_random_model
+from twostroke.cluster.bench.handover import Exposed, Handover, measure_exposed, measure_handovers
+from twostroke.cluster.bench.link_case import SHAPES, Case
+from twostroke.cluster.bench.links import Ratios, measure_case, peer_process
+from twostroke.cluster.model_folder import resolve_model_folder
+from twostroke.loadtests.report.estimates import percentile
 
 PROMPT_TOKENS = (128, 1024, 8192, 32768)
 BLOCK_SIZES = (16, 32, 64)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.bench.worker_process import LINE_BYTES, Answer, Call, Notes, Settings
-from protocol.clock import draw_epoch
-from protocol.errors import WorkerLost
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SamplingParams
-from protocol.stats import WorkerInfo
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer, Ticket
-from router.pipeline import Pipeline, PipelineConfig
-from router.stages import Stages
-from router.token_channels import TokenChannels
+from twostroke.cluster.bench.worker_process import LINE_BYTES, Answer, Call, Notes, Settings
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.router.pipeline import Pipeline, PipelineConfig
+from twostroke.router.stages import Stages
+from twostroke.router.token_channels import TokenChannels
 
 END_S = 30.0
 
@@ -41,7 +41,7 @@ class WorkerProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "cluster.bench.worker_process",
+            "twostroke.cluster.bench.worker_process",
             msgspec.json.encode(self._settings).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""One worker in a process of its own, without Ray: `python -m cluster.bench.worker_process SETTINGS`.
+"""One worker in a process of its own, without Ray: `python -m twostroke.cluster.bench.worker_process SETTINGS`.
 
 Takes calls as JSON lines on its standard input and answers on its standard output; ends with its input. Notes when the
 engine began the first step of each request and ended the step that drew its first token: moments of CLOCK_MONOTONIC,
@@ -14,22 +14,22 @@ from typing import Literal
 
 import msgspec
 
-from cluster.config_sections import ModelSection, TransportChoice, WorkerResources
-from cluster.rank_process import start_processes
-from cluster.worker_parts import load_parts
-from cluster.worker_settings import WorkerSettings
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
-from kvtransfer.config import TransferConfig
-from model.step import BlockCopy, Engine, OnLayer, SequenceStep
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
-from protocol.clock import draw_epoch
-from protocol.errors import TwostrokeError
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SampledToken
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer, Ticket
+from twostroke.cluster.config_sections import ModelSection, TransportChoice, WorkerResources
+from twostroke.cluster.rank_process import start_processes
+from twostroke.cluster.worker_parts import load_parts
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SampledToken
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer, Ticket
 
 LINE_BYTES = 16 * 1024 * 1024
 HOST = "127.0.0.1"

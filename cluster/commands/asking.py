@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
 PIPE_COLUMNS = 190

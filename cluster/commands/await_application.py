@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from protocol.clock import Clock
-from protocol.errors import ConfigError
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError
 
 LOOK_S = 2.0
 MOST_S = 86400.0

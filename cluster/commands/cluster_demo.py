@@ -15,18 +15,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.asking import table_console
-from cluster.commands.doctor import fetch_report
-from cluster.descendants import become_subreaper, end_descendants
-from cluster.interrupts import interrupt_once
-from cluster.local_nodes import isolated
-from cluster.local_nodes.load import Answer, Request, SteadyLoad, Verdict, ask
-from cluster.local_nodes.loopback import LoopbackMachines
-from cluster.local_nodes.machines import Machines
-from cluster.local_nodes.ray_nodes import Node, NodeFailed, RayNodes
-from cluster.local_nodes.site import Site, Worker, WorkerRole, node_for, settings
-from cluster.local_ray import free_ports
-from protocol.errors import ConfigError
+from twostroke.cluster.commands.asking import table_console
+from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.descendants import become_subreaper, end_descendants
+from twostroke.cluster.interrupts import interrupt_once
+from twostroke.cluster.local_nodes import isolated
+from twostroke.cluster.local_nodes.load import Answer, Request, SteadyLoad, Verdict, ask
+from twostroke.cluster.local_nodes.loopback import LoopbackMachines
+from twostroke.cluster.local_nodes.machines import Machines
+from twostroke.cluster.local_nodes.ray_nodes import Node, NodeFailed, RayNodes
+from twostroke.cluster.local_nodes.site import Site, Worker, WorkerRole, node_for, settings
+from twostroke.cluster.local_ray import free_ports
+from twostroke.protocol.errors import ConfigError
 
 ISOLATED_PORT = 8000  # in a network of the machines' own
 BEFORE_S, AFTER_S = 4.0, 4.0  # of load, around what happens

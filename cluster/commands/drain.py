@@ -7,8 +7,8 @@ import argparse
 import asyncio
 from functools import partial
 
-from cluster.router_drain import drain_application
-from protocol.errors import ConfigError
+from twostroke.cluster.router_drain import drain_application
+from twostroke.protocol.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

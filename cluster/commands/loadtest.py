@@ -5,8 +5,8 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
-from loadtests.errors import LoadTestError
-from protocol.errors import ConfigError
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.protocol.errors import ConfigError
 
 NEEDED = ("locust", "matplotlib")
 

@@ -21,17 +21,17 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.config import read_config, with_keys_of_file
-from cluster.config_sections import TransportChoice
-from cluster.descendants import become_subreaper, end_descendants
-from cluster.exposure import exposure_warning
-from cluster.haproxy import haproxy_binary
-from cluster.interrupts import interrupt_once
-from cluster.local_server import Order, Report, own_url
-from cluster.model_folder import check_model_path
-from cluster.preflight import check_port
-from cluster.yaml_files import load_yaml
-from protocol.errors import ConfigError
+from twostroke.cluster.config import read_config, with_keys_of_file
+from twostroke.cluster.config_sections import TransportChoice
+from twostroke.cluster.descendants import become_subreaper, end_descendants
+from twostroke.cluster.exposure import exposure_warning
+from twostroke.cluster.haproxy import haproxy_binary
+from twostroke.cluster.interrupts import interrupt_once
+from twostroke.cluster.local_server import Order, Report, own_url
+from twostroke.cluster.model_folder import check_model_path
+from twostroke.cluster.preflight import check_port
+from twostroke.cluster.yaml_files import load_yaml
+from twostroke.protocol.errors import ConfigError
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
 IMPOLITE_S = 1.0  # from asking the rest to end to killing it
@@ -118,7 +118,7 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
         try:
             try:
                 server = subprocess.Popen(
-                    [sys.executable, "-m", "cluster.local_server", str(writing)],
+                    [sys.executable, "-m", "twostroke.cluster.local_server", str(writing)],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,

@@ -7,10 +7,10 @@ import time
 from http.client import HTTPException
 from typing import Any
 
-from cluster.commands.asking import ask, endpoint, no_answer, table_console
-from cluster.commands.status_tables import show_status
-from cluster.commands.status_watch import watch
-from protocol.errors import ConfigError
+from twostroke.cluster.commands.asking import ask, endpoint, no_answer, table_console
+from twostroke.cluster.commands.status_tables import show_status
+from twostroke.cluster.commands.status_watch import watch
+from twostroke.protocol.errors import ConfigError
 
 LEAST_INTERVAL_S = 0.1
 

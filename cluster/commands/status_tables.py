@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.asking import fits
+from twostroke.cluster.commands.asking import fits
 
 Numbers = Mapping[str, Any]
 """An answer of GET /status, or a part of one."""

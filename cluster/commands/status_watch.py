@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from cluster.commands.status_tables import (
+from twostroke.cluster.commands.status_tables import (
     Numbers,
     class_rows,
     class_table,
@@ -19,7 +19,7 @@ from cluster.commands.status_tables import (
     scaling_rows,
     scaling_table,
 )
-from protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError
 
 Fetch = Callable[[], dict[str, Any]]
 

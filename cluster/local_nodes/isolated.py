@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from cluster.local_nodes.machines import Machine
+from twostroke.cluster.local_nodes.machines import Machine
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NETWORK = "/proc/thread-self/ns/net"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from cluster.bench.open_loop import at_their_moments
-from cluster.bench.stream_client import stream_completion
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import completion_body
+from twostroke.cluster.bench.open_loop import at_their_moments
+from twostroke.cluster.bench.stream_client import stream_completion
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import completion_body
 
 _FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 300, 700  # ordinary tokens in any vocabulary
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.descendants import descendants
-from cluster.local_nodes.machines import Machine
+from twostroke.cluster.descendants import descendants
+from twostroke.cluster.local_nodes.machines import Machine
 
 _PREFIX = "127.0.77."
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from cluster.haproxy import haproxy_binary
-from cluster.local_nodes.machines import Machine, Machines
-from cluster.local_ray import free_ports, haproxy_switches
-from cluster.ray_switches import NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.haproxy import haproxy_binary
+from twostroke.cluster.local_nodes.machines import Machine, Machines
+from twostroke.cluster.local_ray import free_ports, haproxy_switches
+from twostroke.cluster.ray_switches import NO_HAPROXY_SWITCHES, SWITCHES
 
 HEAD_PORT = 6379
 START_S = 120.0

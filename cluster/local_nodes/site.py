@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Literal
 
-from cluster.local_nodes.machines import Machines
-from cluster.local_nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
+from twostroke.cluster.local_nodes.machines import Machines
+from twostroke.cluster.local_nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 
 ROLE_LABEL = "twostroke-role"
 READY_S = 120.0
@@ -81,7 +81,7 @@ class Site:
                     {
                         "name": "twostroke",
                         "route_prefix": "/",
-                        "import_path": "cluster.serve_app:build_app",
+                        "import_path": "twostroke.cluster.serve_app:build_app",
                         "args": sections,
                     }
                 ],

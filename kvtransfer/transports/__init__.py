@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtransfer.link import Transport
-from kvtransfer.store import DeviceStore, HostStore, KVStore, SharedStore
-from protocol.errors import ConfigError
-from protocol.messages import Reach
+from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore, SharedStore
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.messages import Reach
 
 NAMES = ("cuda_ipc", "shm", "tcp", "torch_distributed")
 
@@ -49,7 +49,7 @@ def make_transports(
 
 def _automatic(store: KVStore) -> tuple[str, ...]:
     if isinstance(store, DeviceStore):
-        from kvtransfer.transports.cuda_ipc import missing
+        from twostroke.kvtransfer.transports.cuda_ipc import missing
 
         return ("cuda_ipc", "torch_distributed") if missing() is None else ("torch_distributed",)
     if isinstance(store, SharedStore):
@@ -64,27 +64,27 @@ def _make(
     if name == "shm":
         if not isinstance(store, SharedStore):
             raise ConfigError("the KV cache is not in shared memory, which shm needs; set the transport to auto or tcp")
-        from kvtransfer.transports.shm import ShmTransport
+        from twostroke.kvtransfer.transports.shm import ShmTransport
 
         return ShmTransport(store, join_timeout_s=join_timeout_s)
     if name == "tcp":
         if not isinstance(store, HostStore) or isinstance(store, DeviceStore):
             raise ConfigError("the KV cache is not in host memory, which tcp needs; set the transport to auto")
-        from kvtransfer.transports.tcp import STREAMS, TcpTransport
+        from twostroke.kvtransfer.transports.tcp import STREAMS, TcpTransport
 
         streams = STREAMS if tcp_streams is None else tcp_streams
         return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams, max_bytes_per_s=tcp_max_bytes_per_s)
     if name == "cuda_ipc":
         if not isinstance(store, DeviceStore):
             raise ConfigError("the KV cache is not in a GPU's memory, which cuda_ipc needs; set the transport to auto")
-        from kvtransfer.transports.cuda_ipc import CudaIpcTransport, missing
+        from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, missing
 
         lacking = missing()
         if lacking is not None:
             raise ConfigError(f"cuda_ipc needs {lacking}, or set the transport to auto")
         return CudaIpcTransport(store, join_timeout_s=join_timeout_s)
     if name == "torch_distributed":
-        from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
         return TorchDistributedTransport(store, join_timeout_s=join_timeout_s)
     raise ConfigError(f"there is no KV transport {name!r}; known are auto, {', '.join(NAMES)}")

@@ -30,17 +30,17 @@ import msgspec
 import numpy as np
 import torch
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_units import count_units
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink
-from kvtransfer.store import DeviceStore
-from kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
-from kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
-from kvtransfer.transports.shared_pool import MAX_DESCRIPTION_BYTES, PoolDescription, checked_cut, receive_exactly
-from model.kernels.kv_digest import copy_and_digest_units, digest_units
-from model.kernels.kv_pack import address_tensor
-from protocol.errors import ConnectionLost, ProtocolError
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_units import count_units
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.store import DeviceStore
+from twostroke.kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
+from twostroke.kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
+from twostroke.kvtransfer.transports.shared_pool import MAX_DESCRIPTION_BYTES, PoolDescription, checked_cut, receive_exactly
+from twostroke.model.kernels.kv_digest import copy_and_digest_units, digest_units
+from twostroke.model.kernels.kv_pack import address_tensor
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.store import DeviceStore
-from kvtransfer.transports.device_units import DeviceQueue, DeviceUnits
-from kvtransfer.transports.staging import NUM_BUFFERS
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.store import DeviceStore
+from twostroke.kvtransfer.transports.device_units import DeviceQueue, DeviceUnits
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 
 
 class CudaStaging:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from kvtransfer.host_units import count_units
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.store import DeviceStore, HostStore, KVStore
-from kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.host_units import count_units
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore
+from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
+from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")
 
@@ -260,7 +260,7 @@ def make_staging(store: KVStore, cut: Cut, max_chunk_bytes: int) -> Staging:
     if isinstance(store, HostStore):
         return HostStaging(store, cut, max_chunk_bytes)
     if isinstance(store, DeviceStore):
-        from kvtransfer.transports.cuda_staging import CudaStaging  # loads Triton
+        from twostroke.kvtransfer.transports.cuda_staging import CudaStaging  # loads Triton
 
         staging: Staging = CudaStaging(store, cut)
         return staging

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from protocol.errors import ConnectionLost
+from twostroke.protocol.errors import ConnectionLost
 
 P = ParamSpec("P")
 R = TypeVar("R")

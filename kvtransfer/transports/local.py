@@ -13,11 +13,11 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, LinkParams
-from kvtransfer.transports.link_thread import LinkThread
-from kvtransfer.transports.shared_pool import receive_exactly
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams
+from twostroke.kvtransfer.transports.link_thread import LinkThread
+from twostroke.kvtransfer.transports.shared_pool import receive_exactly
+from twostroke.protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
 _READY = b"\x01"

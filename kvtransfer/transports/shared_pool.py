@@ -15,11 +15,11 @@ import struct
 import msgspec
 import numpy as np
 
-from kvtransfer.host_units import UnitRuns
-from kvtransfer.layout import Cut
-from kvtransfer.store import SharedStore
-from protocol.errors import ProtocolError
-from protocol.kv_layout import KVLayout, incompatibility
+from twostroke.kvtransfer.host_units import UnitRuns
+from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.store import SharedStore
+from twostroke.protocol.errors import ProtocolError
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
 
 MAX_DESCRIPTION_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<I")

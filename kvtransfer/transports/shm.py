@@ -19,16 +19,16 @@ import termios
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.fused_digest import BLOCK_BYTES, FusedDigest, can_be_fused
-from kvtransfer.host_units import UnitRuns, count_units
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink
-from kvtransfer.run_digest import RunDigest, make_run_digest
-from kvtransfer.store import SharedStore
-from kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
-from kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive_pool, send_pool
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.fused_digest import BLOCK_BYTES, FusedDigest, can_be_fused
+from twostroke.kvtransfer.host_units import UnitRuns, count_units
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.run_digest import RunDigest, make_run_digest
+from twostroke.kvtransfer.store import SharedStore
+from twostroke.kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
+from twostroke.kvtransfer.transports.shared_pool import PeerPool, receive_exactly, receive_pool, send_pool
+from twostroke.protocol.errors import ConnectionLost
 
 HERE_BYTES = 512 * 1024  # copied in less time than it takes to hand the work to a thread and back
 _INT = struct.Struct("i")

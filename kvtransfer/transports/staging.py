@@ -14,12 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.encodings import decode, encode
-from kvtransfer.host_units import HostUnits, count_units, split_segments
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.store import HostStore
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.encodings import decode, encode
+from twostroke.kvtransfer.host_units import HostUnits, count_units, split_segments
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.store import HostStore
 
 NUM_BUFFERS = 2
 """While one chunk is on the wire, the next is packed, or the one before unpacked."""

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_units import HostUnits, count_units, split_segments
-from kvtransfer.host_wire import make_host_wire
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import LinkParams
-from kvtransfer.store import HostStore
-from kvtransfer.transports.tcp_door import StreamLimits, TcpDoor, connect_streams
-from kvtransfer.transports.tcp_stream import TcpStream, is_intact
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_units import HostUnits, count_units, split_segments
+from twostroke.kvtransfer.host_wire import make_host_wire
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.store import HostStore
+from twostroke.kvtransfer.transports.tcp_door import StreamLimits, TcpDoor, connect_streams
+from twostroke.kvtransfer.transports.tcp_stream import TcpStream, is_intact
+from twostroke.protocol.errors import ConnectionLost
 
 if TYPE_CHECKING:
-    from kvtransfer.socket_pump import SocketPump
+    from twostroke.kvtransfer.socket_pump import SocketPump
 
 INLINE_BYTES = 64 * 1024
 MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings
@@ -236,7 +236,7 @@ class TcpTransport:
     ):
         """`max_bytes_per_s` is what one link sends at most; None: as much as goes."""
         # Now, not with the first link: it may have to be compiled, which takes longer than a peer waits.
-        from kvtransfer.socket_pump import make_socket_pump
+        from twostroke.kvtransfer.socket_pump import make_socket_pump
 
         self._make_pump = make_socket_pump
         self._store = store

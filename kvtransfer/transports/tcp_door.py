@@ -13,8 +13,8 @@ import struct
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
-from kvtransfer.link import LinkParams
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.link import LinkParams
+from twostroke.protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
 MAX_STREAMS = 64

@@ -12,14 +12,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_wire import BATCH_BYTES, HostWire
-from kvtransfer.layout import Segment
-from kvtransfer.transports.link_thread import LinkThread
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_wire import BATCH_BYTES, HostWire
+from twostroke.kvtransfer.layout import Segment
+from twostroke.kvtransfer.transports.link_thread import LinkThread
+from twostroke.protocol.errors import ConnectionLost
 
 if TYPE_CHECKING:
-    from kvtransfer.socket_pump import SocketPump
+    from twostroke.kvtransfer.socket_pump import SocketPump
 
 _Call = Callable[[list[memoryview], tuple[()], int], int]
 

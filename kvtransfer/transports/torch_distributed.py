@@ -18,12 +18,12 @@ import contextlib
 import secrets
 import socket
 
-from kvtransfer.layout import Cut
-from kvtransfer.link import LinkParams
-from kvtransfer.store import KVStore
-from kvtransfer.transports.group_link import RECEIVER_RANK, SENDER_RANK, GroupLink
-from kvtransfer.transports.staging import MAX_CHUNK_BYTES
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.transports.group_link import RECEIVER_RANK, SENDER_RANK, GroupLink
+from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES
+from twostroke.protocol.errors import ConnectionLost
 
 
 class PendingGroup:

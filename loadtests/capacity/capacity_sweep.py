@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.capacity.bisection import Crossing, Measured, Search, crossing, geometric_mean, interval, next_rate
-from loadtests.errors import LoadTestError
-from loadtests.plan import Constant, Gamma, Plan, Poisson
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import Summary
-from loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, write_sweep
-from loadtests.report.words import number
+from twostroke.loadtests.capacity.bisection import Crossing, Measured, Search, crossing, geometric_mean, interval, next_rate
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Constant, Gamma, Plan, Poisson
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, write_sweep
+from twostroke.loadtests.report.words import number
 
 TARGETS = (0.9, 0.99)
 NARROW_FACTOR = 1.25  # between the rates of a search that knows where to look

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.runner import run_plan
-from loadtests.plan import SLO, Closed, Plan
-from loadtests.report.figures import summarise
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.report.figures import summarise
 
 LEAST_ANSWERS = 5
 

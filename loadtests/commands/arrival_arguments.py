@@ -4,8 +4,8 @@ import argparse
 import math
 from typing import Any
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
 
 _OPTIONS = {
     "poisson": ("rate",),

@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
-from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
-from loadtests.errors import LoadTestError
-from loadtests.generator.runner import run_plan
-from loadtests.plan import Plan
-from loadtests.report import words
-from loadtests.report.comparison import Comparison
-from loadtests.report.comparison_report import PAGE_FILE, Entry, write_comparison
-from loadtests.report.run_report import write_report
+from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.comparison import Comparison
+from twostroke.loadtests.report.comparison_report import PAGE_FILE, Entry, write_comparison
+from twostroke.loadtests.report.run_report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

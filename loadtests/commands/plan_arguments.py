@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.commands.arrival_arguments import add_arrival_arguments, arrivals_of
-from loadtests.commands.workload_arguments import add_workload_arguments, workload_of
-from loadtests.errors import LoadTestError
-from loadtests.generator.served_model import served_model
-from loadtests.plan import SLO, Arrivals, Plan
-from loadtests.run_folder import read_plan
+from twostroke.loadtests.commands.arrival_arguments import add_arrival_arguments, arrivals_of
+from twostroke.loadtests.commands.workload_arguments import add_workload_arguments, workload_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.served_model import served_model
+from twostroke.loadtests.plan import SLO, Arrivals, Plan
+from twostroke.loadtests.run_folder import read_plan
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from loadtests.report import words
-from loadtests.report.figures import Summary
-from loadtests.report.run_report import PAGE_FILE, write_report
-from loadtests.report.sweep import SWEEP_FILE, SweepResult
-from loadtests.report.sweep_report import PAGE_FILE as SWEEP_PAGE_FILE
-from loadtests.report.sweep_report import verdicts, write_sweep_report
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.report.run_report import PAGE_FILE, write_report
+from twostroke.loadtests.report.sweep import SWEEP_FILE, SweepResult
+from twostroke.loadtests.report.sweep_report import PAGE_FILE as SWEEP_PAGE_FILE
+from twostroke.loadtests.report.sweep_report import verdicts, write_sweep_report
+from twostroke.loadtests.run_folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

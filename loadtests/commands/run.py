@@ -6,14 +6,14 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
-from loadtests.commands.report import run_figures, run_lines
-from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
-from loadtests.errors import RunLost
-from loadtests.generator.locust_processes import check_free
-from loadtests.generator.runner import run_plan
-from loadtests.report.run_report import write_report
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.commands.report import run_figures, run_lines
+from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from twostroke.loadtests.errors import RunLost
+from twostroke.loadtests.generator.locust_processes import check_free
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.report.run_report import write_report
+from twostroke.loadtests.run_folder import RunFolder
 
 INTERRUPTED_EXIT = 130
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
-from loadtests.selfcheck.checks import check_accuracy, check_attainment, check_saturation
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.selfcheck.checks import check_accuracy, check_attainment, check_saturation
 
 MOST_TIME_ERROR_S = 0.010  # P99
 MOST_RATE_ERROR = 0.01

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.capacity.slowdown import measure_slo, parse_multiples
-from loadtests.errors import LoadTestError
-from loadtests.plan import SLO, Plan
+from twostroke.loadtests.capacity.slowdown import measure_slo, parse_multiples
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import SLO, Plan
 
 FOLDER = "uncontended"
 

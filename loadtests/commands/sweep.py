@@ -9,18 +9,18 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from loadtests.capacity.bisection import MOST_REPEATS, Search
-from loadtests.capacity.capacity_sweep import Sweep, SweepEnded
-from loadtests.commands.plan_arguments import add_plan_arguments, plan_of
-from loadtests.commands.report import sweep_figures
-from loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
-from loadtests.errors import LoadTestError
-from loadtests.generator.runner import run_plan
-from loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
-from loadtests.report.figures import Summary
-from loadtests.report.run_report import write_report
-from loadtests.report.sweep import SWEEP_FILE
-from loadtests.report.sweep_report import write_sweep_report
+from twostroke.loadtests.capacity.bisection import MOST_REPEATS, Search
+from twostroke.loadtests.capacity.capacity_sweep import Sweep, SweepEnded
+from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.commands.report import sweep_figures
+from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
+from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.report.run_report import write_report
+from twostroke.loadtests.report.sweep import SWEEP_FILE
+from twostroke.loadtests.report.sweep_report import write_sweep_report
 
 INTERRUPTED_EXIT = 130
 

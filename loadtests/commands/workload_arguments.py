@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Chat, Fixed, LongPrompts, SharedPrompt, Synthetic, TraceFile, Workload
-from loadtests.workloads.synthetic import SHAPES
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Chat, Fixed, LongPrompts, SharedPrompt, Synthetic, TraceFile, Workload
+from twostroke.loadtests.workloads.synthetic import SHAPES
 
 _OPTIONS: dict[str, tuple[type, str]] = {
     "input_tokens": (int, "of a request; of chat of a turn, of shared-prompt the request's own"),

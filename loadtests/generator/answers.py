@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from loadtests.generator.completions import Exchange
-from loadtests.generator.sse import BadResponse, Event, Piece, events_of, response_of, text_of
-from loadtests.records import Status
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.sse import BadResponse, Event, Piece, events_of, response_of, text_of
+from twostroke.loadtests.records import Status
 
 REFUSED = (429, 503)
 PIECES_AT_ONCE = 64

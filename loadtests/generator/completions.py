@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.generator.sse import Piece
+from twostroke.loadtests.generator.sse import Piece
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.answers import StreamedAnswer, read_stream
-from loadtests.generator.completions import Exchange
-from loadtests.plan import Chat, Plan
-from loadtests.records import Record
-from loadtests.schedule import Session, Turn
-from loadtests.workloads.prompts import text, token_ids
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.plan import Chat, Plan
+from twostroke.loadtests.records import Record
+from twostroke.loadtests.schedule import Session, Turn
+from twostroke.loadtests.workloads.prompts import text, token_ids
 
 Post = Callable[[str, bytes, Exchange], None]
 """Sends a body to a path and puts all that comes into the exchange: loadtests/generator/http_stream.py."""

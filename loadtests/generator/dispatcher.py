@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from loadtests.generator.conversation import Conversation
-from loadtests.plan import Closed, Plan
-from loadtests.records import Record
-from loadtests.schedule import Session
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.generator.conversation import Conversation
+from twostroke.loadtests.plan import Closed, Plan
+from twostroke.loadtests.records import Record
+from twostroke.loadtests.schedule import Session
+from twostroke.loadtests.workloads.sessions import sessions
 
 PREPARED_AHEAD = 32  # sessions whose first request lies ready
 PREPARING_S = 0.02  # nothing is prepared so shortly before a request is due

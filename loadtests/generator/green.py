@@ -8,7 +8,7 @@ from gevent.pool import Group
 
 
 class Greenlets:
-    """loadtests.generator.dispatcher.Crew."""
+    """twostroke.loadtests.generator.dispatcher.Crew."""
 
     def __init__(self) -> None:
         self._group = Group()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.completions import Exchange
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.completions import Exchange
 
 RECEIVE_BYTES = 65536
 TRIAL_LIMIT_S = 2.0  # to connect to one of several addresses of a name

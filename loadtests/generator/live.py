@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from loadtests.plan import SLO
-from loadtests.records import Record
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.records import Record
 
 RATIO = 1.02  # between a histogram's neighbouring buckets: its percentiles are right within 1%
 LEAST_S = 1e-4

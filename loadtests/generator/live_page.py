@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from flask import request
 
-from loadtests.generator.live_series import series
-from loadtests.generator.locust_head import Head
+from twostroke.loadtests.generator.live_series import series
+from twostroke.loadtests.generator.locust_head import Head
 
 PAGE = Path(__file__).with_name("live_page.html")
 PATH = "/twostroke"

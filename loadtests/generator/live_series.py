@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loadtests.generator.live import Histogram, LiveFigures, Second, percentile
+from twostroke.loadtests.generator.live import Histogram, LiveFigures, Second, percentile
 
 WINDOW_S = 5  # percentiles and shares are of so many seconds together: single ones have too few values
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Set
 
 import msgspec
 
-from loadtests.errors import unwritable
-from loadtests.generator.live import LiveFigures, Second, percentile
-from loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
-from loadtests.generator.progress import Progress
-from loadtests.generator.run_facts import begin_facts, is_ours, models_of
-from loadtests.plan import Plan
-from loadtests.run_folder import GeneratorHealth, RunFolder
+from twostroke.loadtests.errors import unwritable
+from twostroke.loadtests.generator.live import LiveFigures, Second, percentile
+from twostroke.loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.progress import Progress
+from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 
 BEGIN_DELAY_S = 0.5  # until the message is with all
 

@@ -6,9 +6,9 @@ report from everybody, the last when the share is over. All of it is msgpack wit
 
 import msgspec
 
-from loadtests.generator.live import Second
-from loadtests.plan import Plan
-from loadtests.run_folder import GeneratorHealth
+from twostroke.loadtests.generator.live import Second
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.run_folder import GeneratorHealth
 
 PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError, RunLost, unwritable
-from loadtests.generator.progress import Progress
-from loadtests.plan import Plan
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.errors import LoadTestError, RunLost, unwritable
+from twostroke.loadtests.generator.progress import Progress
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.run_folder import RunFolder
 
 LOCUSTFILE = Path(__file__).resolve().parent.parent / "locustfile.py"
 LOOK_INTERVAL_S = 0.5

@@ -9,16 +9,16 @@ import gevent
 import msgspec
 from gevent.event import AsyncResult
 
-from loadtests.errors import LoadTestError, unwritable
-from loadtests.generator.conversation import Conversation, Line, check_prompts
-from loadtests.generator.dispatcher import Dispatcher, Share
-from loadtests.generator.green import Greenlets
-from loadtests.generator.http_stream import endpoint_of, stream
-from loadtests.generator.live import LiveFigures
-from loadtests.generator.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
-from loadtests.generator.run_facts import api_key
-from loadtests.records import Record, append
-from loadtests.run_folder import GeneratorHealth, RunFolder
+from twostroke.loadtests.errors import LoadTestError, unwritable
+from twostroke.loadtests.generator.conversation import Conversation, Line, check_prompts
+from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
+from twostroke.loadtests.generator.green import Greenlets
+from twostroke.loadtests.generator.http_stream import endpoint_of, stream
+from twostroke.loadtests.generator.live import LiveFigures
+from twostroke.loadtests.generator.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.run_facts import api_key
+from twostroke.loadtests.records import Record, append
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 
 REPORT_INTERVAL_S = 1.0
 

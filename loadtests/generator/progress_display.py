@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from loadtests.generator.progress import Progress
-from loadtests.plan import Plan
+from twostroke.loadtests.generator.progress import Progress
+from twostroke.loadtests.plan import Plan
 
 LINE_INTERVAL_S = 10.0
 

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from loadtests.errors import LoadTestError
-from loadtests.run_folder import RunFacts
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.run_folder import RunFacts
 
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
 TIMEOUT_S = 10.0

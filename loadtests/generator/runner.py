@@ -6,15 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError, RunLost, unwritable
-from loadtests.generator.conversation import check_prompts
-from loadtests.generator.locust_processes import LocustProcesses, check_free, start_locust
-from loadtests.generator.progress import Progress
-from loadtests.generator.progress_display import ProgressDisplay
-from loadtests.generator.sampling import Sampler
-from loadtests.plan import Plan
-from loadtests.run_folder import RunFolder
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.errors import LoadTestError, RunLost, unwritable
+from twostroke.loadtests.generator.conversation import check_prompts
+from twostroke.loadtests.generator.locust_processes import LocustProcesses, check_free, start_locust
+from twostroke.loadtests.generator.progress import Progress
+from twostroke.loadtests.generator.progress_display import ProgressDisplay
+from twostroke.loadtests.generator.sampling import Sampler
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.workloads.sessions import sessions
 
 START_LIMIT_S = 60.0  # until the first word of a run: Locust's processes find each other, and compute the schedule
 

@@ -10,9 +10,9 @@ from types import TracebackType
 
 import msgspec
 
-from loadtests.errors import unwritable
-from loadtests.generator.run_facts import get
-from loadtests.run_folder import Sample
+from twostroke.loadtests.errors import unwritable
+from twostroke.loadtests.generator.run_facts import get
+from twostroke.loadtests.run_folder import Sample
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0

@@ -5,8 +5,8 @@ import urllib.error
 from dataclasses import dataclass
 from http.client import HTTPException
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.run_facts import get, is_ours, models_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.run_facts import get, is_ours, models_of
 
 LARGEST_VOCABULARY = 1 << 22
 

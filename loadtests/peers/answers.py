@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import Exchange
-from loadtests.generator.sse import BadResponse
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.sse import BadResponse
 
 
 @dataclass(frozen=True)

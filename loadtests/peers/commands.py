@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtests.peers.server_process import Command
+from twostroke.loadtests.peers.server_process import Command
 
 HERE = Path(__file__).resolve().parent
 MODEL_NAME = "model"

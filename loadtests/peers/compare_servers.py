@@ -1,6 +1,6 @@
 """One HTTP workload against several OpenAI servers, in turns: how ours stands beside what a user could pick instead.
 
-    python -m loadtests.peers.compare_servers --model m --vocab-size 32000 \\
+    python -m twostroke.loadtests.peers.compare_servers --model m --vocab-size 32000 \\
         --servers ours=http://127.0.0.1:8100/v1 vllm=http://127.0.0.1:8101/v1 openvino=http://127.0.0.1:8102/v1
 
 The first server is the subject. A shared machine's memory bandwidth jumps from minute to minute, so in each round
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadtests.peers.figures import (
+from twostroke.loadtests.peers.figures import (
     HIGHER_IS_BETTER,
     LOWER_IS_BETTER,
     Ratio,
@@ -27,7 +27,7 @@ from loadtests.peers.figures import (
     ratio,
     worst,
 )
-from loadtests.peers.http_workload import Row, Target, prompts, rows, send_row
+from twostroke.loadtests.peers.http_workload import Row, Target, prompts, rows, send_row
 
 WARM_UP_ROUND = -1
 

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from loadtests.peers.answers import Answer
-from loadtests.report.estimates import percentile
+from twostroke.loadtests.peers.answers import Answer
+from twostroke.loadtests.report.estimates import percentile
 
 
 @dataclass(frozen=True)

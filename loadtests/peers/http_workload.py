@@ -5,10 +5,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtests.generator.completions import Exchange, completion_body, exchange
-from loadtests.generator.sse import BadResponse
-from loadtests.peers.answers import Answer, read_answer
-from loadtests.peers.figures import Turn, summarise
+from twostroke.loadtests.generator.completions import Exchange, completion_body, exchange
+from twostroke.loadtests.generator.sse import BadResponse
+from twostroke.loadtests.peers.answers import Answer, read_answer
+from twostroke.loadtests.peers.figures import Turn, summarise
 
 FIRST_TOKEN_ID = 1000  # below it lie bytes and, in some vocabularies, control tokens
 MIXED_SEED = 20

@@ -1,8 +1,8 @@
 """The whole comparison, unattended: write the model, start the servers one after the other, compare, end them.
 
-    .venv/bin/python -m loadtests.peers.run_comparison small
-    .venv/bin/python -m loadtests.peers.run_comparison 1b
-    .venv/bin/python -m loadtests.peers.run_comparison small --servers ours-disaggregated ours vllm
+    .venv/bin/python -m twostroke.loadtests.peers.run_comparison small
+    .venv/bin/python -m twostroke.loadtests.peers.run_comparison 1b
+    .venv/bin/python -m twostroke.loadtests.peers.run_comparison small --servers ours-disaggregated ours vllm
 
 The first server is compared with the others. All stay up while they take turns; each has both cores, bf16 weights and
 cache, and a cache that holds the largest row. loadtests/peers/README.md tells how the peers are installed. The last
@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadtests.peers.commands import COMMANDS, MODEL_NAME, Folders
-from loadtests.peers.compare_servers import Plan, compare, has_errors, table
-from loadtests.peers.http_workload import Target
-from loadtests.peers.server_process import Command, ServerProcess
+from twostroke.loadtests.peers.commands import COMMANDS, MODEL_NAME, Folders
+from twostroke.loadtests.peers.compare_servers import Plan, compare, has_errors, table
+from twostroke.loadtests.peers.http_workload import Target
+from twostroke.loadtests.peers.server_process import Command, ServerProcess
 
 PLANS = {
     "small": Plan(

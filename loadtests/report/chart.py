@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from loadtests.report.estimates import Floats
-from loadtests.report.words import duration
+from twostroke.loadtests.report.estimates import Floats
+from twostroke.loadtests.report.words import duration
 
 # Okabe and Ito's palette ("Color Universal Design", 2008), in the order of use.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (

@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from loadtests.plan import Plan
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import KindFigures, Spread, Summary
-from loadtests.report.sweep import SweepResult
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import KindFigures, Spread, Summary
+from twostroke.loadtests.report.sweep import SweepResult
 
 Verdict = Literal["better", "worse", "no difference shown", "not judged"]
 Unit = Literal["share", "rate", "seconds"]

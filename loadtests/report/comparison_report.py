@@ -8,27 +8,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtests.errors import LoadTestError, unwritable
-from loadtests.plan import Plan
-from loadtests.report import words
-from loadtests.report.chart import Plot
-from loadtests.report.comparison import (
+from twostroke.loadtests.errors import LoadTestError, unwritable
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.chart import Plot
+from twostroke.loadtests.report.comparison import (
     AtRate,
     Comparison,
     compare_rounds,
     compare_sweeps,
     differences,
 )
-from loadtests.report.figures import ScalePoint, Summary, judged_rows
-from loadtests.report.files import write
-from loadtests.report.html import render, write_plots
-from loadtests.report.observations import read_observations
-from loadtests.report.run_plots import Times, attainment_by_scale, latency_cdfs, stage_bars, tail_plot
-from loadtests.report.stage_times import StagePart
-from loadtests.report.sweep import SWEEP_FILE, read_sweep
-from loadtests.report.sweep_plots import RatedRun, sweep_plots
-from loadtests.report.sweep_report import rated_runs, read_summary
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.report.figures import ScalePoint, Summary, judged_rows
+from twostroke.loadtests.report.files import write
+from twostroke.loadtests.report.html import render, write_plots
+from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.run_plots import Times, attainment_by_scale, latency_cdfs, stage_bars, tail_plot
+from twostroke.loadtests.report.stage_times import StagePart
+from twostroke.loadtests.report.sweep import SWEEP_FILE, read_sweep
+from twostroke.loadtests.report.sweep_plots import RatedRun, sweep_plots
+from twostroke.loadtests.report.sweep_report import rated_runs, read_summary
+from twostroke.loadtests.run_folder import RunFolder
 
 COMPARISON_FILE = "comparison.json"
 PAGE_FILE = "comparison.html"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from loadtests.plan import SLO, Plan
-from loadtests.records import Status
-from loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
-from loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
-from loadtests.report.stage_times import StagePart, mean_parts
-from loadtests.report.validity import Validity, judge
-from loadtests.run_folder import RunFacts, RunFolder, Sample
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.records import Status
+from twostroke.loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
+from twostroke.loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
+from twostroke.loadtests.report.stage_times import StagePart, mean_parts
+from twostroke.loadtests.report.validity import Validity, judge
+from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
 MOST_ERRORS_SHOWN = 10

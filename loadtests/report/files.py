@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loadtests.errors import unwritable
+from twostroke.loadtests.errors import unwritable
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import jinja2
 
-from loadtests.report import words
-from loadtests.report.chart import Plot
-from loadtests.report.files import write
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.chart import Plot
+from twostroke.loadtests.report.files import write
 
 
 def render(template: str, **what: Any) -> str:

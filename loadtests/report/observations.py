@@ -12,9 +12,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtests.plan import SLO
-from loadtests.records import Record, Status
-from loadtests.report.estimates import Floats, Ints
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.records import Record, Status
+from twostroke.loadtests.report.estimates import Floats, Ints
 
 Bools = NDArray[np.bool_]
 

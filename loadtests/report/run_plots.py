@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from loadtests.plan import SLO, Plan
-from loadtests.report.chart import (
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.report.chart import (
     BLUE,
     GREEN,
     GREY,
@@ -28,11 +28,11 @@ from loadtests.report.chart import (
     seconds_axis,
     series_colour,
 )
-from loadtests.report.estimates import Floats
-from loadtests.report.figures import ScalePoint, Summary
-from loadtests.report.observations import Bools, Observations
-from loadtests.report.stage_times import StagePart
-from loadtests.report.words import duration
+from twostroke.loadtests.report.estimates import Floats
+from twostroke.loadtests.report.figures import ScalePoint, Summary
+from twostroke.loadtests.report.observations import Bools, Observations
+from twostroke.loadtests.report.stage_times import StagePart
+from twostroke.loadtests.report.words import duration
 
 STAGE_COLOURS = (GREY, PURPLE, SKY, BLUE, "#bdbdbd", ORANGE, YELLOW, GREEN)
 

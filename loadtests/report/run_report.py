@@ -4,16 +4,16 @@ from typing import Any
 
 import msgspec
 
-from loadtests.plan import Plan
-from loadtests.report import words
-from loadtests.report.chart import Plot
-from loadtests.report.figures import Summary, judged_rows, summary_of
-from loadtests.report.files import write
-from loadtests.report.html import render, write_plots
-from loadtests.report.observations import read_observations
-from loadtests.report.run_plots import run_plots
-from loadtests.report.time_plots import time_plots
-from loadtests.run_folder import RunFacts, RunFolder
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.chart import Plot
+from twostroke.loadtests.report.figures import Summary, judged_rows, summary_of
+from twostroke.loadtests.report.files import write
+from twostroke.loadtests.report.html import render, write_plots
+from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.run_plots import run_plots
+from twostroke.loadtests.report.time_plots import time_plots
+from twostroke.loadtests.run_folder import RunFacts, RunFolder
 
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import Summary
-from loadtests.report.files import write
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.report.files import write
 
 SWEEP_FILE = "sweep.json"
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from loadtests.report.chart import (
+from twostroke.loadtests.report.chart import (
     BLUE,
     GREEN,
     GREY,
@@ -22,9 +22,9 @@ from loadtests.report.chart import (
     plot_of,
     series_colour,
 )
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import Spread, Summary
-from loadtests.report.words import number
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Spread, Summary
+from twostroke.loadtests.report.words import number
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from loadtests.plan import Plan
-from loadtests.report.chart import (
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.report.chart import (
     BLUE,
     GREEN,
     GREY,
@@ -21,10 +21,10 @@ from loadtests.report.chart import (
     percent_axis,
     plot_of,
 )
-from loadtests.report.estimates import Floats, percentile
-from loadtests.report.observations import NAN, Observations
-from loadtests.report.words import duration
-from loadtests.run_folder import Sample
+from twostroke.loadtests.report.estimates import Floats, percentile
+from twostroke.loadtests.report.observations import NAN, Observations
+from twostroke.loadtests.report.words import duration
+from twostroke.loadtests.run_folder import Sample
 
 MOST_BINS = 60
 LEAST_ANSWERS = 20  # in a step, about: of fewer, percentiles are all alike

@@ -3,10 +3,10 @@
 import msgspec
 import numpy as np
 
-from loadtests.plan import MOST_LAG_OF_SLO, Plan
-from loadtests.report.estimates import percentile
-from loadtests.report.observations import Bools, Observations
-from loadtests.run_folder import GeneratorHealth, RunFacts
+from twostroke.loadtests.plan import MOST_LAG_OF_SLO, Plan
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.report.observations import Bools, Observations
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFacts
 
 MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
 IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from loadtests.plan import SLO, Plan
-from loadtests.report.comparison import Comparison, Unit
-from loadtests.report.estimates import Estimate, share
-from loadtests.report.figures import Summary
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.report.comparison import Comparison, Unit
+from twostroke.loadtests.report.estimates import Estimate, share
+from twostroke.loadtests.report.figures import Summary
 
 MISSING = "-"
 Level = Literal["met", "partly", "missed", "unjudged"]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.generator.runner import run_plan
-from loadtests.plan import SLO, Constant, Fixed, Plan, Poisson
-from loadtests.report.figures import Summary, summarise
-from loadtests.run_folder import RunFolder
-from loadtests.selfcheck.comparison import analytic_attainment, rate_error, timing_errors
-from loadtests.selfcheck.script import MIXED_LIMIT_S, MIXED_SLO
-from loadtests.selfcheck.stub_process import MODEL, VOCABULARY, stub_server
-from loadtests.selfcheck.stub_server import Served
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson
+from twostroke.loadtests.report.figures import Summary, summarise
+from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.selfcheck.comparison import analytic_attainment, rate_error, timing_errors
+from twostroke.loadtests.selfcheck.script import MIXED_LIMIT_S, MIXED_SLO
+from twostroke.loadtests.selfcheck.stub_process import MODEL, VOCABULARY, stub_server
+from twostroke.loadtests.selfcheck.stub_server import Served
+from twostroke.loadtests.workloads.sessions import sessions
 
 INPUT_TOKENS = 64
 STREAMS = 50  # at once, of each sending process

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Plan
-from loadtests.records import Record
-from loadtests.report.estimates import percentile
-from loadtests.schedule import Session
-from loadtests.selfcheck.script import Script, key_of, script_of
-from loadtests.selfcheck.stub_server import Served
-from loadtests.workloads.prompts import token_ids
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Plan
+from twostroke.loadtests.records import Record
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.schedule import Session
+from twostroke.loadtests.selfcheck.script import Script, key_of, script_of
+from twostroke.loadtests.selfcheck.stub_server import Served
+from twostroke.loadtests.workloads.prompts import token_ids
 
 
 @dataclass(frozen=True)

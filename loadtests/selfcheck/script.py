@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loadtests.plan import SLO
-from loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.workloads.seeds import seed_of
 
 KEY_TOKENS = 16  # of the prompt's beginning, that tell requests apart
 

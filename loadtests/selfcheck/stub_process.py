@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LoadTestError
-from loadtests.selfcheck.stub_server import Served
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.selfcheck.stub_server import Served
 
 MODEL = "stub"
 VOCABULARY = 32_000
@@ -28,7 +28,7 @@ class Stub:
 @contextmanager
 def stub_server(scenario: str, log: Path) -> Iterator[Stub]:
     """Until the block's end; then `served` is filled from `log`. Raises LoadTestError where it did not start or end."""
-    command = [sys.executable, "-m", "loadtests.selfcheck.stub_server", "--scenario", scenario]
+    command = [sys.executable, "-m", "twostroke.loadtests.selfcheck.stub_server", "--scenario", scenario]
     command += ["--model", MODEL, "--log", str(log)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

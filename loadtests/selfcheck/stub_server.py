@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.selfcheck.script import SCENARIOS, key_of, script_of
+from twostroke.loadtests.selfcheck.script import SCENARIOS, key_of, script_of
 
 
 class Served(msgspec.Struct):

@@ -7,8 +7,8 @@ response tokens are requests that failed there: they are left out, as the author
 from collections.abc import Iterator
 from pathlib import Path
 
-from loadtests.traces.request import TraceRequest
-from loadtests.traces.rows import csv_rows
+from twostroke.loadtests.traces.request import TraceRequest
+from twostroke.loadtests.traces.rows import csv_rows
 
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from loadtests.errors import LoadTestError
+from twostroke.loadtests.errors import LoadTestError
 
 
 @dataclass(frozen=True, slots=True)

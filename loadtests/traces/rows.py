@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.traces.request import Line
+from twostroke.loadtests.traces.request import Line
 
 
 def csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Line, dict[str, str]]]:

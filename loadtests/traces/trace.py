@@ -8,13 +8,13 @@ from itertools import count, groupby
 from math import inf
 from pathlib import Path
 
-from loadtests.errors import LoadTestError
-from loadtests.schedule import Piece, Turn
-from loadtests.traces import azure, bailian, burstgpt, mooncake
-from loadtests.traces.request import TraceRequest
-from loadtests.workloads.blocks import block_pieces
-from loadtests.workloads.lengths import Scale, scale_to
-from loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.schedule import Piece, Turn
+from twostroke.loadtests.traces import azure, bailian, burstgpt, mooncake
+from twostroke.loadtests.traces.request import TraceRequest
+from twostroke.loadtests.workloads.blocks import block_pieces
+from twostroke.loadtests.workloads.lengths import Scale, scale_to
+from twostroke.loadtests.workloads.seeds import seed_of
 
 COARSE_CLOCK_S = 1.0  # times that are equal or at least so far from each other are those of a coarse clock
 LONG_REQUESTS = 0.999  # this share of requests keeps its proportions when lengths are scaled

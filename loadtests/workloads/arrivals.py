@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator
 from itertools import count, pairwise, repeat, takewhile
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
 
 
 def arrival_times(arrivals: Arrivals, seconds: float, seed: int) -> Iterator[float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from loadtests.schedule import Piece
+from twostroke.loadtests.schedule import Piece
 
 
 def block_pieces(blocks: Sequence[int], block_tokens: int, tokens: int, own_seed: int) -> tuple[Piece, ...]:

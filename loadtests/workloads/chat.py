@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Chat
-from loadtests.schedule import Piece, Turn
-from loadtests.workloads.lengths import LogNormal, shrunk
-from loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Chat
+from twostroke.loadtests.schedule import Piece, Turn
+from twostroke.loadtests.workloads.lengths import LogNormal, shrunk
+from twostroke.loadtests.workloads.seeds import seed_of
 
 # Of the logarithms of lengths, as in Azure's conversation trace of 2023 (Patel et al., Splitwise, ISCA 2024).
 INPUT_SIGMA = 0.985

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loadtests.errors import LoadTestError
+from twostroke.loadtests.errors import LoadTestError
 
 _NORMAL = NormalDist()
 

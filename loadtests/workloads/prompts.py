@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtests.schedule import Piece
+from twostroke.loadtests.schedule import Piece
 
 FIRST_TOKEN_ID = 1000  # below lie bytes and, mostly, control tokens; of small vocabularies the first quarter is left
 CACHED_PIECES = 2048  # shared pieces are asked for again and again; of 512 tokens each 8 MiB

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Chat, Fixed, LongPrompts, Plan, Replay, SharedPrompt, Synthetic, TraceFile
-from loadtests.schedule import Piece, Session, Turn
-from loadtests.traces.trace import open_trace
-from loadtests.workloads.arrivals import arrival_times
-from loadtests.workloads.chat import conversations
-from loadtests.workloads.seeds import seed_of
-from loadtests.workloads.synthetic import shape_named, shape_times, shape_turns
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Chat, Fixed, LongPrompts, Plan, Replay, SharedPrompt, Synthetic, TraceFile
+from twostroke.loadtests.schedule import Piece, Session, Turn
+from twostroke.loadtests.traces.trace import open_trace
+from twostroke.loadtests.workloads.arrivals import arrival_times
+from twostroke.loadtests.workloads.chat import conversations
+from twostroke.loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.workloads.synthetic import shape_named, shape_times, shape_turns
 
 Turns = tuple[Turn, ...]
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from loadtests.errors import LoadTestError
-from loadtests.schedule import Piece, Turn
-from loadtests.workloads.arrivals import changed_times, gamma_times
-from loadtests.workloads.blocks import block_pieces
-from loadtests.workloads.lengths import Quantiles, Scale, normal_pair, scale_to
-from loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.schedule import Piece, Turn
+from twostroke.loadtests.workloads.arrivals import changed_times, gamma_times
+from twostroke.loadtests.workloads.blocks import block_pieces
+from twostroke.loadtests.workloads.lengths import Quantiles, Scale, normal_pair, scale_to
+from twostroke.loadtests.workloads.seeds import seed_of
 
 _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.9999)
 BLOCK_TOKENS = 512  # of Mooncake's hashes

@@ -1,4 +1,4 @@
-"""Measures the bundled model and writes its MODEL_CARD.md: `python -m model.bundled.card --out model/bundled`."""
+"""Measures the bundled model and writes its MODEL_CARD.md: `python -m twostroke.model.bundled.card --out model/bundled`."""
 
 import argparse
 import json
@@ -11,12 +11,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from model.bundled import attention
-from model.bundled.corpus import Document
-from model.bundled.evaluate import PROMPTS, complete, held_out_windows, losses_by_position, mean_loss
-from model.bundled.recipe import CONTEXT
-from model.bundled.train import load_corpus
-from model.bundled.vocabulary import encode_documents
+from twostroke.model.bundled import attention
+from twostroke.model.bundled.corpus import Document
+from twostroke.model.bundled.evaluate import PROMPTS, complete, held_out_windows, losses_by_position, mean_loss
+from twostroke.model.bundled.recipe import CONTEXT
+from twostroke.model.bundled.train import load_corpus
+from twostroke.model.bundled.vocabulary import encode_documents
 
 WINDOW = 4096  # tokens
 CHAT_PROMPT = "<|user|>\nWhat does `os.path.join` do?<|end|><|assistant|>\n"
@@ -64,9 +64,9 @@ autocast over float32 weights, sequences of 512, then 2048, then 4096 tokens, li
 
 To train it again, with that schedule or for longer (on a GPU, `--device cuda`):
 
-    python -m model.bundled.train --out somewhere --replay model/bundled/training_log.json
-    python -m model.bundled.train --out somewhere --minutes 90
-    python -m model.bundled.card --out somewhere
+    python -m twostroke.model.bundled.train --out somewhere --replay model/bundled/training_log.json
+    python -m twostroke.model.bundled.train --out somewhere --minutes 90
+    python -m twostroke.model.bundled.card --out somewhere
 
 The data, the order of the documents and the schedule are then the same, given the same version of CPython; the
 weights come out slightly different on another machine, since sums are taken in another order.

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from model.bundled.corpus import Document, Turn, is_held_out, seeded, source_files
+from twostroke.model.bundled.corpus import Document, Turn, is_held_out, seeded, source_files
 
 SHARE = 0.15  # of the plain documents' characters
 MAX_ANSWER_CHARACTERS = 1600

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from model.bundled.vocabulary import VOCABULARY_SIZE
+from twostroke.model.bundled.vocabulary import VOCABULARY_SIZE
 
 CONTEXT = 8192  # tokens
 CONFIG_FIELDS = (

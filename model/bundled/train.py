@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m model.bundled.train --out model/bundled --minutes 90`.
+"""Trains the bundled model: `python -m twostroke.model.bundled.train --out model/bundled --minutes 90`.
 
 A run is given `--minutes` (the schedule then follows the clock, whatever else the machine does) or `--steps`. Either
 way the progress at each step is written to training_log.json; `--replay` of that file repeats the same schedule.
@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from model.bundled.conversations import chat_documents
-from model.bundled.corpus import Document, plain_documents
-from model.bundled.evaluate import held_out_windows, mean_loss
-from model.bundled.recipe import CONTEXT, Recipe
-from model.bundled.schedule import BLOCK_STEPS, Schedule
-from model.bundled.stream import TokenStream
-from model.bundled.trainer import Trainer
-from model.bundled.vocabulary import encode_documents, save_tokenizer, train_tokenizer
+from twostroke.model.bundled.conversations import chat_documents
+from twostroke.model.bundled.corpus import Document, plain_documents
+from twostroke.model.bundled.evaluate import held_out_windows, mean_loss
+from twostroke.model.bundled.recipe import CONTEXT, Recipe
+from twostroke.model.bundled.schedule import BLOCK_STEPS, Schedule
+from twostroke.model.bundled.stream import TokenStream
+from twostroke.model.bundled.trainer import Trainer
+from twostroke.model.bundled.vocabulary import encode_documents, save_tokenizer, train_tokenizer
 
 CHECKPOINT = Path(".cache/bundled-training/checkpoint.pt")
 EVALUATION_WINDOWS = 96  # of 512 tokens

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import LlamaForCausalLM
 
-from model.bundled import attention
-from model.bundled.recipe import Recipe, model_config, save_config
+from twostroke.model.bundled import attention
+from twostroke.model.bundled.recipe import Recipe, model_config, save_config
 
 CPU_MICROBATCH_TOKENS = 2048  # what fits the caches best, by measurement; a longer sequence is a microbatch alone
 

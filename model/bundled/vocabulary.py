@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from model.bundled.corpus import Document
+from twostroke.model.bundled.corpus import Document
 
 VOCABULARY_SIZE = 4096
 BEGIN, END, SYSTEM, USER, ASSISTANT, PAD = SPECIAL_TOKENS = (

@@ -15,10 +15,10 @@ from numba import carray
 from torch import Tensor
 from torch.nn import functional
 
-from model.backend import BatchLayout
-from model.kernels import cpu_decode, cpu_dot, cpu_prefill, cpu_segments
-from model.kernels.cpu_floats import exponential, store, widen
-from model.kernels.cpu_launch import (
+from twostroke.model.backend import BatchLayout
+from twostroke.model.kernels import cpu_decode, cpu_dot, cpu_prefill, cpu_segments
+from twostroke.model.kernels.cpu_floats import exponential, store, widen
+from twostroke.model.kernels.cpu_launch import (
     KernelPair,
     as_floats,
     as_halves,
@@ -29,8 +29,8 @@ from model.kernels.cpu_launch import (
     prefetch,
     take_items,
 )
-from model.kernels.cpu_launcher import Launcher
-from model.kernels.cpu_segments import keep, merge, num_segments
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_segments import keep, merge, num_segments
 
 
 @compiled

@@ -10,10 +10,10 @@ import functools
 import numpy as np
 from numba import carray
 
-from model.kernels import cpu_dot
-from model.kernels.cpu_dot import LANES, TILE_ROWS, dot_rows, dot_tile_32, dot_tile_64, interleave
-from model.kernels.cpu_floats import store
-from model.kernels.cpu_launch import (
+from twostroke.model.kernels import cpu_dot
+from twostroke.model.kernels.cpu_dot import LANES, TILE_ROWS, dot_rows, dot_tile_32, dot_tile_64, interleave
+from twostroke.model.kernels.cpu_floats import store
+from twostroke.model.kernels.cpu_launch import (
     Kernel,
     as_halves,
     as_short_integers,
@@ -22,8 +22,8 @@ from model.kernels.cpu_launch import (
     prefetch,
     take_items,
 )
-from model.kernels.cpu_prefill import KEY_PADDING, soften
-from model.kernels.cpu_segments import keep, merge, num_segments
+from twostroke.model.kernels.cpu_prefill import KEY_PADDING, soften
+from twostroke.model.kernels.cpu_segments import keep, merge, num_segments
 
 CHUNK_TOKENS = 128  # packed values of a chunk: one head's stay in the L1 cache, all heads' in L2
 SEQUENCES_A_THREAD = 4  # of these each thread takes whole sequences: shares then differ little

@@ -7,9 +7,9 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from model.backend import BatchLayout
-from model.kernels.cpu_floats import exponential, store, widen
-from model.kernels.cpu_launch import (
+from twostroke.model.backend import BatchLayout
+from twostroke.model.kernels.cpu_floats import exponential, store, widen
+from twostroke.model.kernels.cpu_launch import (
     KernelPair,
     as_floats,
     as_halves,
@@ -19,7 +19,7 @@ from model.kernels.cpu_launch import (
     float_of_bits,
     take_items,
 )
-from model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_launcher import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
 

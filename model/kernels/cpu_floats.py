@@ -11,7 +11,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from model.kernels.cpu_launch import bits_of_float, compiled, float_of_bits
+from twostroke.model.kernels.cpu_launch import bits_of_float, compiled, float_of_bits
 
 
 def widen(value):

@@ -16,8 +16,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.kernels.cpu_floats import store
-from model.kernels.cpu_gemm_tile import (
+from twostroke.model.kernels.cpu_floats import store
+from twostroke.model.kernels.cpu_gemm_tile import (
     LINE_BYTES,
     PANEL_COLUMNS,
     STEP_BYTES,
@@ -28,8 +28,8 @@ from model.kernels.cpu_gemm_tile import (
     tile_of_floats,
     tile_of_pairs,
 )
-from model.kernels.cpu_launch import Kernel, as_floats, as_halves, compiled, take_items
-from model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_launch import Kernel, as_floats, as_halves, compiled, take_items
+from twostroke.model.kernels.cpu_launcher import Launcher
 
 ROW_BLOCK = 192
 LINES_TOGETHER = 16  # cache lines of B in the steps that a tile unrolls

@@ -14,10 +14,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.kernels.cpu_dot import LANES, transpose
-from model.kernels.cpu_floats import store, widen
-from model.kernels.cpu_gemm_tile import PANEL_COLUMNS
-from model.kernels.cpu_launch import (
+from twostroke.model.kernels.cpu_dot import LANES, transpose
+from twostroke.model.kernels.cpu_floats import store, widen
+from twostroke.model.kernels.cpu_gemm_tile import PANEL_COLUMNS
+from twostroke.model.kernels.cpu_launch import (
     Kernel,
     as_floats,
     as_halves,
@@ -26,7 +26,7 @@ from model.kernels.cpu_launch import (
     compiled,
     take_items,
 )
-from model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_launcher import Launcher
 
 
 def zeros_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

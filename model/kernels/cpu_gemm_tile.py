@@ -19,8 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model.kernels.cpu_dot import LANES, PAIRS, BFloat
-from model.kernels.cpu_launch import compiled
+from twostroke.model.kernels.cpu_dot import LANES, PAIRS, BFloat
+from twostroke.model.kernels.cpu_launch import compiled
 
 TILE_ROWS = 6
 PANEL_COLUMNS = 64

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from model.kernels.cpu_launch import bits_of_float, float_of_bits
+from twostroke.model.kernels.cpu_launch import bits_of_float, float_of_bits
 
 _LEAST_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
 _NAN = np.uint32(0x7FC00000)

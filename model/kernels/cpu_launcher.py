@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels.cpu_arena import Arena
-from model.kernels.cpu_launch import Kernel
-from model.kernels.cpu_program import Program
+from twostroke.model.kernels.cpu_arena import Arena
+from twostroke.model.kernels.cpu_launch import Kernel
+from twostroke.model.kernels.cpu_program import Program
 
 
 class NotRecordable(Exception):

@@ -15,7 +15,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.kernels.cpu_dot import (
+from twostroke.model.kernels.cpu_dot import (
     LANES,
     TILE_ROWS,
     dot_tile_16,
@@ -25,8 +25,8 @@ from model.kernels.cpu_dot import (
     interleave,
     transpose,
 )
-from model.kernels.cpu_floats import exponential, largest, store
-from model.kernels.cpu_launch import (
+from twostroke.model.kernels.cpu_floats import exponential, largest, store
+from twostroke.model.kernels.cpu_launch import (
     Kernel,
     as_halves,
     as_short_integers,

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model.kernels.cpu_launch import (
+from twostroke.model.kernels.cpu_launch import (
     WORDS,
     Kernel,
     as_integers,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from model.kernels.cpu_floats import store
-from model.kernels.cpu_gemm_tile import LINE_BYTES, PANEL_COLUMNS, STEP_BYTES, TILE_ROWS
-from model.kernels.cpu_launch import Kernel, as_floats, as_halves, as_integers, compiled, take_items
-from model.kernels.cpu_quant_tile import (
+from twostroke.model.kernels.cpu_floats import store
+from twostroke.model.kernels.cpu_gemm_tile import LINE_BYTES, PANEL_COLUMNS, STEP_BYTES, TILE_ROWS
+from twostroke.model.kernels.cpu_launch import Kernel, as_floats, as_halves, as_integers, compiled, take_items
+from twostroke.model.kernels.cpu_quant_tile import (
     DIRECT_ROWS,
     INT4_STEP_COLUMNS,
     INT8_STEP_COLUMNS,

@@ -12,10 +12,10 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from model.kernels.cpu_floats import largest, store, widen
-from model.kernels.cpu_gemm_pack import zeros_on_huge_pages
-from model.kernels.cpu_gemm_tile import PANEL_COLUMNS, STEP_BYTES
-from model.kernels.cpu_launch import (
+from twostroke.model.kernels.cpu_floats import largest, store, widen
+from twostroke.model.kernels.cpu_gemm_pack import zeros_on_huge_pages
+from twostroke.model.kernels.cpu_gemm_tile import PANEL_COLUMNS, STEP_BYTES
+from twostroke.model.kernels.cpu_launch import (
     Kernel,
     as_floats,
     as_halves,
@@ -24,8 +24,8 @@ from model.kernels.cpu_launch import (
     float_of_bits,
     take_items,
 )
-from model.kernels.cpu_quant import GROUP
-from model.kernels.cpu_quant_tile import INT4_STEP_COLUMNS, INT8_STEP_COLUMNS
+from twostroke.model.kernels.cpu_quant import GROUP
+from twostroke.model.kernels.cpu_quant_tile import INT4_STEP_COLUMNS, INT8_STEP_COLUMNS
 
 
 @compiled

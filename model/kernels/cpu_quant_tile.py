@@ -19,10 +19,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model.kernels import cpu_dot
-from model.kernels.cpu_dot import LANES, PAIRS
-from model.kernels.cpu_gemm_tile import PANEL_COLUMNS, STEP_BYTES, TILE_ROWS
-from model.kernels.cpu_launch import compiled
+from twostroke.model.kernels import cpu_dot
+from twostroke.model.kernels.cpu_dot import LANES, PAIRS
+from twostroke.model.kernels.cpu_gemm_tile import PANEL_COLUMNS, STEP_BYTES, TILE_ROWS
+from twostroke.model.kernels.cpu_launch import compiled
 
 DIRECT_ROWS = 4  # of activations; more need registers that the unpacking takes
 INT4_STEP_COLUMNS, INT8_STEP_COLUMNS = 8, 4  # input columns of a step

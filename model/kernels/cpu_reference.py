@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.backend import BatchLayout
+from twostroke.model.backend import BatchLayout
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

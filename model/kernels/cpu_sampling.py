@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.kernels.sampling import GOLDEN, MIX_1, MIX_2, DrawBatch
+from twostroke.model.kernels.sampling import GOLDEN, MIX_1, MIX_2, DrawBatch
 
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _12, _27, _30, _31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)

@@ -12,9 +12,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.kernels.cpu_floats import exponential, store
-from model.kernels.cpu_launch import KernelPair, as_floats, as_halves, as_short_integers, compiled, take_items
-from model.kernels.cpu_launcher import Launcher
+from twostroke.model.kernels.cpu_floats import exponential, store
+from twostroke.model.kernels.cpu_launch import KernelPair, as_floats, as_halves, as_short_integers, compiled, take_items
+from twostroke.model.kernels.cpu_launcher import Launcher
 
 SEGMENT_TOKENS = 512  # about; whole blocks
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import Architecture, Target, dot_precision, padded_head, power_of_two
-from model.kernels.prefill_attention import attend_tile, paged_attention_reference
+from twostroke.model.kernels.launch import Architecture, Target, dot_precision, padded_head, power_of_two
+from twostroke.model.kernels.prefill_attention import attend_tile, paged_attention_reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import power_of_two
-from model.kernels.sampling import GOLDEN, MIX_1, MIX_2
+from twostroke.model.kernels.launch import power_of_two
+from twostroke.model.kernels.sampling import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
 _MIX_1: tl.constexpr = tl.constexpr(MIX_1)

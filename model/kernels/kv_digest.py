@@ -18,8 +18,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.kernels.kv_pack import UnitPlaces
-from model.kernels.launch import power_of_two
+from twostroke.model.kernels.kv_pack import UnitPlaces
+from twostroke.model.kernels.launch import power_of_two
 
 DIGEST_BYTES = 16
 PADDING = 16  # bytes: `digest` reads whole multiples of it

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.kv_pack import UnitPlaces
-from model.kernels.launch import power_of_two
+from twostroke.model.kernels.kv_pack import UnitPlaces
+from twostroke.model.kernels.launch import power_of_two
 
 LIMITS = {"int8": 127.0, "fp8": 448.0}
 _STORED = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}

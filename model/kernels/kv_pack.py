@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from model.kernels.launch import power_of_two
+from twostroke.model.kernels.launch import power_of_two
 
 _TILE_BYTES = 8192  # of one program
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.quantization import INT4_GROUP, QuantizedWeight
+from twostroke.model.quantization import INT4_GROUP, QuantizedWeight
 
 BYTE_ZERO = 128  # what stands for 0
 NIBBLE_ZERO = 8

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import Architecture, dot_precision, padded_head, power_of_two
+from twostroke.model.kernels.launch import Architecture, dot_precision, padded_head, power_of_two
 
 
 @dataclass(frozen=True, slots=True)

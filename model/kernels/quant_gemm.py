@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels import packed_weight
-from model.kernels.launch import Architecture, Target, dot_precision
-from model.kernels.packed_weight import PackedWeight, unpack
-from model.kernels.split_k import MOST_TOKENS, GemmConfig, SplitWorkspace, store_tile, with_splits
-from model.quantization import INT4_GROUP
+from twostroke.model.kernels import packed_weight
+from twostroke.model.kernels.launch import Architecture, Target, dot_precision
+from twostroke.model.kernels.packed_weight import PackedWeight, unpack
+from twostroke.model.kernels.split_k import MOST_TOKENS, GemmConfig, SplitWorkspace, store_tile, with_splits
+from twostroke.model.quantization import INT4_GROUP
 
 # For 16-bit types, by architecture and bits; the first row with room for the tokens wins, or the last. In flight on a
 # Hopper multiprocessor, two steps fewer than there are stages: with up to 16 tokens 2 programs x 4 x 8 KiB of int8 = 64

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import power_of_two
+from twostroke.model.kernels.launch import power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
 _WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))

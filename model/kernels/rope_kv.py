@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import power_of_two
+from twostroke.model.kernels.launch import power_of_two
 
 _ELEMENTS = 1024  # of one program's tile: 8 a lane at 4 warps
 _WARPS = 4

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.launch import Architecture, Target, dot_precision
-from model.kernels.split_k import GemmConfig, SplitWorkspace, store_tile, with_splits
+from twostroke.model.kernels.launch import Architecture, Target, dot_precision
+from twostroke.model.kernels.split_k import GemmConfig, SplitWorkspace, store_tile, with_splits
 
 # For 16-bit types, by architecture; the first row with room for the tokens wins. Up to 16 tokens, tiles of 16 rows: out
 # = 4096 gives 256 of them, which is balanced (two on nearly each of 132) without a split. From there on x counts: each

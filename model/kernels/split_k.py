@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import Target
+from twostroke.model.kernels.launch import Target
 
 MOST_TOKENS = 64  # of a launch that splits
 _SPLITS = (1, 2, 4, 8)

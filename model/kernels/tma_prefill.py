@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.kernels.launch import Architecture, Target, padded_head
+from twostroke.model.kernels.launch import Architecture, Target, padded_head
 
 BLOCK_M = 128  # queries of a tile, all of one head: two products of 64 rows, the least that wgmma takes
 LEAST_QUERY_LEN = BLOCK_M // 2  # of the longest chunk of a batch; below, more than half of the products were padding

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.packed_weight import BYTE_ZERO, NIBBLE_ZERO, PackedWeight, unpack
-from model.quantization import INT4_GROUP
+from twostroke.model.kernels.packed_weight import BYTE_ZERO, NIBBLE_ZERO, PackedWeight, unpack
+from twostroke.model.quantization import INT4_GROUP
 
 _BLOCK = 1024  # columns a program
 _WARPS = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.generator.sse import BadResponse, Piece, events_of, response_of, text_of
+from twostroke.loadtests.generator.sse import BadResponse, Piece, events_of, response_of, text_of
 from tests.chaos.requests import ClientRequest
 
 PATIENCE_S = 60.0

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from protocol.tickets import Address
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.protocol.tickets import Address
 from tests.chaos.faulty_network import Barrier
 from tests.chaos.orders import Harm
 from tests.faults.proxy import Proxy

@@ -4,10 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from protocol.errors import ConnectionLost
-from protocol.messages import Hello, Message
-from protocol.network import Connection, Handler, Listener, Network
-from protocol.tickets import Address
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Hello, Message
+from twostroke.protocol.network import Connection, Handler, Listener, Network
+from twostroke.protocol.tickets import Address
 from tests.chaos.orders import Side, Tamper
 
 CONNECT_S = 5.0  # as long as live TCP tries

@@ -13,9 +13,9 @@ from typing import IO, Any
 
 import msgspec
 
-from cluster.descendants import become_subreaper, descendants, end_descendants
-from cluster.local_ray import free_ports
-from cluster.server_process import processes_named
+from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local_ray import free_ports
+from twostroke.cluster.server_process import processes_named
 from tests.chaos.control import Control
 from tests.chaos.server import ServerOrder
 

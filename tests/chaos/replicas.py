@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from cluster.worker_deployments import DecodeReplica, PrefillReplica, _WorkerReplica
-from cluster.worker_parts import WorkerParts
-from cluster.worker_settings import WorkerSettings
-from decode_worker.config import DecodeConfig
-from kvtransfer.link import Transport
-from prefill_worker.config import PrefillConfig
-from protocol.network import Network
-from protocol.tcp_network import TcpNetwork
+from twostroke.cluster.worker_deployments import DecodeReplica, PrefillReplica, _WorkerReplica
+from twostroke.cluster.worker_parts import WorkerParts
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.kvtransfer.link import Transport
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.network import Network
+from twostroke.protocol.tcp_network import TcpNetwork
 from tests.chaos.faulty_links import FaultyTransport, LinkFaults
 from tests.chaos.faulty_network import FaultyNetwork
 from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
 
 if TYPE_CHECKING:
-    from decode_worker.worker import DecodeWorker
-    from prefill_worker.worker import PrefillWorker
+    from twostroke.decode_worker.worker import DecodeWorker
+    from twostroke.prefill_worker.worker import PrefillWorker
 
 PATIENCE_S = 4.0
 """How long a fault waits for a message or a chunk to harm."""

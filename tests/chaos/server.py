@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import read_config
-from cluster.haproxy import haproxy_binary
-from cluster.local_ray import LocalRayOptions, local_ray
+from twostroke.cluster.config import read_config
+from twostroke.cluster.haproxy import haproxy_binary
+from twostroke.cluster.local_ray import LocalRayOptions, local_ray
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ def main() -> int:
         # Ray may be imported now: its switches are set.
         from ray import serve
 
-        from cluster.serve_app import WorkerClasses, application, cluster_secret
+        from twostroke.cluster.serve_app import WorkerClasses, application, cluster_secret
         from tests.chaos.replicas import ChaosDecodeReplica, ChaosPrefillReplica
 
         workers = WorkerClasses(ChaosPrefillReplica, ChaosDecodeReplica, (order.control,))

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from protocol.errors import ConnectionLost
-from protocol.messages import Cancel, Hello, Message, Ping, PrefillFailed
-from protocol.network import Connection, Handler, Listener
-from protocol.tickets import Address, Peer
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Cancel, Hello, Message, Ping, PrefillFailed
+from twostroke.protocol.network import Connection, Handler, Listener
+from twostroke.protocol.tickets import Address, Peer
 from tests.chaos.faulty_network import FaultyNetwork
 from tests.chaos.orders import Tamper
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtests.report.estimates import percentile
+from twostroke.loadtests.report.estimates import percentile
 from tests.chaos.checker import Finding, check
 from tests.chaos.client import Answer
 from tests.chaos.faults import Injected

@@ -5,8 +5,8 @@ import statistics
 
 import torch
 
-from cluster.bench import accuracy
-from model.bundled import BUNDLED_MODEL_DIR
+from twostroke.cluster.bench import accuracy
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
 
 
 def test_quantised_weights_keep_the_bundled_models_perplexity() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
-from cluster.commands.await_application import failure_of
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.await_application import failure_of
 from tests.cluster.command_line import one_line
 
 

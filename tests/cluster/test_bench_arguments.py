@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from cluster.bench import accuracy, costs, engine, serving, transfer
+from twostroke.cluster.bench import accuracy, costs, engine, serving, transfer
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.cli import main
-from cluster.commands.asking import ask
-from cluster.commands.status_tables import show_status, worker_rows
-from protocol.stats import WorkerStats
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.asking import ask
+from twostroke.cluster.commands.status_tables import show_status, worker_rows
+from twostroke.protocol.stats import WorkerStats
 from tests.cluster.command_line import answering, one_line
 
 

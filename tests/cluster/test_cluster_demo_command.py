@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.cli import main
-from cluster.local_nodes import isolated
+from twostroke.cluster.cli import main
+from twostroke.cluster.local_nodes import isolated
 from tests.cluster.command_line import one_line
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig, read_config
-from cluster.settings import member_of
-from protocol.errors import ConfigError
+from twostroke.cluster.config import ClusterConfig, read_config
+from twostroke.cluster.settings import member_of
+from twostroke.protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 REQUIRED = "required"

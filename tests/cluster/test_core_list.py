@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.core_list import parse_cores
-from protocol.errors import ConfigError
+from twostroke.cluster.core_list import parse_cores
+from twostroke.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.cli import main
-from cluster.commands import doctor as module
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands import doctor as module
 from tests.cluster.command_line import answering, one_line
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.engine_models import MODELS, write_random_model
-from cluster.bench.engine_work import Limits, Work, decode_work, prefill_work
-from model.config import ModelConfig, load_model_config, parse_model_config
-from model.weights import Checkpoint, expected_shapes
+from twostroke.cluster.bench.engine_models import MODELS, write_random_model
+from twostroke.cluster.bench.engine_work import Limits, Work, decode_work, prefill_work
+from twostroke.model.config import ModelConfig, load_model_config, parse_model_config
+from twostroke.model.weights import Checkpoint, expected_shapes
 
 
 def config_of(name: str) -> ModelConfig:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.fleet import ServeFleet
-from cluster.worker_directory import Departure, WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
-from protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
-from protocol.kv_layout import KVLayout
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, SamplingParams
-from protocol.stats import WorkerInfo
-from protocol.tickets import Address, Peer, Ticket
+from twostroke.cluster.fleet import ServeFleet
+from twostroke.cluster.worker_directory import Departure, WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
+from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Address, Peer, Ticket
 
 PEER = Peer("d1", 2**62 + 1)
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16, tp_size=2)

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from cluster import cli
-from cluster.commands import loadtest
+from twostroke.cluster import cli
+from twostroke.cluster.commands import loadtest
 from tests.cluster.command_line import one_line
 
 

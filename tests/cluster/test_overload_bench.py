@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.bench.open_loop import Arrival, Mix, Outcome, outcome_of
-from cluster.bench.overload import BATCH, INTERACTIVE, PARTS, classes_for
-from loadtests.generator.completions import Exchange
+from twostroke.cluster.bench.open_loop import Arrival, Mix, Outcome, outcome_of
+from twostroke.cluster.bench.overload import BATCH, INTERACTIVE, PARTS, classes_for
+from twostroke.loadtests.generator.completions import Exchange
 
 CLASSES = classes_for(0.5, 0.05)
 MIX = Mix("m", PARTS, prompt_tokens=8, max_tokens=4)

@@ -4,13 +4,13 @@ import pytest
 from ray._private.label_utils import validate_label_selector
 from ray.serve._private.config import ReplicaConfig
 
-from cluster.config import read_config
-from cluster.local_server import check_is_anywhere
-from cluster.placement import Placement
-from cluster.router_deployment import router_options
-from cluster.tensor_parallel_ranks import rank_options
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import ConfigError
+from twostroke.cluster.config import read_config
+from twostroke.cluster.local_server import check_is_anywhere
+from twostroke.cluster.placement import Placement
+from twostroke.cluster.router_deployment import router_options
+from twostroke.cluster.tensor_parallel_ranks import rank_options
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
 
 PLACE = {"node_labels": {"twostroke-role": "decode"}, "node_resources": {"decode_slot": 1}}
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from cluster.config import read_config
-from cluster.preflight import check_model
-from model.bundled import BUNDLED_MODEL_DIR
-from protocol.errors import ConfigError
+from twostroke.cluster.config import read_config
+from twostroke.cluster.preflight import check_model
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(

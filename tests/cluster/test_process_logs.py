@@ -7,37 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import read_config
-from cluster.process_logs import LoggingConfig, log_to
-from cluster.worker_settings import WorkerSettings
+from twostroke.cluster.config import read_config
+from twostroke.cluster.process_logs import LoggingConfig, log_to
+from twostroke.cluster.worker_settings import WorkerSettings
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    for package in ("protocol", "model", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster"):
-        logger = logging.getLogger(package)
-        for handler in logger.handlers:
-            handler.close()
-        logger.handlers, logger.propagate = [], True
-        logger.setLevel(logging.NOTSET)
+    logger = logging.getLogger("twostroke")
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 def test_json_lines_name_their_process(tmp_path: Path) -> None:
     log_to(tmp_path / "log", LoggingConfig("json", "info"), {"worker_id": "w1", "epoch": "07"})
-    logging.getLogger("decode_worker.scheduler").info("hello")
-    logging.getLogger("decode_worker.scheduler").debug("too fine")
+    logging.getLogger("twostroke.decode_worker.scheduler").info("hello")
+    logging.getLogger("twostroke.decode_worker.scheduler").debug("too fine")
     logging.getLogger("somebody.else").warning("not ours")
     (line,) = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines())
     assert (line["worker_id"], line["epoch"], line["level"], line["message"]) == ("w1", "07", "info", "hello")
-    assert line["logger"] == "decode_worker.scheduler"
+    assert line["logger"] == "twostroke.decode_worker.scheduler"
 
 
 def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
     log_to(tmp_path / "first", LoggingConfig(), {})
     log_to(tmp_path / "second", LoggingConfig(level="warning"), {})
-    logging.getLogger("router").info("too fine")
-    logging.getLogger("router").warning("heard")
+    logging.getLogger("twostroke.router").info("too fine")
+    logging.getLogger("twostroke.router").warning("heard")
     assert not (tmp_path / "first").exists(), "a file is made by its first line"
     assert (tmp_path / "second").read_text().endswith(" WARNING router: heard\n")
 

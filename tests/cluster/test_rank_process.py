@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-import cluster.rank_process
-from cluster.led_ranks import RankOrder
-from cluster.rank_process import run_rank
-from kvtransfer.stats import TransferStats
-from model.rank_connections import RankConnections
-from model.step import BlockCopy, OnLayer, SequenceStep
-from protocol.errors import WorkerLost
-from protocol.rank_messages import (
+from twostroke.cluster.led_ranks import RankOrder
+from twostroke.cluster.rank_process import run_rank
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.model.rank_connections import RankConnections
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.rank_messages import (
     OpenTransfer,
     RankCopy,
     RankSequence,
@@ -24,8 +23,8 @@ from protocol.rank_messages import (
     StepEnded,
     TransferReady,
 )
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Address, Peer, Ticket
 
 SECRET = b"a secret of tests"
 WORKER = Peer("w", 5)
@@ -97,7 +96,7 @@ async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakePar
     async def load(*_: Any) -> FakeParts:
         return parts
 
-    monkeypatch.setattr(cluster.rank_process, "load_rank", load)
+    monkeypatch.setattr("twostroke.cluster.rank_process.load_rank", load)
     network = TcpNetwork(SECRET)
     ranks = RankConnections(worker=WORKER, size=2, network=network)
     leader = await ranks.listen("127.0.0.1")

@@ -8,12 +8,12 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from cluster.replica_router import ReplicaByPeer
-from cluster.worker_directory import worker_metadata
-from protocol.errors import WorkerLost
-from protocol.kv_layout import KVLayout
-from protocol.stats import WorkerInfo
-from protocol.tickets import Address, Peer
+from twostroke.cluster.replica_router import ReplicaByPeer
+from twostroke.cluster.worker_directory import worker_metadata
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Address, Peer
 
 DEPLOYMENT = DeploymentID("DecodeWorker of a test", "app")
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from cluster.router_drain import drain_routers
+from twostroke.cluster.router_drain import drain_routers
 from tests.simulation.virtual_loop import run_virtually
 
 

@@ -8,15 +8,15 @@ from typing import Literal
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig, read_config, with_keys_of_file
-from cluster.config_sections import kv_cache_size
-from cluster.router_deployment import RouterSettings
-from cluster.settings import SAME_LEVEL, bounds, bounds_within, read_settings
-from cluster.worker_settings import WorkerSettings
-from cluster.yaml_files import load_yaml
-from protocol.errors import ConfigError
-from router.slo import SLOClass
-from router.tenants import KeyConfig
+from twostroke.cluster.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config_sections import kv_cache_size
+from twostroke.cluster.router_deployment import RouterSettings
+from twostroke.cluster.settings import SAME_LEVEL, bounds, bounds_within, read_settings
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.cluster.yaml_files import load_yaml
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.slo import SLOClass
+from twostroke.router.tenants import KeyConfig
 
 
 @dataclass(frozen=True)

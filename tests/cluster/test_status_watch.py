@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.cli import main
-from cluster.commands.status_tables import class_rows, load_rows, scaling_rows
-from cluster.commands.status_watch import watch
-from protocol.errors import ConfigError
-from protocol.stats import QueuedWork, WorkerStats
-from protocol.step_costs import StepCosts
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.status_tables import class_rows, load_rows, scaling_rows
+from twostroke.cluster.commands.status_watch import watch
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
 
 
 def worker(**stats: Any) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import read_config
-from cluster.tensor_parallel_ranks import rank_options
-from cluster.worker_parts import check_step_size
-from cluster.worker_settings import WorkerSettings
-from protocol.errors import ConfigError
+from twostroke.cluster.config import read_config
+from twostroke.cluster.tensor_parallel_ranks import rank_options
+from twostroke.cluster.worker_parts import check_step_size
+from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
 
 
 def test_each_rank_has_a_bundle_of_its_own_on_one_machine() -> None:

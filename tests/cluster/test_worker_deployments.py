@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.worker_deployments import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
-from protocol.errors import WorkerLost
-from protocol.messages import Drain
+from twostroke.cluster.worker_deployments import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import Drain
 from tests.simulation.worker_rig import Rig, a_request, begin, play
 
 

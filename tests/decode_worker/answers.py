@@ -2,7 +2,7 @@
 
 import asyncio
 
-from protocol.requests import GenerateRequest
+from twostroke.protocol.requests import GenerateRequest
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS
 

@@ -1,7 +1,7 @@
 """Step budgets for schedulers under test."""
 
-from decode_worker.step_budget import StepBudget
-from protocol.step_costs import StepCosts
+from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.protocol.step_costs import StepCosts
 
 
 def step_budget(

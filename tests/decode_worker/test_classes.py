@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.jobs import DecodeJob, DecodeStep, Phase
-from decode_worker.preemption import PreemptionPolicy
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.swapped_blocks import SwappedBlocks
-from model.block_pool import BlockPool
-from protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
-from protocol.step_costs import StepCosts
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
+from twostroke.decode_worker.preemption import PreemptionPolicy
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
+from twostroke.protocol.step_costs import StepCosts
 from tests.decode_worker.budgets import step_budget
 
 BLOCK = 4

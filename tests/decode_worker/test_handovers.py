@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from model.sequence import SequenceState
-from protocol.errors import ConnectionLost, TransferFailed, WorkerLost
-from protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed
-from protocol.token_server import TokenServerConfig
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
+from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed
+from twostroke.protocol.token_server import TokenServerConfig
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.worker_rig import BLOCK, LAYERS, PREFILL, TRANSFERS, Rig, a_request, begin, make_parts, play

@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from protocol.errors import ConnectionLost, WorkerLeaving, WorkerLost
-from protocol.messages import Drain, PrefillFailed, SendPrefix
-from protocol.network import Connection
-from protocol.tickets import Address, Peer, mint_ticket
+from twostroke.protocol.errors import ConnectionLost, WorkerLeaving, WorkerLost
+from twostroke.protocol.messages import Drain, PrefillFailed, SendPrefix
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tickets import Address, Peer, mint_ticket
 from tests.decode_worker.answers import a_moment
 from tests.simulation.worker_rig import DECODE, SECRET, Rig, a_request, begin, play
 

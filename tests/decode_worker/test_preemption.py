@@ -2,9 +2,9 @@
 
 import pytest
 
-from decode_worker.config import DecodeConfig
-from decode_worker.preemption import PreemptionPolicy, Rate
-from protocol.errors import ConfigError
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.preemption import PreemptionPolicy, Rate
+from twostroke.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import asyncio
 
 import pytest
 
-from protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
-from protocol.messages import Cancel, Drain, PrefillFailed
-from protocol.requests import GenerateRequest
-from protocol.tickets import Peer
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
+from twostroke.protocol.messages import Cancel, Drain, PrefillFailed
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.tickets import Peer
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.prefix_source import source_beside

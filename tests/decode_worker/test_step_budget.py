@@ -2,11 +2,11 @@
 
 import pytest
 
-from decode_worker.jobs import DecodeJob
-from decode_worker.step_budget import CAUTIOUS_CHUNK, tokens_in
-from model.sequence import SequenceState
-from protocol.requests import GenerateRequest, Promise, SamplingParams
-from protocol.step_costs import StepCosts
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.decode_worker.step_budget import CAUTIOUS_CHUNK, tokens_in
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.step_costs import StepCosts
 from tests.decode_worker.budgets import step_budget
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context

@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from kvtransfer.receiver import IncomingTransfer
-from model.sequence import SequenceState
-from protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
-from protocol.requests import GenerateRequest
-from protocol.tickets import Peer, mint_ticket
+from twostroke.kvtransfer.receiver import IncomingTransfer
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.tickets import Peer, mint_ticket
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.worker_rig import BLOCK, DECODE, LAYERS, PREFILL, SECRET, Rig, a_request, begin, make_parts, play

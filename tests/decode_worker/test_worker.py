@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from protocol.errors import RequestError, TicketRefused, WorkerLost
-from protocol.messages import Cancel
-from protocol.requests import DecodeReply
+from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
+from twostroke.protocol.messages import Cancel
+from twostroke.protocol.requests import DecodeReply
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.worker_rig import DECODE, ROUTER, Rig, a_request, begin, play
 

@@ -27,11 +27,11 @@ from typing import Any
 import httpx
 import yaml
 
-from cluster.bench.stream_client import stream_completion
-from cluster.descendants import become_subreaper, descendants, end_descendants
-from cluster.server_process import ServerProcess, processes_named
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import Exchange
+from twostroke.cluster.bench.stream_client import stream_completion
+from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
+from twostroke.cluster.server_process import ServerProcess, processes_named
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import Exchange
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 

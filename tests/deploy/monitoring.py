@@ -24,11 +24,11 @@ from typing import Any
 import httpx
 import yaml
 
-from cluster.bench.open_loop import at_their_moments
-from cluster.bench.stream_client import stream_completion
-from cluster.descendants import become_subreaper, descendants, end_descendants
-from cluster.local_ray import free_ports
-from cluster.server_process import ServerProcess, processes_named
+from twostroke.cluster.bench.open_loop import at_their_moments
+from twostroke.cluster.bench.stream_client import stream_completion
+from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local_ray import free_ports
+from twostroke.cluster.server_process import ServerProcess, processes_named
 from tests.deploy.monitored import PROMETHEUS, RULES, panels
 from tests.deploy.programs import environment, find, haproxies
 from tests.deploy.proxies import Proxy, running

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.local_ray import free_ports
+from twostroke.cluster.local_ray import free_ports
 from tests.deploy.programs import ROOT, environment
 
 START_S = 10.0

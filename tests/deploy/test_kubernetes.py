@@ -13,7 +13,7 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.haproxy import haproxy_binary
+from twostroke.cluster.haproxy import haproxy_binary
 from tests.deploy.files import DEPLOY, LABEL, ROLES, ray_env, serve_config
 from tests.deploy.kubernetes_haproxy import kubernetes_haproxy
 from tests.deploy.ray_autoscaler import launched_for

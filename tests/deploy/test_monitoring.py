@@ -10,12 +10,12 @@ from collections import Counter
 
 from prometheus_client.core import Metric
 
-from router.admission import Admission
-from router.metrics import RouterMetrics
-from router.scaling import ScalingCollector
-from router.slo import SLOConfig
-from router.slo_metrics import SLOMetrics
-from router.worker_metrics import ejected_family, worker_families
+from twostroke.router.admission import Admission
+from twostroke.router.metrics import RouterMetrics
+from twostroke.router.scaling import ScalingCollector
+from twostroke.router.slo import SLOConfig
+from twostroke.router.slo_metrics import SLOMetrics
+from twostroke.router.worker_metrics import ejected_family, worker_families
 from tests.deploy.monitored import (
     PROMETHEUS,
     RULES,

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import ClusterConfig, read_config
-from cluster.serve_app import build_app
-from router.tenants import new_key
+from twostroke.cluster.config import ClusterConfig, read_config
+from twostroke.cluster.serve_app import build_app
+from twostroke.router.tenants import new_key
 from tests.deploy.files import DEPLOY, LABEL, ROLES, SETTINGS, serve_config
 
 
@@ -31,7 +31,7 @@ def config() -> ClusterConfig:
 
 def test_serve_takes_the_file() -> None:
     schema = ServeDeploySchema.model_validate(serve_config())
-    assert [application.import_path for application in schema.applications] == ["cluster.serve_app:build_app"]
+    assert [application.import_path for application in schema.applications] == ["twostroke.cluster.serve_app:build_app"]
 
 
 def test_the_application_is_built_from_it(arguments: dict[str, Any]) -> None:

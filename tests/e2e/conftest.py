@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.descendants import descendants
-from cluster.server_process import ServerProcess
+from twostroke.cluster.descendants import descendants
+from twostroke.cluster.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
 SETTLE_S = 15.0  # for what other processes bring about
@@ -46,7 +46,7 @@ class Server:
 
     def doctor(self) -> list[dict[str, Any]]:
         """What `twostroke doctor` says of each pair of workers; every trial must have worked."""
-        command = [sys.executable, "-m", "cluster.cli", "doctor", "--url", self.url, "--json"]
+        command = [sys.executable, "-m", "twostroke.cluster.cli", "doctor", "--url", self.url, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         begin, *pairs, end = [json.loads(line) for line in done.stdout.splitlines()]

@@ -6,9 +6,9 @@ import random
 import urllib.request
 from pathlib import Path
 
-from cluster.bench.stream_client import random_prompt, stream_completion, whole_answer
-from cluster.server_process import ServerProcess
-from loadtests.generator.completions import Exchange, completion_body
+from twostroke.cluster.bench.stream_client import random_prompt, stream_completion, whole_answer
+from twostroke.cluster.server_process import ServerProcess
+from twostroke.loadtests.generator.completions import Exchange, completion_body
 from tests.e2e.conftest import MODEL, Server, eventually
 
 CLIENTS = 24

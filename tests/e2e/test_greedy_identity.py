@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from model.bundled import BUNDLED_MODEL_DIR
-from model.engine_config import EngineConfig
-from model.load import load_engine
-from model.step import Draw, SequenceStep
-from protocol.requests import SamplingParams
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 NEW_TOKENS = 32

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import openai
 
-from cluster.bench.stream_client import stream_completion, whole_answer
-from cluster.server_process import ServerProcess, processes_named
+from twostroke.cluster.bench.stream_client import stream_completion, whole_answer
+from twostroke.cluster.server_process import ServerProcess, processes_named
 from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive, eventually
 
 PROMPT = "import os\n\ndef list_files(path):\n"

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.descendants import descendants
-from cluster.haproxy import BINARY_VARIABLE, haproxy_binary
-from cluster.local_ray import haproxy_switches
-from router.tenants import new_key
+from twostroke.cluster.descendants import descendants
+from twostroke.cluster.haproxy import BINARY_VARIABLE, haproxy_binary
+from twostroke.cluster.local_ray import haproxy_switches
+from twostroke.router.tenants import new_key
 from tests.deploy.files import LABEL, ROLES, ray_env, serve_config
 from tests.e2e.conftest import MODEL, alive, eventually
 

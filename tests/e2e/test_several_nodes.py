@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import pytest
 
-from cluster.commands.cluster_demo import ISOLATED_PORT, choose_machines
-from cluster.commands.doctor import fetch_report
-from cluster.local_nodes.load import Answer, Request, ask
-from cluster.local_nodes.machines import Machines
-from cluster.local_nodes.ray_nodes import Node, NodeSpec, RayNodes
-from cluster.local_nodes.site import Site, Worker, node_for, settings
-from cluster.local_ray import free_ports
+from twostroke.cluster.commands.cluster_demo import ISOLATED_PORT, choose_machines
+from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.local_nodes.load import Answer, Request, ask
+from twostroke.cluster.local_nodes.machines import Machines
+from twostroke.cluster.local_nodes.ray_nodes import Node, NodeSpec, RayNodes
+from twostroke.cluster.local_nodes.site import Site, Worker, node_for, settings
+from twostroke.cluster.local_ray import free_ports
 from tests.e2e.conftest import MODEL
 
 SHORT = Request(MODEL, max_tokens=16)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.server_process import processes_named
+from twostroke.cluster.server_process import processes_named
 from tests.e2e.conftest import MODEL, Server, alive, eventually, serving
 
 PROMPT = [300 + (7 * position) % 3000 for position in range(100)]

@@ -11,10 +11,10 @@ from census import socket_inodes
 from faulty_network import FaultyNetwork
 from injection import Faults
 
-from kvtransfer.digest import chunk_seal
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from protocol.tickets import Peer
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.protocol.tickets import Peer
 
 
 class FaultyTransport:

@@ -2,10 +2,10 @@
 
 from injection import Faults
 
-from kvtransfer.digest import chunk_seal
-from protocol.messages import Chunk, Hello, Message, Offer, Welcome
-from protocol.network import Connection, Handler, Listener, Network
-from protocol.tickets import Address, Peer
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
+from twostroke.protocol.network import Connection, Handler, Listener, Network
+from twostroke.protocol.tickets import Address, Peer
 
 
 class FaultyNetwork:

@@ -14,7 +14,7 @@ from typing import Any
 
 from injection import Fault, Faults
 
-from kvtransfer.transports import group_link, shm
+from twostroke.kvtransfer.transports import group_link, shm
 
 _MEBIBYTE = 1024 * 1024
 

@@ -1,8 +1,8 @@
 """What the worker processes and their parent agree on."""
 
-from kvtransfer.config import TransferConfig
-from protocol.kv_layout import KVLayout
-from protocol.requests import SampledToken
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import SampledToken
 
 SECRET = b"a secret of these tests"
 LAYOUT = KVLayout(

@@ -22,13 +22,13 @@ from pattern_store import PatternStore, num_blocks_of
 from sabotage import install
 from terms import CONFIG, LAYOUT, SECRET, token_of
 
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import make_transports
-from kvtransfer.transports.torch_distributed import TorchDistributedTransport
-from protocol.errors import TransferFailed
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer, Ticket
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import make_transports
+from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer, Ticket
 
 JOIN_TIMEOUT_S = 2.0
 OPERATION_TIMEOUT_S = 2 * CONFIG.lease_s

@@ -16,15 +16,15 @@ import sys
 
 from worker_process import WorkerProcess
 
-import kvtransfer
-from kvtransfer.fused_digest import can_be_fused
-from kvtransfer.run_digest import make_run_digest
+import twostroke.kvtransfer
+from twostroke.kvtransfer.fused_digest import can_be_fused
+from twostroke.kvtransfer.run_digest import make_run_digest
 
 
 def main(orders: socket.socket) -> None:
     if len(os.listdir("/proc/self/task")) != 1:
         raise SystemExit("a process with threads can't be forked safely: what did an import start?")
-    for module in pkgutil.walk_packages(kvtransfer.__path__, "kvtransfer."):
+    for module in pkgutil.walk_packages(twostroke.kvtransfer.__path__, "twostroke.kvtransfer."):
         if "cuda" not in module.name and "device" not in module.name:
             importlib.import_module(module.name)  # kernels compile where there is no cache: not within a lease
     make_run_digest()  # these find out about their library, once

@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 import torch
 
-from model.engine_config import EngineConfig
-from model.load import load_engine
-from model.step import Draw, SequenceStep
-from protocol.requests import SamplingParams
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.backend import Backend
+from twostroke.model.backend import Backend
 from tests.kernels.paged_cases import make_layout, paged_case
 
 pytestmark = pytest.mark.gpu

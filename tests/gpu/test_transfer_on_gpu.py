@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.encodings import encode
-from kvtransfer.layout import Cut, Segment
-from protocol.kv_layout import Encoding, KVLayout
+from twostroke.kvtransfer.encodings import encode
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,8 +65,8 @@ CUTS = [(0, 8, 16), (2, 4, 16), (0, 8, 4), (7, 1, 1)]
 def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
-    from kvtransfer.transports.device_units import DeviceUnits
-    from model.kernels.kv_digest import digest_reference
+    from twostroke.kvtransfer.transports.device_units import DeviceUnits
+    from twostroke.model.kernels.kv_digest import digest_reference
 
     source, target = Store(layout_of(), seed=1), Store(layout_of())
     cut = Cut(source.layout, first, heads, tokens, encoding)
@@ -98,7 +98,7 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
 SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{root!r}]
-from kvtransfer.layout import Cut
+from twostroke.kvtransfer.layout import Cut
 from tests.gpu.test_transfer_on_gpu import SEAL, Store, layout_of, segments_of
 
 async def main():
@@ -148,12 +148,12 @@ async def receive_from_process(module: str, name: str) -> None:
 
 
 async def test_cuda_ipc_reads_another_processs_cache() -> None:
-    from kvtransfer.transports.cuda_ipc import missing
+    from twostroke.kvtransfer.transports.cuda_ipc import missing
 
     lacking = missing()
     if lacking is not None:
         pytest.skip(f"cuda_ipc needs {lacking}")
-    await receive_from_process("kvtransfer.transports.cuda_ipc", "CudaIpcTransport")
+    await receive_from_process("twostroke.kvtransfer.transports.cuda_ipc", "CudaIpcTransport")
 
 
 async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +166,11 @@ async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytes
         if version < (2, 30):
             pytest.skip(f"NCCL {'.'.join(map(str, version))} can't have two ranks on one GPU: it takes 2.30")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    await receive_from_process("kvtransfer.transports.torch_distributed", "TorchDistributedTransport")
+    await receive_from_process("twostroke.kvtransfer.transports.torch_distributed", "TorchDistributedTransport")
 
 
 def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> None:
-    from model.layer_announcer import LayerAnnouncer
+    from twostroke.model.layer_announcer import LayerAnnouncer
 
     values = [torch.zeros(1 << 20, device="cuda") for _ in range(6)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

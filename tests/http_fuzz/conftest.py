@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import router.tokenizer
-from router.tokenizer import TextTokenizer
+from twostroke.router.tokenizer import TextTokenizer
 from tests.http_fuzz.virtual_site import MODEL_FOLDER, Answer, VirtualSite
 from tests.simulation.virtual_loop import VirtualLoop
 
@@ -24,7 +23,7 @@ def _quiet_logs(caplog: pytest.LogCaptureFixture) -> None:
 def ask() -> Iterator[Ask]:
     """Asks the server (method, URL, headers, body) and waits for the whole answer. What is left behind fails."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router.tokenizer, "OFF_LOOP_CHARS", sys.maxsize)  # virtual time knows of no threads
+        patch.setattr("twostroke.router.tokenizer.OFF_LOOP_CHARS", sys.maxsize)  # virtual time knows of no threads
         with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s=1e6)) as runner:
             site = runner.run(_entered())
             yield lambda method, url, headers, body: runner.run(site.ask(method, url, headers, body))

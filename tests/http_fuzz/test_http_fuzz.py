@@ -14,7 +14,7 @@ import schemathesis
 from jsonschema import Draft202012Validator
 from schemathesis import Case, Response
 
-from router.openapi import document
+from twostroke.router.openapi import document
 from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 from tests.http_fuzz.conftest import Ask
 from tests.http_fuzz.virtual_site import MODEL, Answer

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from decode_worker.config import DecodeConfig
-from model.step import SequenceStep
-from prefill_worker.config import PrefillConfig
-from protocol.probe import ProbeTimes
-from protocol.requests import SampledToken
-from protocol.tickets import Peer, Ticket
-from router.app import build_app
-from router.config import PipelineConfig
-from router.doctor import Doctor
-from router.pipeline import Pipeline
-from router.service import RouterService, ServiceConfig
-from router.token_channels import TokenChannels
-from router.tokenizer import TextTokenizer
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.model.step import SequenceStep
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.router.app import build_app
+from twostroke.router.config import PipelineConfig
+from twostroke.router.doctor import Doctor
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.service import RouterService, ServiceConfig
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.tokenizer import TextTokenizer
 from tests.simulation.fake_model import VOCAB, FakeEngine
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric

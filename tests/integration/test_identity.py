@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from model.bundled import BUNDLED_MODEL_DIR
-from model.config import load_model_config
-from protocol.requests import SamplingParams
-from protocol.stats import Role
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.config import load_model_config
+from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.stats import Role
 from tests.integration.local_fleet import Served, Shape, serve
 from tests.model.test_conformance import (
     NEW_TOKENS,

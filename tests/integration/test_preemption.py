@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.requests import SamplingParams
+from twostroke.protocol.requests import SamplingParams
 from tests.integration.local_fleet import Served, Shape, serve
 
 PLENTY = Shape(None, num_blocks=256, block_size=4, decode_step_tokens=64, decode={"run_ahead": False})

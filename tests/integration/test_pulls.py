@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from model.block_pool import BlockPool
-from prefill_worker.worker import PrefillWorker
-from protocol.requests import GenerateRequest, SamplingParams
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer, Ticket, mint_ticket
-from router.config import PipelineConfig
-from router.stages import Stages
+from twostroke.model.block_pool import BlockPool
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
+from twostroke.router.config import PipelineConfig
+from twostroke.router.stages import Stages
 from tests.integration.local_fleet import SECRET, Served, Shape, serve
 
 GREEDY = SamplingParams(temperature=0.0)

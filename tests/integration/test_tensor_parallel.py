@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from cluster.led_ranks import LedRanks, RankOrder
-from cluster.rank_process import ProcessRanks, start_processes
-from cluster.worker_parts import load_parts
-from protocol.errors import WorkerLost
-from protocol.requests import SamplingParams
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer
+from twostroke.cluster.led_ranks import LedRanks, RankOrder
+from twostroke.cluster.rank_process import ProcessRanks, start_processes
+from twostroke.cluster.worker_parts import load_parts
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer
 from tests.integration.local_fleet import HOST, SECRET, Served, Shape, serve, worker_settings
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -27,16 +27,16 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.backend import BatchLayout
-from model.cuda_backend import CudaBackend
-from model.cuda_linear import CudaLinear, CudaQuantizedLinear
-from model.kernels.device_sampling import DrawParameters, draw_on_device
-from model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
-from model.kernels.kv_encode import decode_units, encode_units
-from model.kernels.kv_pack import copy_units, packed_places, paged_places
-from model.kernels.launch import A100, B200, H100, Target
-from model.kernels.split_k import SplitWorkspace
-from model.quantization import quantize
+from twostroke.model.backend import BatchLayout
+from twostroke.model.cuda_backend import CudaBackend
+from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
+from twostroke.model.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
+from twostroke.model.kernels.kv_encode import decode_units, encode_units
+from twostroke.model.kernels.kv_pack import copy_units, packed_places, paged_places
+from twostroke.model.kernels.launch import A100, B200, H100, Target
+from twostroke.model.kernels.split_k import SplitWorkspace
+from twostroke.model.quantization import quantize
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 _POINTERS = {

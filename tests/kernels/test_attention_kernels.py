@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from model.kernels.decode_attention import DecodeConfig, decode_attention, decode_attention_reference, decode_config
-from model.kernels.launch import A100, H100, Architecture, Target
-from model.kernels.prefill_attention import (
+from twostroke.model.kernels.decode_attention import DecodeConfig, decode_attention, decode_attention_reference, decode_config
+from twostroke.model.kernels.launch import A100, H100, Architecture, Target
+from twostroke.model.kernels.prefill_attention import (
     PrefillConfig,
     paged_attention_reference,
     prefill_attention,

@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 from safetensors.torch import save_file
 
-from model import cuda_backend
-from model.backend import Backend
-from model.config import load_model_config, parse_model_config
-from model.cuda_backend import CudaBackend
-from model.decoder import Decoder, Drawing
-from model.decoder_weights import load_decoder_weights
-from model.kernels.launch import A100, H100
-from model.tensor_parallel import SingleRank
-from model.weights import SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model import cuda_backend
+from twostroke.model.backend import Backend
+from twostroke.model.config import load_model_config, parse_model_config
+from twostroke.model.cuda_backend import CudaBackend
+from twostroke.model.decoder import Decoder, Drawing
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.kernels.launch import A100, H100
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.model.weights import SINGLE_FILE, Checkpoint, expected_shapes
 from tests.kernels.paged_cases import assert_close, make_layout, paged_case
 from tests.kernels.reference_backend import ReferenceBackend
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.host_units import HostUnits
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink
-from kvtransfer.store import DeviceStore
-from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
-from kvtransfer.transports.device_units import DeviceUnits
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.kv_layout import Encoding, KVLayout
+from twostroke.kvtransfer.host_units import HostUnits
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.store import DeviceStore
+from twostroke.kvtransfer.transports import cuda_ipc
+from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
+from twostroke.kvtransfer.transports.device_units import DeviceUnits
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 SEAL = 2**63 + 5

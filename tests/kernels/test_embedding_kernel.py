@@ -3,12 +3,12 @@ from typing import Literal
 import pytest
 import torch
 
-from model.cuda_linear import CudaLinear, CudaQuantizedLinear
-from model.kernels.launch import H100
-from model.kernels.packed_weight import pack
-from model.kernels.split_k import SplitWorkspace
-from model.kernels.vocab_embedding import vocab_embedding, vocab_embedding_reference
-from model.quantization import quantize
+from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
+from twostroke.model.kernels.launch import H100
+from twostroke.model.kernels.packed_weight import pack
+from twostroke.model.kernels.split_k import SplitWorkspace
+from twostroke.model.kernels.vocab_embedding import vocab_embedding, vocab_embedding_reference
+from twostroke.model.quantization import quantize
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

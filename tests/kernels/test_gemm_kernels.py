@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.cuda_linear import CudaLinear
-from model.kernels.launch import A100, H100, Target
-from model.kernels.skinny_gemm import linear_reference, skinny_config, skinny_gemm
-from model.kernels.split_k import GemmConfig, SplitWorkspace, with_splits
+from twostroke.model.cuda_linear import CudaLinear
+from twostroke.model.kernels.launch import A100, H100, Target
+from twostroke.model.kernels.skinny_gemm import linear_reference, skinny_config, skinny_gemm
+from twostroke.model.kernels.split_k import GemmConfig, SplitWorkspace, with_splits
 from tests.kernels.paged_cases import TOLERANCES, assert_close
 
 pytestmark = pytest.mark.usefixtures("interpreter")

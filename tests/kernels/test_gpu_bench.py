@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.bench import gpu
-from cluster.bench.gpu_limits import GpuLimits
-from cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
-from cluster.cli import main
-from model.config import parse_model_config
-from model.kernels.launch import H100
+from twostroke.cluster.bench import gpu
+from twostroke.cluster.bench.gpu_limits import GpuLimits
+from twostroke.cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
+from twostroke.cluster.cli import main
+from twostroke.model.config import parse_model_config
+from twostroke.model.kernels.launch import H100
 from tests.kernels.test_cuda_backend import CONFIG
 from tests.model.test_cuda_graphs import Repeating
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.kernels.cpu_kv_encode import decode_rows, encode_rows
-from model.kernels.kv_encode import decode_units, encode_units
-from model.kernels.kv_pack import address_tensor, packed_places, paged_places
+from twostroke.model.kernels.cpu_kv_encode import decode_rows, encode_rows
+from twostroke.model.kernels.kv_encode import decode_units, encode_units
+from twostroke.model.kernels.kv_pack import address_tensor, packed_places, paged_places
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 CPU = torch.device("cpu")

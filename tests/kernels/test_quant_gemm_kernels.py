@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.cuda_linear import CudaQuantizedLinear
-from model.kernels.launch import H100
-from model.kernels.packed_weight import PackedWeight, pack, unpack
-from model.kernels.quant_gemm import quant_config, quant_gemm, quant_reference
-from model.kernels.split_k import GemmConfig, SplitWorkspace
-from model.quantization import QuantizedWeight, quantize
+from twostroke.model.cuda_linear import CudaQuantizedLinear
+from twostroke.model.kernels.launch import H100
+from twostroke.model.kernels.packed_weight import PackedWeight, pack, unpack
+from twostroke.model.kernels.quant_gemm import quant_config, quant_gemm, quant_reference
+from twostroke.model.kernels.split_k import GemmConfig, SplitWorkspace
+from twostroke.model.quantization import QuantizedWeight, quantize
 from tests.kernels.paged_cases import assert_close
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -116,7 +116,7 @@ def test_the_first_call_compiles_every_tile(bits: Literal[8, 4], monkeypatch: py
         launched.append((config.block_t, out_dtype))
         return torch.zeros(len(x), 8)
 
-    monkeypatch.setattr("model.cuda_linear.quant_gemm", launch)
+    monkeypatch.setattr("twostroke.model.cuda_linear.quant_gemm", launch)
     linear = CudaQuantizedLinear(quantize(torch.zeros(8, 128), bits), None, H100, SplitWorkspace(torch.device("cpu")))
     for out_dtype in (torch.bfloat16, torch.float32):
         launched.clear()

@@ -9,13 +9,13 @@ import pytest
 from faulty_transports import FaultyTransport
 from transfer_harness import FAST, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.lifecycle import SenderState
-from kvtransfer.link import Transport
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.messages import Hello, KVHello
-from protocol.tickets import Peer
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.messages import Hello, KVHello
+from twostroke.protocol.tickets import Peer
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 NUM_TOKENS = 8

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.protocol.errors import ConnectionLost
 
 
 class Gate:

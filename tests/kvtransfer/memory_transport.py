@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import xxhash
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import LinkParams
-from kvtransfer.store import HostStore
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.store import HostStore
+from twostroke.protocol.errors import ConnectionLost
 
 
 class Wire:

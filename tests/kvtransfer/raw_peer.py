@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from memory_transport import MemoryTransport
 from transfer_harness import BLOCK_BYTES, BytesStore, D, P, Pair, reach
 
-from kvtransfer.digest import chunk_seal
-from kvtransfer.layout import Segment
-from kvtransfer.link import DataLink
-from protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
-from protocol.network import Connection
-from protocol.tickets import Peer, Ticket
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.layout import Segment
+from twostroke.kvtransfer.link import DataLink
+from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tickets import Peer, Ticket
 
 NEIGHBOUR = Peer("prefill-1", 33)
 ANYBODY = b"x" * 16

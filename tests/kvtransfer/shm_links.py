@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
-from kvtransfer.link import DataLink
-from kvtransfer.transports.shm import ShmTransport
-from model.config import ModelConfig, RopeConfig
-from model.kv_cache import SharedKVCache, make_kv_cache
+from twostroke.kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.transports.shm import ShmTransport
+from twostroke.model.config import ModelConfig, RopeConfig
+from twostroke.model.kv_cache import SharedKVCache, make_kv_cache
 
 NUM_LAYERS = 3
 

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import msgspec
 from transfer_harness import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import Transports
-from protocol.errors import TransferFailed
-from protocol.requests import SampledToken
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Ticket
 
 
 class StallingLink:

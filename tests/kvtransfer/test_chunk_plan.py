@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.chunk_plan import ChunkPlan
-from protocol.messages import Run
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.protocol.messages import Run
 
 
 def make(num_tokens: int = 10, *, layers: int = 2, ready: int = 0, skip: int = 0) -> ChunkPlan:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.deadline import Deadline
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import pytest
 from raw_peer import RawPeer, raw_peer
 from transfer_harness import SECRET, D, make_pair, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.lifecycle import SenderState
-from kvtransfer.receiver import KVReceiver
-from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import Message, Offer, Ping
-from protocol.network import Connection, Handler, Listener
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.protocol.errors import ConnectionLost, TransferFailed
+from twostroke.protocol.messages import Message, Offer, Ping
+from twostroke.protocol.network import Connection, Handler, Listener
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Address
 
 
 class DeafConnection:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtransfer.encodings import decode, encode, raw_unit_bytes
-from kvtransfer.layout import Cut
-from protocol.kv_layout import Encoding, KVLayout
+from twostroke.kvtransfer.encodings import decode, encode, raw_unit_bytes
+from twostroke.kvtransfer.layout import Cut
+from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 ENCODINGS: list[Encoding] = ["int8", "fp8"]
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvtransfer.endings import all_ended, finish, run_movers, run_until_lost
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.endings import all_ended, finish, run_movers, run_until_lost
+from twostroke.protocol.errors import ConnectionLost
 
 
 async def lose(reason: str) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtransfer.fused_digest import BLOCK_BYTES, FusedDigest, can_be_fused
+from twostroke.kvtransfer.fused_digest import BLOCK_BYTES, FusedDigest, can_be_fused
 
 RNG = np.random.default_rng(5)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transfer_harness import BytesStore
 
-from kvtransfer.host_units import HostUnits, UnitRuns, count_units, split_segments
-from kvtransfer.host_wire import BATCH_BYTES, MAX_VIEWS, batches, make_host_wire
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.unit_copy import copy_runs
-from protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
+from twostroke.kvtransfer.host_units import HostUnits, UnitRuns, count_units, split_segments
+from twostroke.kvtransfer.host_wire import BATCH_BYTES, MAX_VIEWS, batches, make_host_wire
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.unit_copy import copy_runs
+from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 
 
 @st.composite

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.errors import TransferFailed
-from protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
-from protocol.requests import SampledToken
-from protocol.tickets import Address, Ticket, mint_ticket
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Address, Ticket, mint_ticket
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually

@@ -5,14 +5,14 @@ import asyncio
 import pytest
 from transfer_harness import TOKEN, D, P
 
-from kvtransfer.chunk_plan import ChunkPlan
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.lifecycle import IllegalTransition, ReceiverState, SenderState
-from kvtransfer.outgoing_lane import OutgoingLane
-from protocol.kv_layout import KVLayout
-from protocol.messages import Chunk, Commit, Damaged, Verified
-from protocol.tickets import Address, Ticket
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.lifecycle import IllegalTransition, ReceiverState, SenderState
+from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import Chunk, Commit, Damaged, Verified
+from twostroke.protocol.tickets import Address, Ticket
 from tests.simulation.virtual_loop import run_virtually
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from memory_transport import MemoryTransport
 from transfer_harness import FAST, SECRET, TOKEN, D, P, make_transport, reach
 
-from kvtransfer.chunk_plan import ChunkPlan
-from kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import Transports
-from protocol.errors import TransferFailed
-from protocol.kv_layout import KVLayout
-from protocol.messages import Run
-from protocol.requests import SampledToken
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import mint_ticket
+from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import Run
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import mint_ticket
 
 Array = np.ndarray[Any, np.dtype[np.uint16]]
 UP_TO_8 = range(1, 9)

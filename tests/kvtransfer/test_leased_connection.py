@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from kvtransfer.leased_connection import LeasedConnection
-from protocol.errors import ConnectionLost
-from protocol.messages import Message, Ping
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Message, Ping
 
 
 class FakeConnection:

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from transfer_harness import BytesStore, Pair, make_pair, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.lifecycle import ReceiverState
-from protocol.errors import TransferFailed
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.lifecycle import ReceiverState
+from twostroke.protocol.errors import TransferFailed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

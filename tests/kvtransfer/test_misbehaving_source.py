@@ -7,10 +7,10 @@ import pytest
 from raw_peer import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
 from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, make_pair, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.digest import chunk_seal
-from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import (
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.protocol.errors import ConnectionLost, TransferFailed
+from twostroke.protocol.messages import (
     Abort,
     Awaited,
     Chunk,
@@ -27,8 +27,8 @@ from protocol.messages import (
     StatsFrame,
     Verified,
 )
-from protocol.stats import WorkerStats
-from protocol.tickets import Peer, mint_ticket
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Peer, mint_ticket
 
 
 @pytest.mark.parametrize(

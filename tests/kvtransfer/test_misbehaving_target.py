@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transfer_harness import SECRET, TOKEN, D, P, Pair, make_pair, settle
 
-from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import Awaited, Commit, Damaged, Grant, KVWelcome, LinkReady, Offer, Ping, Verified, Welcome
-from protocol.network import Connection
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Ticket, mint_ticket
+from twostroke.protocol.errors import ConnectionLost, TransferFailed
+from twostroke.protocol.messages import Awaited, Commit, Damaged, Grant, KVWelcome, LinkReady, Offer, Ping, Verified, Welcome
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Ticket, mint_ticket
 
 
 @contextlib.asynccontextmanager

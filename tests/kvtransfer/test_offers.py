@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvtransfer.offers import AwaitedOffers
-from protocol.tickets import Address, Peer, Ticket
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.protocol.tickets import Address, Peer, Ticket
 from tests.simulation.virtual_loop import run_virtually
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvtransfer.patience import Patience, within
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.patience import Patience, within
+from twostroke.protocol.errors import ConnectionLost
 
 
 async def test_within_names_what_took_too_long() -> None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtransfer.prefix_export import PrefixExports
-from model.block_pool import BlockPool
-from protocol.block_hashes import chain_hashes
-from protocol.errors import TransferFailed
-from protocol.tickets import Address, Peer, Ticket
+from twostroke.kvtransfer.prefix_export import PrefixExports
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.block_hashes import chain_hashes
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.tickets import Address, Peer, Ticket
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 TOKENS = tuple(range(12))

@@ -10,20 +10,20 @@ import pytest
 from test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
 from transfer_harness import SECRET, TOKEN, D, P, settle
 
-from kvtransfer.lifecycle import SenderState
-from kvtransfer.rank_transfers import RankTransfers
-from kvtransfer.ranked_receiver import RankedReceiver
-from kvtransfer.ranked_sender import RankedOutgoing, RankedSender
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transfer_parts import TransferParts
-from model.rank_connections import RankConnections
-from protocol.errors import ConnectionLost, TransferFailed, WorkerLost
-from protocol.network import Connection
-from protocol.rank_messages import RankFailed, RankHello, RankLoaded, StepEnded
-from protocol.requests import SampledToken
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address, Peer
+from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.kvtransfer.rank_transfers import RankTransfers
+from twostroke.kvtransfer.ranked_receiver import RankedReceiver
+from twostroke.kvtransfer.ranked_sender import RankedOutgoing, RankedSender
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transfer_parts import TransferParts
+from twostroke.model.rank_connections import RankConnections
+from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
+from twostroke.protocol.network import Connection
+from twostroke.protocol.rank_messages import RankFailed, RankHello, RankLoaded, StepEnded
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Address, Peer
 
 HOST = "127.0.0.1"
 TOKENS = 21

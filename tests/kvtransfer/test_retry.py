@@ -1,6 +1,6 @@
 """When to try again, and when to stop."""
 
-from kvtransfer.retry import MAX_ATTEMPTS, LinkBudget, needs_other_link
+from twostroke.kvtransfer.retry import MAX_ATTEMPTS, LinkBudget, needs_other_link
 
 
 def test_the_last_attempt_alone_needs_another_link() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtransfer import run_digest
-from kvtransfer.run_digest import NativeDigest, PortableDigest, RunDigest, make_run_digest
+from twostroke.kvtransfer import run_digest
+from twostroke.kvtransfer.run_digest import NativeDigest, PortableDigest, RunDigest, make_run_digest
 
 KINDS = pytest.mark.parametrize("make", [make_run_digest, PortableDigest])
 RNG = np.random.default_rng(3)

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from shm_links import NUM_LAYERS, assert_nothing_is_left, belongings, cuts, make_cache
 
-from kvtransfer.transports.shared_pool import PoolDescription, receive_pool, send_pool
-from model.kv_cache import SharedKVCache
-from protocol.errors import ProtocolError
+from twostroke.kvtransfer.transports.shared_pool import PoolDescription, receive_pool, send_pool
+from twostroke.model.kv_cache import SharedKVCache
+from twostroke.protocol.errors import ProtocolError
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from shm_links import (
     same,
 )
 
-from kvtransfer.layout import Segment, plan_lanes
-from kvtransfer.transports.shm import HERE_BYTES, ShmTransport
-from protocol.errors import ConnectionLost, ProtocolError
+from twostroke.kvtransfer.layout import Segment, plan_lanes
+from twostroke.kvtransfer.transports.shm import HERE_BYTES, ShmTransport
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 # --- bytes ---
 
@@ -234,8 +234,8 @@ async def test_a_closed_link_reads_no_longer() -> None:
 _SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from kvtransfer.layout import Segment
-from kvtransfer.transports.shm import ShmTransport
+from twostroke.kvtransfer.layout import Segment
+from twostroke.kvtransfer.transports.shm import ShmTransport
 from shm_links import cuts, filled, make_cache
 
 async def main():

@@ -12,9 +12,9 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.host_wire import BATCH_BYTES
-from kvtransfer.socket_pump import SocketPump, make_socket_pump
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.host_wire import BATCH_BYTES
+from twostroke.kvtransfer.socket_pump import SocketPump, make_socket_pump
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import torch
 import xxhash
 from transfer_harness import BytesStore
 
-from kvtransfer.encodings import encode
-from kvtransfer.host_units import HostUnits
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
-from protocol.kv_layout import Encoding
+from twostroke.kvtransfer.encodings import encode
+from twostroke.kvtransfer.host_units import HostUnits
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
+from twostroke.protocol.kv_layout import Encoding
 
 CUTS = [(0, 4, 4), (1, 2, 4), (0, 4, 2), (3, 1, 1)]  # first head, heads, unit tokens
 
@@ -100,7 +100,7 @@ def test_chunks_larger_than_what_is_encoded_at_once_are_encoded_alike(monkeypatc
     whole, parts = staging.buffer(0, 18), staging.buffer(1, 18)
     staging.pack(segments, 7, whole)
     HostStaging(target, cut).unpack(segments, 7, whole)
-    monkeypatch.setattr("kvtransfer.transports.staging._HOT_BYTES", 2 * 192 * 4)
+    monkeypatch.setattr("twostroke.kvtransfer.transports.staging._HOT_BYTES", 2 * 192 * 4)
     staging.pack(segments, 7, parts)
     assert torch.equal(whole, parts)
     HostStaging(other, cut).unpack(segments, 7, parts)

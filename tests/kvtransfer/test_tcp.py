@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
-from protocol.errors import ConnectionLost
-from protocol.kv_layout import Encoding
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.kv_layout import Encoding
 
 Mangle = Callable[[int, bytes], bytes | None]
 """(bytes that went before, these bytes) -> what is passed on; None cuts the connection."""
@@ -211,7 +211,7 @@ async def test_the_smaller_number_of_streams_counts(ours: int, theirs: int, coun
 
 
 async def test_between_machines_a_link_has_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.transports.tcp_door._is_within_one_machine", lambda _: False)
+    monkeypatch.setattr("twostroke.kvtransfer.transports.tcp_door._is_within_one_machine", lambda _: False)
     store = BytesStore()
     sending, receiving = TcpTransport(store), TcpTransport(store, streams=3)
     pending = await receiving.prepare("127.0.0.1", blocks(store))

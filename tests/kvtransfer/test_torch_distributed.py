@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.transports.group_link import GroupLink
-from kvtransfer.transports.staging import NUM_BUFFERS
-from kvtransfer.transports.torch_distributed import TorchDistributedTransport
-from protocol.errors import ConnectionLost
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.transports.group_link import GroupLink
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
+from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+from twostroke.protocol.errors import ConnectionLost
 
 LEASE_S = 1.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +27,8 @@ SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{here!r}, {root!r}]
 from transfer_harness import BytesStore
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
 async def main():
     store = BytesStore(1, 64, 4096)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from memory_transport import MemoryLink, MemoryTransport, Wire
 from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.errors import TransferFailed
-from protocol.tickets import Ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.tickets import Ticket
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 

@@ -7,10 +7,10 @@ from faulty_pair import EACH, NUM_TOKENS, assert_a_transfer_works, begin, faulty
 from faulty_transports import FaultyTransport
 from transfer_harness import TOKEN, Pair, make_pair, settle
 
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.lifecycle import ReceiverState, SenderState
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.errors import TransferFailed
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
 
 
 async def drive_to(

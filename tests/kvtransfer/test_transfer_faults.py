@@ -16,13 +16,13 @@ from faulty_pair import (
 )
 from transfer_harness import FAST, SECRET, TOKEN, D, P, make_pair, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.lifecycle import ReceiverState, SenderState
-from protocol.errors import ConnectionLost, TransferFailed
-from protocol.messages import KVWelcome, LinkReady, LinkWanted, Ping, Welcome
-from protocol.network import Connection
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import mint_ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
+from twostroke.protocol.errors import ConnectionLost, TransferFailed
+from twostroke.protocol.messages import KVWelcome, LinkReady, LinkWanted, Ping, Welcome
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import mint_ticket
 
 # --- damage, and links that break ---
 

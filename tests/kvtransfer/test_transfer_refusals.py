@@ -6,11 +6,11 @@ import pytest
 from faulty_pair import NUM_TOKENS, assert_a_transfer_works, begin, finish, hello
 from transfer_harness import BytesStore, D, P, make_pair, reach, settle
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.lifecycle import SenderState
-from protocol.errors import TransferFailed
-from protocol.messages import Hello, KVHello, Refuse
-from protocol.tickets import Peer
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.messages import Hello, KVHello, Refuse
+from twostroke.protocol.tickets import Peer
 
 # --- prefixes that are not there ---
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from kvtransfer.transport_choice import choose_transport
-from protocol.errors import ConfigError
-from protocol.kv_layout import Encoding
-from protocol.messages import Reach
+from twostroke.kvtransfer.transport_choice import choose_transport
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import Encoding
+from twostroke.protocol.messages import Reach
 
 HOST = ("shm", "tcp", "torch_distributed")
 GPU = ("cuda_ipc", "torch_distributed")

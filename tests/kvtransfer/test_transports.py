@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import DataLink, Transport
-from kvtransfer.transports import make_transports
-from kvtransfer.transports.tcp import TcpTransport
-from protocol.errors import ConfigError, ConnectionLost
-from protocol.kv_layout import Encoding
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, Transport
+from twostroke.kvtransfer.transports import make_transports
+from twostroke.kvtransfer.transports.tcp import TcpTransport
+from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.kv_layout import Encoding
 
 
 def make(name: str, store: BytesStore, **options: float) -> Transport:
     if name == "torch_distributed":
-        from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
         return TorchDistributedTransport(store, **options)
     made = TcpTransport(store, local_streams=3 if name == "tcp, 3 streams" else 1, **options)
@@ -303,7 +303,7 @@ def test_processes_of_one_machine_say_the_same_machine() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests/kvtransfer'); sys.path.insert(0, 'tests/simulation')\n"
         "from transfer_harness import BytesStore\n"
-        "from kvtransfer.transports import make_transports\n"
+        "from twostroke.kvtransfer.transports import make_transports\n"
         "print(make_transports('auto', BytesStore()).reach.machine)"
     )
     theirs = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

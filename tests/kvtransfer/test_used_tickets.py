@@ -1,6 +1,6 @@
 """Single use, within bounds."""
 
-from kvtransfer.used_tickets import UsedTickets
+from twostroke.kvtransfer.used_tickets import UsedTickets
 
 
 def test_a_ticket_is_good_once() -> None:

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from memory_transport import MemoryTransport
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.layout import Cut
-from kvtransfer.link import Transport
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.store import HostStore
-from kvtransfer.transports import Transports
-from protocol.kv_layout import KVLayout
-from protocol.messages import Reach
-from protocol.network import Network
-from protocol.requests import SampledToken
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address, Peer, Ticket, mint_ticket
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.store import HostStore
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import Reach
+from twostroke.protocol.network import Network
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Address, Peer, Ticket, mint_ticket
 
 SECRET = b"a secret of tests"
 P, D = Peer("prefill-0", 11), Peer("decode-0", 22)
@@ -123,11 +123,11 @@ def make_transport(name: str, store: HostStore) -> Transport:
     if name.startswith("memory"):
         return MemoryTransport(store, name)
     if name == "torch_distributed":
-        from kvtransfer.transports.torch_distributed import TorchDistributedTransport
+        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
         return TorchDistributedTransport(store)
     if name == "tcp":
-        from kvtransfer.transports.tcp import TcpTransport
+        from twostroke.kvtransfer.transports.tcp import TcpTransport
 
         return TcpTransport(store)
     raise ValueError(name)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.errors import LoadTestError
-from loadtests.records import Record, append, line_of, read_records
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.records import Record, append, line_of, read_records
 
 RECORD = Record(0, 0, 1.0, 1.01, 3.0, "ok", output_tokens=5, token_s=(1.5, 2.0, 2.5))
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.config import parse_model_config
-from model.runner import ModelRunner
-from model.step import Draw, SequenceStep
-from model.weights import INDEX_FILE, SINGLE_FILE, expected_shapes
-from protocol.requests import SamplingParams
+from twostroke.model.config import parse_model_config
+from twostroke.model.runner import ModelRunner
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.weights import INDEX_FILE, SINGLE_FILE, expected_shapes
+from twostroke.protocol.requests import SamplingParams
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

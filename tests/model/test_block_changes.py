@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.block_changes import BlockChanges
-from model.block_pool import BlockPool
-from protocol.block_reports import NameChanges
+from twostroke.model.block_changes import BlockChanges
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.block_reports import NameChanges
 
 NUM_BLOCKS = 6
 operations = st.lists(

@@ -10,20 +10,20 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from model.captured_steps import DecodeInputs
-from model.config import load_model_config
-from model.cpu_backend import CpuBackend
-from model.cpu_captured_steps import CpuCapturedSteps
-from model.decoder import Decoder
-from model.decoder_weights import load_decoder_weights
-from model.kernels.cpu_launch import Kernel, as_floats, as_integers, take_items
-from model.kv_cache import KVCache, make_kv_cache
-from model.runner import ModelRunner, make_layout
-from model.sampler import Sampler
-from model.step import Draw, SequenceStep
-from model.tensor_parallel import SingleRank
-from model.weights import Checkpoint
-from protocol.requests import SamplingParams
+from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.cpu_captured_steps import CpuCapturedSteps
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.kernels.cpu_launch import Kernel, as_floats, as_integers, take_items
+from twostroke.model.kv_cache import KVCache, make_kv_cache
+from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.sampler import Sampler
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.model.weights import Checkpoint
+from twostroke.protocol.requests import SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

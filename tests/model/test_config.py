@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from model.config import RopeConfig, load_model_config, parse_model_config
-from protocol.errors import ConfigError
+from twostroke.model.config import RopeConfig, load_model_config, parse_model_config
+from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

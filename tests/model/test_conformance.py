@@ -13,23 +13,22 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
-import model.bundled
-from model.config import load_model_config
-from model.cpu_backend import CpuBackend
-from model.cpu_captured_steps import CpuCapturedSteps
-from model.decoder import Decoder
-from model.decoder_weights import load_decoder_weights
-from model.kv_cache import make_kv_cache
-from model.runner import ModelRunner
-from model.sampler import Sampler
-from model.tensor_parallel import SingleRank
-from model.weights import Checkpoint
+from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.cpu_captured_steps import CpuCapturedSteps
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampler import Sampler
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.model.weights import Checkpoint
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)
 MIN_MARGIN = 2e-4
 CPU = torch.device("cpu")
-BUNDLED = Path(model.bundled.__file__).parent
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from model.kernels.cpu_arena import ALIGNMENT, CHUNK_BYTES, Arena
+from twostroke.model.kernels.cpu_arena import ALIGNMENT, CHUNK_BYTES, Arena
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.kernels import cpu_attention, cpu_reference
-from model.kernels.cpu_launcher import Launcher
-from model.runner import make_layout
-from model.step import SequenceStep
+from twostroke.model.kernels import cpu_attention, cpu_reference
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.runner import make_layout
+from twostroke.model.step import SequenceStep
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128), (12, 2, 96)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.backend import BatchLayout
-from model.cpu_backend import CpuBackend
-from model.kernels import cpu_reference
-from model.runner import make_layout
-from model.step import SequenceStep
+from twostroke.model.backend import BatchLayout
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.kernels import cpu_reference
+from twostroke.model.runner import make_layout
+from twostroke.model.step import SequenceStep
 
 DTYPES = [torch.float32, torch.bfloat16]
 BACKEND = CpuBackend()

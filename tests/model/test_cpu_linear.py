@@ -8,13 +8,13 @@ import torch
 from numba import cfunc, types
 from torch import Tensor
 
-from model import cpu_linear
-from model.cpu_backend import CpuBackend
-from model.cpu_linear import CpuLinear
-from model.kernels import cpu_gemm, cpu_gemm_tile
-from model.kernels.cpu_launch import WORDS, compiled
-from model.kernels.cpu_launcher import Launcher
-from model.quantization import Quantization
+from twostroke.model import cpu_linear
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.cpu_linear import CpuLinear
+from twostroke.model.kernels import cpu_gemm, cpu_gemm_tile
+from twostroke.model.kernels.cpu_launch import WORDS, compiled
+from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.quantization import Quantization
 
 pytestmark = pytest.mark.skipif(
     not cpu_linear.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"

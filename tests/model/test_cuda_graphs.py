@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.cpu_backend import CpuBackend
-from model.cuda_graphs import CudaGraphSteps, Recorder, batch_sizes
-from model.runner import ModelRunner
-from model.sampler import Sampler
-from model.step import SequenceStep
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.cuda_graphs import CudaGraphSteps, Recorder, batch_sizes
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampler import Sampler
+from twostroke.model.step import SequenceStep
 from tests.model.test_captured_steps import CPU, MAX_CONTEXT, decodes, make_decoder
 
 

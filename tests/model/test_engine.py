@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import model.engine_config
-import model.load
-from model.engine import ThreadEngine
-from model.engine_config import EngineConfig, resolve_dtype
-from model.launched_step import DoneStep, LaunchedStep
-from model.load import load_engine
-from model.step import Draw, SequenceStep, with_drawn_tokens
-from protocol.errors import ConfigError, WorkerLost
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.engine import ThreadEngine
+from twostroke.model.engine_config import EngineConfig, resolve_dtype
+from twostroke.model.launched_step import DoneStep, LaunchedStep
+from twostroke.model.load import load_engine
+from twostroke.model.step import Draw, SequenceStep, with_drawn_tokens
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 BATCH = [SequenceStep([1], 0, [0], None)]
 
@@ -322,7 +320,7 @@ def test_the_dtype_follows_choice_checkpoint_and_device(
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model.engine_config, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr("twostroke.model.engine_config.has_fast_bf16", lambda: fast)
     assert resolve_dtype(choice, checkpoint, torch.device(device)) == expected
 
 
@@ -330,6 +328,6 @@ def test_a_gpu_that_runs_out_of_memory_is_one_line(write_checkpoint: Any, monkey
     def fail(*arguments: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(model.load, "_warm_up", fail)
+    monkeypatch.setattr("twostroke.model.load._warm_up", fail)
     with pytest.raises(ConfigError, match=r"weights .* MiB .* lower kv_cache_gib.*2\.00 GiB\.\)$"):
         load_engine(EngineConfig(write_checkpoint(), num_blocks=8, block_size=4, threads=1))

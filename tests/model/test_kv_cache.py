@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.store import DeviceStore, HostStore, SharedStore
-from model.config import ModelConfig, RopeConfig
-from model.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
-from protocol.errors import ConfigError
-from protocol.kv_layout import KVLayout
+from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.model.config import ModelConfig, RopeConfig
+from twostroke.model.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import KVLayout
 
 CONFIG = ModelConfig(
     vocab_size=96,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from model.layer_announcer import LayerAnnouncer
+from twostroke.model.layer_announcer import LayerAnnouncer
 
 
 class Gate:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import memory
+from twostroke.model import memory
 
 GIB = 2**30
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.memory_plan import (
+from twostroke.model.memory_plan import (
     CUDA_CONTEXT_BYTES,
     GpuMemory,
     MemoryNeed,
@@ -12,9 +12,9 @@ from model.memory_plan import (
     check_memory_of_all,
     describe_cache,
 )
-from model.peak_step import largest_batch
-from model.runner import check_batch
-from protocol.errors import ConfigError
+from twostroke.model.peak_step import largest_batch
+from twostroke.model.runner import check_batch
+from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model.class_shares import ClassShares
-from model.queue_order import AGEING_TOKENS_PER_S, LEAST_AHEAD, NO_LIMIT, QueuePolicy, Turn, turn_of, turns
-from protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.model.class_shares import ClassShares
+from twostroke.model.queue_order import AGEING_TOKENS_PER_S, LEAST_AHEAD, NO_LIMIT, QueuePolicy, Turn, turn_of, turns
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 
 NOTHING = Promise()
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import load_model_config
-from model.cpu_backend import CpuBackend
-from model.decoder import Decoder
-from model.decoder_weights import load_decoder_weights
-from model.kv_cache import make_kv_cache
-from model.runner import ModelRunner, make_layout
-from model.step import Draw, SequenceStep
-from model.tensor_parallel import SingleRank
-from model.weights import Checkpoint
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.tensor_parallel import SingleRank
+from twostroke.model.weights import Checkpoint
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

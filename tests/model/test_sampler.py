@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.kernels.cpu_sampling import CpuSampling, _uniform
-from model.kernels.sampling import DrawBatch, TorchSampling, _gumbel, row_keys
-from model.sampler import LEAST_LOGPROB, Sampler
-from model.step import Draw
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.kernels.cpu_sampling import CpuSampling, _uniform
+from twostroke.model.kernels.sampling import DrawBatch, TorchSampling, _gumbel, row_keys
+from twostroke.model.sampler import LEAST_LOGPROB, Sampler
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 VOCAB = 61
 CPU = torch.device("cpu")

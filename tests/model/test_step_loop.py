@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from model.step_loop import StepLoop
-from protocol.errors import WorkerLost
+from twostroke.model.step_loop import StepLoop
+from twostroke.protocol.errors import WorkerLost
 from tests.simulation.virtual_loop import run_virtually
 
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-import model.load
-from model.config import ModelConfig, load_model_config
-from model.engine_config import EngineConfig
-from model.kv_cache import make_kv_cache
-from model.load import load_engine
-from model.step import BlockCopy, Draw, SequenceStep
-from model.swap_space import SwapSpace, consecutive_runs, copy_over_bus
-from protocol.errors import ConfigError, WorkerLost
-from protocol.requests import SampledToken, SamplingParams
+from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.load import load_engine
+from twostroke.model.step import BlockCopy, Draw, SequenceStep
+from twostroke.model.swap_space import SwapSpace, consecutive_runs, copy_over_bus
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -123,6 +122,6 @@ async def test_a_copy_without_swap_space_is_a_failed_step(write_checkpoint: Any)
 
 def test_more_swap_space_than_the_host_has_is_one_line(write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint()
-    monkeypatch.setattr(model.load, "available_bytes", lambda device: 2**30)
+    monkeypatch.setattr("twostroke.model.load.available_bytes", lambda device: 2**30)
     with pytest.raises(ConfigError, match=r"64.00 GiB of swap space .* lower decode.swap_gib"):
         load_engine(EngineConfig(folder, num_blocks=8, block_size=4, swap_bytes=2**36, threads=1))

@@ -9,24 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-import model.load
-from model.config import load_model_config
-from model.cpu_backend import CpuBackend
-from model.decoder import Decoder
-from model.decoder_weights import DecoderWeights, load_decoder_weights
-from model.engine_config import EngineConfig
-from model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace, Rendezvous
-from model.kv_cache import KVCache, make_kv_cache
-from model.load import load_engine
-from model.memory_plan import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
-from model.peak_step import largest_batch
-from model.runner import ModelRunner
-from model.sampler import Sampler
-from model.step import SequenceStep
-from model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
-from model.weights import Checkpoint
-from protocol.errors import ConfigError
-from protocol.requests import SampledToken
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu_backend import CpuBackend
+from twostroke.model.decoder import Decoder
+from twostroke.model.decoder_weights import DecoderWeights, load_decoder_weights
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace, Rendezvous
+from twostroke.model.kv_cache import KVCache, make_kv_cache
+from twostroke.model.load import load_engine
+from twostroke.model.memory_plan import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
+from twostroke.model.peak_step import largest_batch
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampler import Sampler
+from twostroke.model.step import SequenceStep
+from twostroke.model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
+from twostroke.model.weights import Checkpoint
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import SampledToken
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 128, 16
@@ -163,8 +162,8 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
         return GpuMemory(CUDA_CONTEXT_BYTES + 2**20, free=2**30, share=1.0, weights=0, peak_step=0)
 
     # As on a GPU, whose step is measured where the cache has no size.
-    monkeypatch.setattr(model.load, "measure_gpu", measure)
-    monkeypatch.setattr(model.load, "resolve_num_blocks", lambda *_: None)
+    monkeypatch.setattr("twostroke.model.load.measure_gpu", measure)
+    monkeypatch.setattr("twostroke.model.load.resolve_num_blocks", lambda *_: None)
     folder = write_checkpoint(num_attention_heads=8, num_key_value_heads=4)
     config = EngineConfig(folder, tensor_parallel=2, threads=1, bounds=StepBounds(16, 4))
     rendezvous = Rendezvous("127.0.0.1")

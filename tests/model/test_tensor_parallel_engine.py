@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from model.rank_connections import RankConnections
-from model.step import BlockCopy, Draw, OnLayer, SequenceStep
-from model.tensor_parallel_engine import TensorParallelEngine
-from protocol.errors import WorkerLost
-from protocol.network import Connection
-from protocol.rank_messages import RankHello, RankSequence, RankStep, StepEnded
-from protocol.requests import SampledToken, SamplingParams
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer
+from twostroke.model.rank_connections import RankConnections
+from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep
+from twostroke.model.tensor_parallel_engine import TensorParallelEngine
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.network import Connection
+from twostroke.protocol.rank_messages import RankHello, RankSequence, RankStep, StepEnded
+from twostroke.protocol.requests import SampledToken, SamplingParams
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer
 
 WORKER = Peer("w", 5)
 DRAW = Draw(SamplingParams(), [1, 2], 2)

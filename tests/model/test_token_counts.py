@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.block_pool import BlockPool
-from model.logit_adjustments import adjust
-from model.sequence import SequenceState
-from model.step import Draw
-from model.token_counts import TokenCounts
-from protocol.requests import GenerateRequest, SamplingParams
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.logit_adjustments import adjust
+from twostroke.model.sequence import SequenceState
+from twostroke.model.step import Draw
+from twostroke.model.token_counts import TokenCounts
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
 
 VOCAB = 300
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import load_model_config
-from model.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
-from protocol.errors import ConfigError
+from twostroke.model.config import load_model_config
+from twostroke.model.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
+from twostroke.protocol.errors import ConfigError
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

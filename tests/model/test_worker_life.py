@@ -2,8 +2,8 @@
 
 import asyncio
 
-from model.block_pool import BlockPool
-from model.worker_life import WorkerCallbacks, WorkerLife
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.worker_life import WorkerCallbacks, WorkerLife
 from tests.simulation.virtual_loop import run_virtually
 
 

@@ -7,10 +7,10 @@ import asyncio
 
 import pytest
 
-from protocol.errors import EpochMismatch, RequestError, TicketRefused
-from protocol.messages import Cancel, SendPrefix
-from protocol.requests import GenerateRequest, PrefillReply
-from protocol.tickets import Peer, mint_ticket
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused
+from twostroke.protocol.messages import Cancel, SendPrefix
+from twostroke.protocol.requests import GenerateRequest, PrefillReply
+from twostroke.protocol.tickets import Peer, mint_ticket
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.prefix_source import SOURCE, source_beside
 from tests.simulation.worker_rig import (

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.block_pool import BlockPool
-from prefill_worker.jobs import Admission, PrefillJob, PrefillStep
-from prefill_worker.scheduler import PrefillScheduler
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.model.block_pool import BlockPool
+from twostroke.prefill_worker.jobs import Admission, PrefillJob, PrefillStep
+from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 
 BLOCK = 4
 NOTHING = Promise()

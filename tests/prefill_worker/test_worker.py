@@ -5,11 +5,11 @@ import contextlib
 
 import pytest
 
-from protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
-from protocol.messages import Cancel, Drain
-from protocol.network import Connection
-from protocol.requests import PrefillReply
-from protocol.tickets import Address, Peer
+from twostroke.protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
+from twostroke.protocol.messages import Cancel, Drain
+from twostroke.protocol.network import Connection
+from twostroke.protocol.requests import PrefillReply
+from twostroke.protocol.tickets import Address, Peer
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
 

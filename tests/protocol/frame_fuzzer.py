@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import msgspec
 
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
-from protocol.kv_layout import KVLayout
-from protocol.messages import (
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import (
     Abort,
     AskTurn,
     Awaited,
@@ -56,7 +56,7 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from protocol.rank_messages import (
+from twostroke.protocol.rank_messages import (
     AbortTransfer,
     CommitTransfer,
     DeclineTransfer,
@@ -75,11 +75,11 @@ from protocol.rank_messages import (
     TransferEnded,
     TransferReady,
 )
-from protocol.requests import SampledToken, TokenEvent
-from protocol.stats import WorkerStats
-from protocol.tcp_network import TcpConnection
-from protocol.tickets import Address, Peer, Ticket
-from protocol.verdicts import Verdict
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tcp_network import TcpConnection
+from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.verdicts import Verdict
 
 SECRET = b"the fuzzer's secret"
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.block_hashes import (
+from twostroke.protocol.block_hashes import (
     HASH_BYTES,
     NAME_BYTES,
     chain_hashes,
@@ -12,7 +12,7 @@ from protocol.block_hashes import (
     short_name,
     unpack_names,
 )
-from protocol.errors import ProtocolError
+from twostroke.protocol.errors import ProtocolError
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model.block_pool import BlockPool
-from protocol import block_reports
-from protocol.block_hashes import short_name, unpack_names
-from protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
-from protocol.requests import SampledToken, TokenEvent
-from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer
-from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol import block_reports
+from twostroke.protocol.block_hashes import short_name, unpack_names
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import run_virtually
 
@@ -250,7 +250,7 @@ def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(monkeypatch
         assert (router.changes, router.gaps) == (1, 0)
         assert router.names == scene.truth()
 
-    monkeypatch.setattr("model.block_changes.BlockChanges.__init__.__kwdefaults__", {"most": 20})
+    monkeypatch.setattr("twostroke.model.block_changes.BlockChanges.__init__.__kwdefaults__", {"most": 20})
     play(script)
 
 

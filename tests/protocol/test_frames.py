@@ -2,8 +2,8 @@ import struct
 
 import pytest
 
-from protocol.errors import ProtocolError
-from protocol.frames import (
+from twostroke.protocol.errors import ProtocolError
+from twostroke.protocol.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_FIRST_PAYLOAD_BYTES,

@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from protocol.errors import ProtocolError
-from protocol.frames import MAX_PAYLOAD_BYTES
-from protocol.messages import Message, decode_message
+from twostroke.protocol.errors import ProtocolError
+from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
+from twostroke.protocol.messages import Message, decode_message
 from tests.protocol.frame_fuzzer import CORPUS, DAMAGED, HOSTILE, KINDS, STRANGE_HELLO, fuzz
 
 FRAMES = 1_000_000

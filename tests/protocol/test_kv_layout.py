@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.kv_layout import KVLayout, incompatibility
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
 
 LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=8, head_dim=64, block_size=16, tp_size=2)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ProtocolError
-from protocol.kv_layout import KVLayout
-from protocol.messages import (
+from twostroke.protocol.errors import ProtocolError
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import (
     Abort,
     AskTurn,
     Awaited,
@@ -45,11 +45,11 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from protocol.rank_messages import RankMessage
-from protocol.requests import SampledToken, TokenEvent
-from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer, Ticket
-from protocol.verdicts import MOST_TOLD, Verdict
+from twostroke.protocol.rank_messages import RankMessage
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 from tests.protocol.frame_fuzzer import CORPUS
 
 P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)

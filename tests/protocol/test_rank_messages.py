@@ -1,7 +1,7 @@
 """What ranks tell each other fits into frames."""
 
-from protocol.messages import encode_message
-from protocol.rank_messages import RankCopy, RankSequence, RankStep, most_step_bytes
+from twostroke.protocol.messages import encode_message
+from twostroke.protocol.rank_messages import RankCopy, RankSequence, RankStep, most_step_bytes
 
 LARGE = 2**32 - 1
 

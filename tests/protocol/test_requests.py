@@ -1,6 +1,6 @@
 import pytest
 
-from protocol.requests import GenerateRequest, SamplingParams, finish_reason, forbidden_tokens
+from twostroke.protocol.requests import GenerateRequest, SamplingParams, finish_reason, forbidden_tokens
 
 
 def make_request(**changes: object) -> GenerateRequest:

@@ -1,6 +1,6 @@
 import asyncio
 
-from protocol.silence import Silence
+from twostroke.protocol.silence import Silence
 
 
 class Clock:

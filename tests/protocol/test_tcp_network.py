@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protocol.errors import ConnectionLost, ProtocolError
-from protocol.messages import Cancel, Refuse
-from protocol.network import Connection
-from protocol.tcp_network import TcpConnection, TcpNetwork
-from protocol.tickets import Address
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.messages import Cancel, Refuse
+from twostroke.protocol.network import Connection
+from twostroke.protocol.tcp_network import TcpConnection, TcpNetwork
+from twostroke.protocol.tickets import Address
 
 
 @contextlib.asynccontextmanager

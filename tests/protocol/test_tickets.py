@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from protocol.errors import EpochMismatch, TicketRefused
-from protocol.tickets import Address, Peer, mint_ticket, verify_ticket
+from twostroke.protocol.errors import EpochMismatch, TicketRefused
+from twostroke.protocol.tickets import Address, Peer, mint_ticket, verify_ticket
 
 P, D = Peer("p", 1), Peer("d", 2)
 HOME = (Address("127.0.0.1", 9),)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model.block_pool import BlockPool
-from protocol.errors import ConfigError, ConnectionLost
-from protocol.messages import (
+from twostroke.model.block_pool import BlockPool
+from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.messages import (
     AskTurn,
     Cancel,
     Convicted,
@@ -25,11 +25,11 @@ from protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from protocol.requests import SampledToken, TokenEvent
-from protocol.stats import WorkerStats
-from protocol.tickets import Address, Peer, mint_ticket
-from protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
-from protocol.verdicts import Verdict
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.tickets import Address, Peer, mint_ticket
+from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from twostroke.protocol.verdicts import Verdict
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.turns import Turns
+from twostroke.protocol.turns import Turns
 
 
 class Scene:

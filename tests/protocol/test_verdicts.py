@@ -1,8 +1,8 @@
 """What is remembered of requests that take workers down, for how long, and what of it is worth telling."""
 
-from protocol.frames import MAX_PAYLOAD_BYTES
-from protocol.messages import Convicted, encode_message
-from protocol.verdicts import LONGEST_S, MOST_TOLD, Verdict, Verdicts
+from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
+from twostroke.protocol.messages import Convicted, encode_message
+from twostroke.protocol.verdicts import LONGEST_S, MOST_TOLD, Verdict, Verdicts
 
 
 class Scene:

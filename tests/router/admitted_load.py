@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocol.kv_layout import KVLayout
-from protocol.requests import GenerateRequest, Promise, SamplingParams
-from protocol.stats import QueuedWork, Role, WorkerInfo, WorkerStats
-from protocol.tickets import Address, Peer
-from router.admission import Admission, Overloaded
-from router.attainment import verdict_of
-from router.decaying import DecayingSum
-from router.estimate import Estimate
-from router.policy import Path
-from router.slo import SLOClass, SLOConfig
-from router.stages import Stages
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.stats import QueuedWork, Role, WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.router.admission import Admission, Overloaded
+from twostroke.router.attainment import verdict_of
+from twostroke.router.decaying import DecayingSum
+from twostroke.router.estimate import Estimate
+from twostroke.router.policy import Path
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.stages import Stages
 
 
 def worker(role: Role) -> WorkerInfo:

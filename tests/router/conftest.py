@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from protocol.errors import ConnectionLost, RequestError, WorkerLost
-from protocol.kv_layout import KVLayout
-from protocol.messages import (
+from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import (
     AskTurn,
     Cancel,
     Convicted,
@@ -32,8 +32,8 @@ from protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from protocol.network import Connection, Listener
-from protocol.requests import (
+from twostroke.protocol.network import Connection, Listener
+from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
     PrefillReply,
@@ -42,17 +42,17 @@ from protocol.requests import (
     finish_reason,
     forbidden_tokens,
 )
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Address, Peer, Ticket, verify_ticket
-from router.app import build_app
-from router.config import PipelineConfig
-from router.pipeline import Pipeline
-from router.scaling import never_scaled
-from router.service import RouterService, ServiceConfig
-from router.token_channels import TokenChannels
-from router.tokenizer import TextTokenizer
-from router.worker_channel import TokenChannelConfig
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
+from twostroke.router.app import build_app
+from twostroke.router.config import PipelineConfig
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.scaling import never_scaled
+from twostroke.router.service import RouterService, ServiceConfig
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.tokenizer import TextTokenizer
+from twostroke.router.worker_channel import TokenChannelConfig
 
 SECRET = b"the cluster's secret"
 VOCAB = 300
@@ -348,7 +348,7 @@ def a_request():
     """Makes the template of a request; keyword arguments replace fields."""
 
     def make(**changes) -> GenerateRequest:
-        from protocol.requests import SamplingParams
+        from twostroke.protocol.requests import SamplingParams
 
         base = GenerateRequest("template", "", (1, 2, 3, 4, 5), 5, SamplingParams(seed=9), 12)
         return msgspec.structs.replace(base, **changes)

@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
-from protocol.errors import RequestError
-from router.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
-from router.tenants import KeyConfig, Tenants, new_key
+from twostroke.protocol.errors import RequestError
+from twostroke.router.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
+from twostroke.router.tenants import KeyConfig, Tenants, new_key
 
 SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -40,7 +40,7 @@ def logged(caplog):
 
 
 def access(lines):
-    return [line for line in map(json.loads, lines) if line["logger"] == "router.access_log"]
+    return [line for line in map(json.loads, lines) if line["logger"] == "twostroke.router.access_log"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

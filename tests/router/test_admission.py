@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.requests import GenerateRequest
-from protocol.stats import QueuedWork, WorkerStats
-from protocol.tickets import Peer
-from router.admission import PROBE_S, Admission, Overloaded
-from router.estimate import Estimate
-from router.policy import Path
-from router.slo import SLOClass, SLOConfig
-from router.stages import Stages
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.protocol.tickets import Peer
+from twostroke.router.admission import PROBE_S, Admission, Overloaded
+from twostroke.router.estimate import Estimate
+from twostroke.router.policy import Path
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.stages import Stages
 from tests.router.admitted_load import DECODE, PREFILL, AdmittedLoad, percentile, request_of
 
 INTERACTIVE = SLOClass("interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)

@@ -4,7 +4,7 @@ import json
 import httpx
 import pytest
 
-from router.app import build_app
+from twostroke.router.app import build_app
 
 
 async def complete(site, **asked):
@@ -234,7 +234,7 @@ async def test_one_failing_choice_fails_the_request_and_ends_the_others(site_of)
 
         async def second_fails(worker, request, ticket, pull):
             if site.rig["d0"].seen:
-                from protocol.errors import RequestError
+                from twostroke.protocol.errors import RequestError
 
                 raise RequestError("not this one", param="seed")
             return await original(worker, request, ticket, pull)

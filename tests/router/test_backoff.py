@@ -1,6 +1,6 @@
 """Pauses between attempts."""
 
-from router.backoff import Backoff
+from twostroke.router.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest():

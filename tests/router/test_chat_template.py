@@ -1,7 +1,7 @@
 import pytest
 
-from protocol.errors import ConfigError, RequestError
-from router.chat_template import ChatTemplate
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "<hi> & é"}]
 

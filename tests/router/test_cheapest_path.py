@@ -4,17 +4,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.kv_layout import KVLayout
-from protocol.requests import Promise
-from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Address, Peer
-from router.cheapest_path import cheapest_path
-from router.in_flight import Load
-from router.path_costs import Need
-from router.policy import NoPath
-from router.service_classes import ServiceClasses
-from router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.router.cheapest_path import cheapest_path
+from twostroke.router.in_flight import Load
+from twostroke.router.path_costs import Need
+from twostroke.router.policy import NoPath
+from twostroke.router.service_classes import ServiceClasses
+from twostroke.router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0)

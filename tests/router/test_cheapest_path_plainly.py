@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from protocol.kv_layout import KVLayout, incompatibility
-from protocol.requests import Promise
-from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Address, Peer
-from router.cheapest_path import cheapest_path
-from router.estimate import Estimate
-from router.in_flight import Load
-from router.path_costs import HOP_S, Need
-from router.service_classes import ServiceClasses
-from router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.router.cheapest_path import cheapest_path
+from twostroke.router.estimate import Estimate
+from twostroke.router.in_flight import Load
+from twostroke.router.path_costs import HOP_S, Need
+from twostroke.router.service_classes import ServiceClasses
+from twostroke.router.worker_table import AVAILABLE, UNWELCOME, WorkerTable
 
 CLASSES = (("gold", 2, 0.0), ("silver", 1, 0.3), ("standard", 0, 0.1))
 LAYOUTS = (KVLayout("a model", "bfloat16", 2, 4, 8, 16), KVLayout("other", "bfloat16", 2, 4, 8, 16))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import WorkerLost
-from protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
-from router.choices import ChoiceWriter, Delta, run_choices
-from router.jobs import Job
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
+from twostroke.router.choices import ChoiceWriter, Delta, run_choices
+from twostroke.router.jobs import Job
 
 
 def job(index=0, group=0, *, stop=(), min_tokens=0, logprobs=None):

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from protocol.kv_layout import KVLayout
-from protocol.requests import Promise
-from protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from protocol.step_costs import StepCosts
-from protocol.tickets import Address, Peer
-from router.demand import ASKED_S, Demand, fleet_numbers
-from router.slo import SLOClass, SLOConfig
-from router.stages import Stages
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.router.demand import ASKED_S, Demand, fleet_numbers
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.stages import Stages
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 DECODE = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024, max_batch=32)

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.errors import RequestError, TransferFailed
-from protocol.kv_layout import KVLayout
-from protocol.probe import ProbeTimes
-from protocol.stats import Role, WorkerInfo, WorkerStats
-from protocol.tickets import Address, Peer, Ticket, verify_ticket
-from router import doctor as module
-from router.app import build_app
-from router.doctor import MAX_BYTES, Doctor, possible_pairs
+from twostroke.protocol.errors import RequestError, TransferFailed
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
+from twostroke.router import doctor as module
+from twostroke.router.app import build_app
+from twostroke.router.doctor import MAX_BYTES, Doctor, possible_pairs
 
 SECRET = b"the cluster's secret"
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # K and V, layers, heads, head_dim, bytes of bf16

@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.errors import ConfigError
-from router.ejection import Ejection, EjectionConfig
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.ejection import Ejection, EjectionConfig
 
 ALL = ["a", "b", "c", "d"]
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from protocol.errors import RequestError, WorkerLost
-from protocol.messages import KVNotSent, StatsFrame
-from protocol.stats import WorkerStats
-from router.stages import Stages
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.messages import KVNotSent, StatsFrame
+from twostroke.protocol.stats import WorkerStats
+from twostroke.router.stages import Stages
 from tests.router.reading_tokens import allow, collect, nth_token
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from protocol.errors import RequestError
-from router.jobs import JobMaker
-from router.schemas import ChatRequest, CompletionRequest
+from twostroke.protocol.errors import RequestError
+from twostroke.router.jobs import JobMaker
+from twostroke.router.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.fixture

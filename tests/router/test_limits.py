@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.errors import RequestError
-from router.limits import KeyLimits, NotYet, RateLimited, TokenBucket
+from twostroke.protocol.errors import RequestError
+from twostroke.router.limits import KeyLimits, NotYet, RateLimited, TokenBucket
 
 
 class Clock:

@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import pytest
 
-from protocol.errors import RequestError, WorkerLeaving
-from router.stages import Stages
+from twostroke.protocol.errors import RequestError, WorkerLeaving
+from twostroke.router.stages import Stages
 
 POISON = (66, 6, 6)
 

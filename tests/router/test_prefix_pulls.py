@@ -6,11 +6,11 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from protocol.errors import ConfigError
-from router.config import PipelineConfig
-from router.policy import Path
-from router.prefix_pulls import PrefixPulls
-from router.stages import Stages
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.config import PipelineConfig
+from twostroke.router.policy import Path
+from twostroke.router.prefix_pulls import PrefixPulls
+from twostroke.router.stages import Stages
 
 PROMPT = tuple(range(130))
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from protocol.errors import RequestError
-from protocol.requests import Promise
-from router.limits import KeyLimits
-from router.promises import promise_of
-from router.slo import SLOClass, SLOConfig
-from router.tenants import Tenant
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import Promise
+from twostroke.router.limits import KeyLimits
+from twostroke.router.promises import promise_of
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.tenants import Tenant
 
 GOLD = SLOClass("gold", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3)
 PLAIN = SLOClass("plain", ttft_s=2.0, priority=5)

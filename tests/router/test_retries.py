@@ -2,10 +2,10 @@
 
 import pytest
 
-from protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from router.backoff import Backoff
-from router.retries import Retries
-from router.retry_budget import RetryBudget
+from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.router.backoff import Backoff
+from twostroke.router.retries import Retries
+from twostroke.router.retry_budget import RetryBudget
 
 
 def retries(*, most: int = 3, floor: int = 0) -> Retries:

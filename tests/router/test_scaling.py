@@ -1,8 +1,8 @@
 """What a router passes on of the autoscaler's decisions."""
 
-from router.metrics import RouterMetrics
-from router.scaling import RoleScaling, Scaling, ScalingCollector, scaling_status
-from router.scrape import RouterReading, exposition
+from twostroke.router.metrics import RouterMetrics
+from twostroke.router.scaling import RoleScaling, Scaling, ScalingCollector, scaling_status
+from twostroke.router.scrape import RouterReading, exposition
 
 SCALING = Scaling(
     policy="joint",

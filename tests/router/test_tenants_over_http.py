@@ -5,10 +5,10 @@ import json
 import httpx
 import pytest
 
-from router.admission import Overloaded
-from router.openapi import OPERATIONS
-from router.slo import SLOClass, SLOConfig
-from router.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.admission import Overloaded
+from twostroke.router.openapi import OPERATIONS
+from twostroke.router.slo import SLOClass, SLOConfig
+from twostroke.router.tenants import KeyConfig, Tenants, new_key
 
 KEY, HASH = new_key()
 ADMIN, ADMIN_HASH = new_key()

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from protocol.errors import WorkerLost
-from protocol.messages import TokenFrame
-from protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import TokenFrame
+from twostroke.protocol.requests import SampledToken, TokenEvent
 
 
 def event(request_id, index):

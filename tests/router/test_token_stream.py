@@ -1,8 +1,8 @@
 import pytest
 
-from protocol.errors import WorkerLost
-from protocol.requests import SampledToken, TokenEvent
-from router.token_stream import join_fresh
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.router.token_stream import join_fresh
 
 
 def event(index, *tokens, finish=None):

@@ -3,8 +3,8 @@ import shutil
 
 import pytest
 
-from protocol.errors import ConfigError, RequestError
-from router.tokenizer import TextTokenizer
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.tokenizer import TextTokenizer
 
 
 @pytest.fixture

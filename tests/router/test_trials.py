@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from model.step_costs import StepContent, StepCostFit
-from protocol.step_costs import StepCosts
-from router.trials import TRY_S
+from twostroke.model.step_costs import StepContent, StepCostFit
+from twostroke.protocol.step_costs import StepCosts
+from twostroke.router.trials import TRY_S
 from tests.router.test_path_finder import Rig, request
 
 TRUE = StepCosts(2e-3, 6e-5, 1.6e-8, 1e-4, 1e-7, 100)

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from protocol.errors import WorkerLost
-from protocol.messages import AskTurn, Cancel, Convicted, EndTurn, GiveTurn, Ping, Welcome
-from protocol.tcp_network import TcpNetwork
-from protocol.tickets import Peer
-from protocol.verdicts import Verdict
-from router.token_channels import TokenChannels
-from router.worker_channel import VerdictExchange
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import AskTurn, Cancel, Convicted, EndTurn, GiveTurn, Ping, Welcome
+from twostroke.protocol.tcp_network import TcpNetwork
+from twostroke.protocol.tickets import Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_channel import VerdictExchange
 
 SECRET = b"the cluster's secret"
 GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)

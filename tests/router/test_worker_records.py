@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from protocol.kv_layout import KVLayout
-from protocol.stats import WorkerInfo
-from protocol.tickets import Address, Peer
-from protocol.verdicts import Verdict
-from router.config import PipelineConfig
-from router.policy import Path
-from router.suspects import PoisonRequest
-from router.worker_records import WorkerRecords
+from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.config import PipelineConfig
+from twostroke.router.policy import Path
+from twostroke.router.suspects import PoisonRequest
+from twostroke.router.worker_records import WorkerRecords
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from protocol.messages import AskTurn, EndTurn
-from router.worker_turn import WorkerTurn
+from twostroke.protocol.messages import AskTurn, EndTurn
+from twostroke.router.worker_turn import WorkerTurn
 
 
 class Scene:

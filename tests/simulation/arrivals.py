@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from tests.simulation.fake_model import POISON, VOCAB, expected_tokens
 
 MAX_PROMPT = 200

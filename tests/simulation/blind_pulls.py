@@ -3,17 +3,17 @@
 import random
 from collections.abc import Sequence
 
-from protocol.messages import SendPrefix
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import WorkerInfo
-from protocol.tickets import Peer, Ticket, mint_ticket
-from router.fleet import Fleet
-from router.token_channels import TokenChannels
+from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
+from twostroke.router.fleet import Fleet
+from twostroke.router.token_channels import TokenChannels
 
 
 class BlindPulls:
-    """A `router.fleet.Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
+    """A `twostroke.router.fleet.Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
 
     Mostly from one that has been sent the same beginning, whatever has become of it there. `secret` signs the tickets.
     What a router's own index finds is pulled as ever.

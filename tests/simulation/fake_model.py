@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import xxhash
 
-from model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
-from model.token_counts import is_penalised
-from protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
+from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
+from twostroke.model.token_counts import is_penalised
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
 
 VOCAB = 61

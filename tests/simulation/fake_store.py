@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.layout import Cut
-from model.block_pool import BlockPool
-from model.step import BlockCopy
-from protocol.kv_layout import KVLayout
+from twostroke.kvtransfer.layout import Cut
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.step import BlockCopy
+from twostroke.protocol.kv_layout import KVLayout
 
 KV_HEADS = 2
 GARBAGE = 0xEEEE

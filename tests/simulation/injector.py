@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from protocol.messages import BlocksChanged, BlocksHeld, Message
-from protocol.stats import Role
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
+from twostroke.protocol.stats import Role
 from tests.simulation.fault_plan import Fault
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric

@@ -11,10 +11,10 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from protocol.errors import ConnectionLost
-from protocol.messages import Message, decode_message, encode_message
-from protocol.network import Handler
-from protocol.tickets import Address
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Message, decode_message, encode_message
+from twostroke.protocol.network import Handler
+from twostroke.protocol.tickets import Address
 
 HIGH_WATER_BYTES = 64 * 1024
 KERNEL_BYTES = 16 * 1024

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.layout import Cut, Segment
-from kvtransfer.link import LinkParams, Transport
-from kvtransfer.transports import Transports
-from protocol.errors import ConnectionLost
-from protocol.messages import Reach
+from twostroke.kvtransfer.digest import DIGEST_BYTES
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import LinkParams, Transport
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Reach
 from tests.simulation.fake_store import FakeStore, Grip
 
 KINDS = ("memory_pull", "memory")  # as real workers prefer them

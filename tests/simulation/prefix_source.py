@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvtransfer.prefix_export import PrefixExports
-from model.sequence import SequenceState
-from protocol.requests import GenerateRequest
-from protocol.tickets import Peer, Ticket, mint_ticket
+from twostroke.kvtransfer.prefix_export import PrefixExports
+from twostroke.model.sequence import SequenceState
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.worker_rig import BLOCK, SECRET, Parts, Rig, make_parts
 

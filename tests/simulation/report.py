@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from protocol.stats import Role, WorkerStats
+from twostroke.protocol.stats import Role, WorkerStats
 
 
 @dataclass

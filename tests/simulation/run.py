@@ -13,11 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.block_hashes import short_name
-from protocol.errors import RequestError, TwostrokeError
-from protocol.requests import TokenEvent
-from router.stages import Stages
-from router.suspects import PoisonRequest
+from twostroke.protocol.block_hashes import short_name
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.requests import TokenEvent
+from twostroke.router.stages import Stages
+from twostroke.router.suspects import PoisonRequest
 from tests.simulation.arrivals import Arrival
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.fault_plan import DEADLY_FAULTS
@@ -281,5 +281,4 @@ class _Simulation:
 
 def quiet_logs() -> None:
     """Warnings of aborted transfers and lost routers are what a simulation is made of."""
-    for name in ("router", "prefill_worker", "decode_worker", "protocol", "model", "kvtransfer"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("twostroke").setLevel(logging.CRITICAL)

@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass
 
-from decode_worker.config import DecodeConfig
-from prefill_worker.config import PrefillConfig
-from protocol.token_server import TokenServerConfig
-from router.config import PipelineConfig
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.token_server import TokenServerConfig
+from twostroke.router.config import PipelineConfig
 from tests.simulation.arrivals import Arrival, asked_again, make_arrivals, poisoned
 from tests.simulation.fault_plan import DECODE_FAULTS, Fault, make_faults
 

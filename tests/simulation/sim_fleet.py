@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from decode_worker.worker import DecodeWorker
-from kvtransfer.config import TransferConfig
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import Transports
-from prefill_worker.worker import PrefillWorker
-from protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
-from protocol.probe import ProbeTimes
-from protocol.requests import DecodeReply, GenerateRequest, PrefillReply
-from protocol.stats import Role, WorkerInfo
-from protocol.tickets import Peer, Ticket
+from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import Role, WorkerInfo
+from twostroke.protocol.tickets import Peer, Ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
@@ -77,7 +77,7 @@ class SimProcess:
 
 
 class SimFleet:
-    """A `router.fleet.Fleet` over processes in this very event loop.
+    """A `twostroke.router.fleet.Fleet` over processes in this very event loop.
 
     A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
     and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.

@@ -5,13 +5,13 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from protocol.block_hashes import ShortName
-from protocol.tickets import Peer
-from router.admission import Admission
-from router.config import PipelineConfig
-from router.pipeline import Pipeline
-from router.slo import SLOConfig
-from router.token_channels import TokenChannels
+from twostroke.protocol.block_hashes import ShortName
+from twostroke.protocol.tickets import Peer
+from twostroke.router.admission import Admission
+from twostroke.router.config import PipelineConfig
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.slo import SLOConfig
+from twostroke.router.token_channels import TokenChannels
 from tests.simulation.blind_pulls import BlindPulls
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop

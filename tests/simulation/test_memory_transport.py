@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
-from protocol.errors import ConnectionLost
-from protocol.kv_layout import KVLayout
-from protocol.messages import Run
+from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import Run
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_transport import KINDS, LinkFabric, MemoryLink, memory_transports
 from tests.simulation.virtual_loop import run_virtually

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from decode_worker.config import DecodeConfig
-from protocol.requests import GenerateRequest, SamplingParams
-from protocol.token_server import TokenServerConfig
-from router.config import PipelineConfig
-from router.stages import Stages
-from router.suspects import PoisonRequest, SuspectsConfig
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.token_server import TokenServerConfig
+from twostroke.router.config import PipelineConfig
+from twostroke.router.stages import Stages
+from twostroke.router.suspects import PoisonRequest, SuspectsConfig
 from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric

@@ -12,33 +12,33 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import router.attempt
-from decode_worker.jobs import DecodeJob, DecodeStep, Swap
-from decode_worker.offered_prefixes import OfferedPrefixes
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.standings import Standings
-from decode_worker.swapped_blocks import SwappedBlocks
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.receiver import KVReceiver
-from model.block_pool import BlockPool
-from model.sequence import SequenceState
-from model.step import BlockCopy
-from model.worker_life import WorkerLife
-from prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from protocol.errors import RequestError, TransferFailed, TwostrokeError
-from protocol.messages import BlocksChanged, BlocksHeld, Chunk
-from protocol.requests import GenerateRequest, SampledToken, TokenEvent
-from protocol.tickets import Peer, Ticket
-from protocol.token_server import TokenServer
-from protocol.turns import Turns
-from protocol.verdicts import Verdict
-from router.attempt import Attempt
-from router.block_index import BlockIndex
-from router.pipeline import Pipeline
-from router.stages import Stages
-from router.suspects import Case, Suspects
-from router.worker_records import WorkerRecords
+from twostroke.router import attempt
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
+from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.decode_worker.standings import Standings
+from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.model.block_pool import BlockPool
+from twostroke.model.sequence import SequenceState
+from twostroke.model.step import BlockCopy
+from twostroke.model.worker_life import WorkerLife
+from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
+from twostroke.protocol.requests import GenerateRequest, SampledToken, TokenEvent
+from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.protocol.token_server import TokenServer
+from twostroke.protocol.turns import Turns
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.attempt import Attempt
+from twostroke.router.block_index import BlockIndex
+from twostroke.router.pipeline import Pipeline
+from twostroke.router.stages import Stages
+from twostroke.router.suspects import Case, Suspects
+from twostroke.router.worker_records import WorkerRecords
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import Scenario, make_scenario
 
@@ -271,7 +271,7 @@ SABOTAGES = [
     Sabotage("offers are kept for requests that have ended", KVReceiver, "refuse", _keep_offers_for_ever),
     Sabotage("some blocks are never freed", Standings, "release_if_unused", _forget_to_release),
     Sabotage("who gives way keeps its blocks", Standings, "send_back", _send_back_with_blocks),
-    Sabotage("tokens are taken twice", router.attempt, "join_fresh", _take_every_index),
+    Sabotage("tokens are taken twice", attempt, "join_fresh", _take_every_index),
     Sabotage(
         "a resumed request forgets what was sent",
         Pipeline,

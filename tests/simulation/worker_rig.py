@@ -7,19 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
-from kvtransfer.config import TransferConfig
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import Transports
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
-from protocol.errors import ConnectionLost
-from protocol.messages import Convicted, Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
-from protocol.requests import GenerateRequest, SamplingParams
-from protocol.stats import WorkerInfo, WorkerStats
-from protocol.tickets import Address, Peer, Ticket, mint_ticket
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Convicted, Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.tickets import Address, Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric

@@ -6,13 +6,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.autoscaling import autoscaler
-from cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from cluster.autoscaling.policy import Memory
-from cluster.autoscaling.readings import Reading
-from cluster.autoscaling.reasons import Reason
-from cluster.autoscaling.signals import Decision, Signals
+from twostroke.cluster.autoscaling import autoscaler
+from twostroke.cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.policy import Memory
+from twostroke.cluster.autoscaling.readings import Reading
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.cluster.autoscaling.signals import Decision, Signals
 
 ORDER = ScalingOrder(
     AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 4), decode=RoleLimits(1, 4), interval_s=2, cooldown_s=10),

@@ -6,9 +6,9 @@ import threading
 import pytest
 from ray.exceptions import RpcError
 
-from cluster.autoscaling import decision_watch
-from cluster.autoscaling.decision_watch import STALE_S, DecisionWatch
-from router.scaling import RoleScaling, Scaling
+from twostroke.cluster.autoscaling import decision_watch
+from twostroke.cluster.autoscaling.decision_watch import STALE_S, DecisionWatch
+from twostroke.router.scaling import RoleScaling, Scaling
 
 NOW = 10_000.0
 

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.autoscaling.changes import HOUR_S
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from cluster.autoscaling.policy import decide
-from cluster.autoscaling.reasons import Reason
-from cluster.autoscaling.signals import Arrived, Signals
-from protocol.step_costs import StepCosts, typical
+from twostroke.cluster.autoscaling.changes import HOUR_S
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.policy import decide
+from twostroke.cluster.autoscaling.reasons import Reason
+from twostroke.cluster.autoscaling.signals import Arrived, Signals
+from twostroke.protocol.step_costs import StepCosts, typical
 from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
 
 

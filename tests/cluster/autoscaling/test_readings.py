@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cluster.autoscaling.readings import Counted, Reading, count, signals_of
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.readings import Counted, Reading, count, signals_of
+from twostroke.protocol.step_costs import StepCosts
 
 BEGUN = 1000.0
 

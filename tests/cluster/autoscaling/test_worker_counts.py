@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import read_config
-from protocol.errors import ConfigError
+from twostroke.cluster.config import read_config
+from twostroke.protocol.errors import ConfigError
 
 SCALED = {"enabled": True, "prefill": {"min": 0, "max": 2}, "decode": {"min": 1, "max": 3}}
 

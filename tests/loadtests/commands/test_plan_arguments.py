@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.commands.plan_arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
-from loadtests.errors import LoadTestError
-from loadtests.plan import (
+from twostroke.loadtests.commands.plan_arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import (
     SLO,
     Arrivals,
     Chat,

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.commands import compare, report
-from loadtests.errors import LoadTestError
-from loadtests.plan import SLO, Plan
-from loadtests.report.figures import summarise
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.commands import compare, report
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.report.figures import summarise
+from twostroke.loadtests.run_folder import RunFolder
 from tests.loadtests.report.runs import drawn, facts, plan, write_run
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from loadtests.commands import run
-from loadtests.errors import RunLost
-from loadtests.plan import Plan
+from twostroke.loadtests.commands import run
+from twostroke.loadtests.errors import RunLost
+from twostroke.loadtests.plan import Plan
 from tests.loadtests.report.runs import drawn, facts, plan, write_run
 
 

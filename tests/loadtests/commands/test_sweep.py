@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.capacity import slowdown
-from loadtests.commands import slo_multiple, sweep
-from loadtests.errors import LoadTestError
-from loadtests.plan import SLO, Closed, Plan
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import Counts, Spread, Summary
-from loadtests.report.sweep import read_sweep
-from loadtests.report.validity import Validity
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.capacity import slowdown
+from twostroke.loadtests.commands import slo_multiple, sweep
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Counts, Spread, Summary
+from twostroke.loadtests.report.sweep import read_sweep
+from twostroke.loadtests.report.validity import Validity
+from twostroke.loadtests.run_folder import RunFolder
 from tests.loadtests.capacity.test_capacity_sweep import PLAN, summary_of
 
 NO_SLO = Plan("http://127.0.0.1:1", "m", 4096, PLAN.arrivals, PLAN.workload, SLO(), seconds=20.0, seed=100)

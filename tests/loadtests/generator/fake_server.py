@@ -1,12 +1,12 @@
-"""Answers on virtual time, for conversations: what `loadtests.generator.http_stream.stream` does, without a socket."""
+"""Answers on virtual time, for conversations: what `twostroke.loadtests.generator.http_stream.stream` does, without a socket."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtests.generator.completions import Exchange
-from loadtests.generator.conversation import Line
-from loadtests.records import Record
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.conversation import Line
+from twostroke.loadtests.records import Record
 from tests.loadtests.generator.scripted_server import HEAD, end, event, token_event
 from tests.loadtests.generator.virtual_crew import VirtualCrew
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtests.generator.answers import PIECES_AT_ONCE, Usage, read_stream
-from loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.answers import PIECES_AT_ONCE, Usage, read_stream
+from twostroke.loadtests.generator.completions import Exchange
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, token_event
 

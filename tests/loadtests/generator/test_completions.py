@@ -3,8 +3,8 @@
 import socket
 import time
 
-from loadtests.generator.answers import read_stream
-from loadtests.generator.completions import completion_body, exchange
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.completions import completion_body, exchange
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 
 

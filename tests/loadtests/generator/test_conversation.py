@@ -5,11 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.conversation import Conversation, check_prompts
-from loadtests.plan import SLO, Chat, Fixed, Plan, Poisson
-from loadtests.schedule import Piece, Session, Turn
-from loadtests.workloads.prompts import text, token_ids
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.conversation import Conversation, check_prompts
+from twostroke.loadtests.plan import SLO, Chat, Fixed, Plan, Poisson
+from twostroke.loadtests.schedule import Piece, Session, Turn
+from twostroke.loadtests.workloads.prompts import text, token_ids
 from tests.loadtests.generator.fake_server import FakeServer
 from tests.loadtests.generator.virtual_crew import VirtualCrew
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from loadtests.generator.conversation import Conversation
-from loadtests.generator.dispatcher import Dispatcher, Share
-from loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Poisson, Workload
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.generator.conversation import Conversation
+from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
+from twostroke.loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Poisson, Workload
+from twostroke.loadtests.workloads.sessions import sessions
 from tests.loadtests.generator.fake_server import FakeServer
 from tests.loadtests.generator.virtual_crew import VirtualCrew
 

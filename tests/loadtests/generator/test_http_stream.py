@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.answers import StreamedAnswer, read_stream
-from loadtests.generator.completions import Exchange
-from loadtests.generator.http_stream import Endpoint, endpoint_of, stream
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.http_stream import Endpoint, endpoint_of, stream
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 
 

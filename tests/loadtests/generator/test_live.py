@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from loadtests.generator.live import LEAST_S, Histogram, LiveFigures, Second, count, met, percentile
-from loadtests.generator.live_series import WINDOW_S, series
-from loadtests.plan import SLO
-from loadtests.records import Record
+from twostroke.loadtests.generator.live import LEAST_S, Histogram, LiveFigures, Second, count, met, percentile
+from twostroke.loadtests.generator.live_series import WINDOW_S, series
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.records import Record
 
 GOOD = Record(0, 0, 1.0, 1.01, 3.0, "ok", output_tokens=5, token_s=(1.5, 2.0, 2.5))
 REFUSED = Record(1, 0, 1.0, 1.0, 1.2, "refused")

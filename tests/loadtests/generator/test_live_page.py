@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from flask import Flask
 
-from loadtests.generator import live_page
-from loadtests.generator.live import Second
-from loadtests.generator.locust_head import Head
-from loadtests.plan import SLO, Fixed, Plan, Poisson
-from loadtests.run_folder import RunFolder
+from twostroke.loadtests.generator import live_page
+from twostroke.loadtests.generator.live import Second
+from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
+from twostroke.loadtests.run_folder import RunFolder
 from tests.cluster.command_line import answering
 
 

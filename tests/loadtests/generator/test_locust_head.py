@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.generator.live import Second
-from loadtests.generator.locust_head import Head
-from loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
-from loadtests.plan import SLO, Fixed, Plan, Poisson
-from loadtests.run_folder import GeneratorHealth, RunFolder
+from twostroke.loadtests.generator.live import Second
+from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 from tests.cluster.command_line import answering
 
 MODELS = {"data": [{"id": "m", "owned_by": "twostroke"}]}

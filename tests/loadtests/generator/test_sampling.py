@@ -1,7 +1,7 @@
 """The server's queues, read from its metrics."""
 
-from loadtests.generator.sampling import samples_of
-from loadtests.run_folder import Sample
+from twostroke.loadtests.generator.sampling import samples_of
+from twostroke.loadtests.run_folder import Sample
 
 OURS = """\
 # HELP twostroke:num_requests_running Requests that take part in steps.

@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from loadtests.errors import LoadTestError
-from loadtests.generator.run_facts import api_key
-from loadtests.generator.served_model import ServedModel, served_model
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.run_facts import api_key
+from twostroke.loadtests.generator.served_model import ServedModel, served_model
 from tests.cluster.command_line import answering
 
 VOCABULARY = 4097

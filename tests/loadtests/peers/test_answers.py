@@ -2,9 +2,9 @@
 
 import pytest
 
-from loadtests.generator.completions import Exchange
-from loadtests.generator.sse import BadResponse
-from loadtests.peers.answers import read_answer
+from twostroke.loadtests.generator.completions import Exchange
+from twostroke.loadtests.generator.sse import BadResponse
+from twostroke.loadtests.peers.answers import read_answer
 from tests.loadtests.generator.scripted_server import HEAD, end, event, token_event
 
 

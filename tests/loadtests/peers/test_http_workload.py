@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtests.peers.http_workload import Length, Row, Target, prompts, rows, send_row
+from twostroke.loadtests.peers.http_workload import Length, Row, Target, prompts, rows, send_row
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 
 

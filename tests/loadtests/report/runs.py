@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.plan import SLO, Constant, Fixed, Plan
-from loadtests.records import Record, Status, line_of
-from loadtests.run_folder import GeneratorHealth, RunFacts, RunFolder, Sample
+from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
+from twostroke.loadtests.records import Record, Status, line_of
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFacts, RunFolder, Sample
 
 
 def plan(**fields: Any) -> Plan:

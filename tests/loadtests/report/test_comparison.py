@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import SLO
-from loadtests.report import words
-from loadtests.report.comparison import (
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.report import words
+from twostroke.loadtests.report.comparison import (
     Compared,
     Comparison,
     Ratio,
@@ -22,12 +22,12 @@ from loadtests.report.comparison import (
     over_rounds,
     verdict_of,
 )
-from loadtests.report.comparison_report import Entry, write_comparison
-from loadtests.report.estimates import Estimate
-from loadtests.report.figures import summarise
-from loadtests.report.run_plots import Times, tail_plot
-from loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
-from loadtests.report.sweep_report import read_summary
+from twostroke.loadtests.report.comparison_report import Entry, write_comparison
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import summarise
+from twostroke.loadtests.report.run_plots import Times, tail_plot
+from twostroke.loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
+from twostroke.loadtests.report.sweep_report import read_summary
 from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.report.estimates import NUM_SLICES, Estimate, Slices, percentile, share
+from twostroke.loadtests.report.estimates import NUM_SLICES, Estimate, Slices, percentile, share
 
 
 def test_a_share_has_wilsons_interval() -> None:

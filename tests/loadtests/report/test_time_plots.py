@@ -2,9 +2,9 @@
 
 import pytest
 
-from loadtests.report.observations import read_observations
-from loadtests.report.time_plots import bin_edges, by_moment, requests_in_flight
-from loadtests.run_folder import Sample
+from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.time_plots import bin_edges, by_moment, requests_in_flight
+from twostroke.loadtests.run_folder import Sample
 from tests.loadtests.report.runs import answer, miss
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadtests.plan import SLO, Plan
-from loadtests.records import Record
-from loadtests.report.figures import judged_rows
-from loadtests.report.observations import read_observations
-from loadtests.report.validity import Validity, judge
-from loadtests.run_folder import GeneratorHealth
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.records import Record
+from twostroke.loadtests.report.figures import judged_rows
+from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.validity import Validity, judge
+from twostroke.loadtests.run_folder import GeneratorHealth
 from tests.loadtests.report.runs import answer, facts, miss, plan
 
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from loadtests.run_folder import RunFolder
-from loadtests.selfcheck.checks import MIXED_RATE, check_attainment
-from loadtests.selfcheck.comparison import scripts
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.selfcheck.checks import MIXED_RATE, check_attainment
+from twostroke.loadtests.selfcheck.comparison import scripts
+from twostroke.loadtests.workloads.sessions import sessions
 
 
 def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent_once(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
-from loadtests.workloads.arrivals import arrival_times
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
+from twostroke.loadtests.workloads.arrivals import arrival_times
 
 OPEN = [
     Poisson(5.0),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import LoadTestError
-from loadtests.workloads.lengths import LogNormal, Quantiles, normal_pair, scale_to
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.workloads.lengths import LogNormal, Quantiles, normal_pair, scale_to
 
 
 def test_a_table_gives_its_own_quantiles_and_lengths_in_between() -> None:

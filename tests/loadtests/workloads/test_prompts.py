@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.schedule import Piece
-from loadtests.workloads.prompts import WORDS, text, token_ids
+from twostroke.loadtests.schedule import Piece
+from twostroke.loadtests.workloads.prompts import WORDS, text, token_ids
 
 pieces = st.lists(st.builds(Piece, st.integers(0, 2**63 - 1), st.integers(1, 200)), min_size=1, max_size=4)
 

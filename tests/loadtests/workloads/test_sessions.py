@@ -8,8 +8,8 @@ from statistics import mean
 import msgspec
 import pytest
 
-from loadtests.errors import LoadTestError
-from loadtests.plan import (
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import (
     SLO,
     Chat,
     Closed,
@@ -24,8 +24,8 @@ from loadtests.plan import (
     TraceFile,
     Workload,
 )
-from loadtests.schedule import Piece, Session
-from loadtests.workloads.sessions import sessions
+from twostroke.loadtests.schedule import Piece, Session
+from twostroke.loadtests.workloads.sessions import sessions
 
 WORKLOADS: list[Workload] = [
     Fixed(100, 10),

@@ -6,7 +6,7 @@ from statistics import mean, median, pvariance
 
 import pytest
 
-from loadtests.workloads.synthetic import SHAPES, shape_times, shape_turns
+from twostroke.loadtests.workloads.synthetic import SHAPES, shape_times, shape_turns
 from tests.loadtests.workloads.test_sessions import hit_rate
 
 WHOLE = 200_000  # a context that everything fits into

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, fleet_in_hindsight, serve
 from tests.simulation.autoscaling.fleet import Scaler
 from tests.simulation.autoscaling.kinds import H100, ONE_B, SMALL

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cluster.autoscaling.capacity import decode_capacity
-from cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.capacity import decode_capacity
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from tests.simulation.autoscaling.fleet import Fleet, Scaler, run
 from tests.simulation.autoscaling.outcome import Outcome, outcome
 from tests.simulation.autoscaling.scalers import Fixed

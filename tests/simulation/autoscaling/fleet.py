@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.autoscaling.signals import Arrived, RoleSignals, Signals
+from twostroke.cluster.autoscaling.signals import Arrived, RoleSignals, Signals
 from tests.simulation.autoscaling.aggregated import AggregatedWorker
 from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
 

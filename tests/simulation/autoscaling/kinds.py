@@ -1,6 +1,6 @@
 """Kinds of workers to simulate with."""
 
-from protocol.step_costs import StepCosts
+from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.workers import Kind
 from tests.simulation.policies.calibration import SMALL_MODEL
 

@@ -12,9 +12,9 @@ from ray.serve.autoscaling_policy import (
 from ray.serve.config import AutoscalingConfig as RayAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 
-from cluster.autoscaling.config import AutoscalingConfig
-from cluster.autoscaling.policy import Memory, decide
-from cluster.autoscaling.signals import Decision
+from twostroke.cluster.autoscaling.config import AutoscalingConfig
+from twostroke.cluster.autoscaling.policy import Memory, decide
+from twostroke.cluster.autoscaling.signals import Decision
 from tests.simulation.autoscaling.fleet import Fleet
 
 
@@ -31,7 +31,7 @@ class Fixed:
 
 @dataclass
 class Ours:
-    """`cluster.autoscaling.policy.decide`, asked at every look."""
+    """`twostroke.cluster.autoscaling.policy.decide`, asked at every look."""
 
     config: AutoscalingConfig
     memory: Memory = field(default_factory=Memory)

@@ -4,8 +4,8 @@ from collections import deque
 
 import pytest
 
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from protocol.step_costs import StepCosts
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.aggregated import SAFETY, AggregatedWorker
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, serve, serve_with_fleet
 from tests.simulation.autoscaling.kinds import SMALL

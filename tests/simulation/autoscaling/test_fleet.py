@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.step_costs import StepCosts
+from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.compare import Setting, serve_with_fleet
 from tests.simulation.autoscaling.fleet import Fleet, run
 from tests.simulation.autoscaling.kinds import SMALL

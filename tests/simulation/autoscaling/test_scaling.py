@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, serve, serve_with_fleet
 from tests.simulation.autoscaling.kinds import SMALL
 from tests.simulation.autoscaling.outcome import Outcome

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from typing import get_args
 
-from router.config import Policy
+from twostroke.router.config import Policy
 from tests.simulation.policies.deployment import DECODE_CACHE_TOKENS, PREFILL_CACHE_TOKENS, serve
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES

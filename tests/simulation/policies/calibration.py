@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from protocol.kv_layout import KVLayout
-from protocol.step_costs import StepCosts
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.step_costs import StepCosts
 
 
 @dataclass(frozen=True)

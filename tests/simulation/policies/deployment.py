@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from decode_worker.config import DecodeConfig
-from prefill_worker.config import PrefillConfig
-from protocol.errors import RequestError
-from protocol.requests import GenerateRequest, Promise, SamplingParams
-from protocol.stats import Role
-from router.config import PipelineConfig, Policy
-from router.slo import SLOConfig
-from router.stages import Stages
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.stats import Role
+from twostroke.router.config import PipelineConfig, Policy
+from twostroke.router.slo import SLOConfig
+from twostroke.router.stages import Stages
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.policies.calibration import SMALL_MODEL

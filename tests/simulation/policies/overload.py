@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.requests import Promise
-from router.slo import SLOClass, SLOConfig
+from twostroke.protocol.requests import Promise
+from twostroke.router.slo import SLOClass, SLOConfig
 from tests.simulation.policies.deployment import Run, Served, serve
 from tests.simulation.policies.results import percentile
 from tests.simulation.policies.traffic import TracedRequest, strangers

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from decode_worker.handovers import Handovers
-from kvtransfer.outgoing_lane import OutgoingLane
-from kvtransfer.receiver import KVReceiver
+from twostroke.decode_worker.handovers import Handovers
+from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.receiver import KVReceiver
 from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
 
 

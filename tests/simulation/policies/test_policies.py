@@ -1,6 +1,6 @@
 """The routing policies on two prefill and two decode workers; `python -m tests.simulation.policies` tells more."""
 
-from router.config import Policy
+from twostroke.router.config import Policy
 from tests.simulation.policies.deployment import serve
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES

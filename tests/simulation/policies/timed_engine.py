@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from model.step import BlockCopy, OnLayer, SequenceStep
-from protocol.requests import SampledToken
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.protocol.requests import SampledToken
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace
 from tests.simulation.policies.calibration import SMALL_MODEL

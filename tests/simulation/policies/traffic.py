@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol.requests import Promise
+from twostroke.protocol.requests import Promise
 
 VOCABULARY = 32_000
 ANSWER = 7

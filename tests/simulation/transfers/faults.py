@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from typing import Protocol
 
-from protocol.messages import Damaged, LinkReady, LinkWanted, Message
+from twostroke.protocol.messages import Damaged, LinkReady, LinkWanted, Message
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import Damage, LinkFabric
 from tests.simulation.transfers.mangler import Mangler

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvtransfer.digest import chunk_seal
-from protocol.messages import (
+from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.protocol.messages import (
     Abort,
     Awaited,
     Chunk,
@@ -30,7 +30,7 @@ from protocol.messages import (
     Verified,
     Welcome,
 )
-from protocol.tickets import Peer, Ticket
+from twostroke.protocol.tickets import Peer, Ticket
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.memory_transport import LinkFabric
 

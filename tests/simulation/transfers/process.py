@@ -6,12 +6,12 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.config import TransferConfig
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.sender import KVSender
-from kvtransfer.transports import Transports
-from protocol.kv_layout import KVLayout
-from protocol.tickets import Address, Peer
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.tickets import Address, Peer
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, MemoryNetwork
 from tests.simulation.memory_transport import LinkFabric, MemoryTransport, memory_transports

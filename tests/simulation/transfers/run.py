@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.tickets import Peer, Ticket, mint_ticket
+from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_store import Array
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from kvtransfer.incoming import IncomingTransfer
-from kvtransfer.outgoing import OutgoingTransfer
-from protocol.errors import TransferFailed
-from protocol.requests import SampledToken
-from protocol.tickets import Ticket, mint_ticket
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import SampledToken
+from twostroke.protocol.tickets import Ticket, mint_ticket
 from tests.simulation.fake_store import Array, FakeStore
 from tests.simulation.memory_network import Trace
 from tests.simulation.transfers.plan import PROGRESS_S, Plan, TransferPlan

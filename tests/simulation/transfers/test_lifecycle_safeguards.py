@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer import lifecycle, outgoing_lane, receiver, source_links, target_links
-from kvtransfer.deadline import Deadline
-from kvtransfer.endings import all_ended
-from kvtransfer.incoming_lane import IncomingLane
-from kvtransfer.leased_connection import LeasedConnection
-from kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
-from kvtransfer.outgoing_lane import OutgoingLane
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.receiver_connection import ReceiverConnection
-from kvtransfer.sender import KVSender
-from kvtransfer.source_links import SourceLinks
-from kvtransfer.used_tickets import UsedTickets
-from protocol.errors import ConnectionLost
-from protocol.messages import Chunk, Commit, Hello, Offer
-from protocol.tickets import Peer, Ticket, verify_ticket
+from twostroke.kvtransfer import lifecycle, outgoing_lane, receiver, source_links, target_links
+from twostroke.kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.endings import all_ended
+from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.receiver_connection import ReceiverConnection
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.source_links import SourceLinks
+from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
+from twostroke.protocol.tickets import Peer, Ticket, verify_ticket
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
 
