@@ -70,6 +70,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	@echo "--> Types: mypy"
+	@mkdir -p build/types && ln -sfn ../.. build/types/twostroke
 	@$(BIN)/mypy
 
 unit: $(STAMP)

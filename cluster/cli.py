@@ -11,36 +11,63 @@ from twostroke.protocol.errors import ConfigError
 CONFIG_ERROR_EXIT = 2
 
 _COMMANDS = {
-    "serve": ("twostroke.cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
-    "status": ("twostroke.cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
-    "key": ("twostroke.cluster.commands.key", "make an API key"),
+    "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
+    "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
+    "key": ("cluster.commands.key", "make an API key"),
     "cluster-demo": (
-        "twostroke.cluster.commands.cluster_demo",
+        "tools.nodes.demo",
         "start a cluster on this machine, kill a node under load, see it heal",
     ),
-    "await": ("twostroke.cluster.commands.await_application", "wait until an application that `serve deploy` has taken runs"),
-    "drain": ("twostroke.cluster.commands.drain", "let the answers of a cluster's routers end, before `serve shutdown`"),
-    "doctor": ("twostroke.cluster.commands.doctor", "try every link that KV takes in a running server, and say what is missing"),
+    "await": (
+        "cluster.commands.await_application",
+        "wait until an application that `serve deploy` has taken runs",
+    ),
+    "drain": (
+        "cluster.commands.drain",
+        "let the answers of a cluster's routers end, before `serve shutdown`",
+    ),
+    "doctor": (
+        "cluster.commands.doctor",
+        "try every link that KV takes in a running server, and say what is missing",
+    ),
 }
 _BENCHES = {
-    "engine": ("twostroke.cluster.bench.engine", "prefill and decode speed of the engine, against this machine's limits"),
-    "gpu": ("twostroke.cluster.bench.gpu", "the engine on one CUDA device, against its limits and torch's own kernels"),
-    "accuracy": ("twostroke.cluster.bench.accuracy", "perplexity of quantised weights, against the model as it is"),
-    "costs": ("twostroke.cluster.bench.costs", "how well a worker predicts the time of its steps, from those it has run"),
-    "transfer": ("twostroke.cluster.bench.transfer", "KV transfer against the machine's limits, and what a request feels of it"),
-    "routing": ("twostroke.cluster.bench.routing", "how long the choice of a path takes, by workers and indexed blocks"),
-    "serving": ("twostroke.cluster.bench.serving", "many concurrent streams through the whole path"),
-    "interference": ("twostroke.cluster.bench.interference", "what running streams feel of a long prompt on the same worker"),
-    "autoscaling": ("twostroke.cluster.bench.autoscaling", "whether workers follow a load that rises fourfold and falls again"),
-    "overload": ("twostroke.cluster.bench.overload", "what becomes of promises at five times the load that the server can take"),
+    "engine": ("benchmarks.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "gpu": (
+        "benchmarks.gpu.command",
+        "the engine on one CUDA device, against its limits and torch's own kernels",
+    ),
+    "accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "costs": ("benchmarks.costs", "how well a worker predicts the time of its steps, from those it has run"),
+    "transfer": (
+        "benchmarks.kv.transfer",
+        "KV transfer against the machine's limits, and what a request feels of it",
+    ),
+    "routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
+    "serving": ("benchmarks.serving", "many concurrent streams through the whole path"),
+    "interference": (
+        "benchmarks.interference",
+        "what running streams feel of a long prompt on the same worker",
+    ),
+    "autoscaling": (
+        "benchmarks.autoscaling",
+        "whether workers follow a load that rises fourfold and falls again",
+    ),
+    "overload": (
+        "benchmarks.overload",
+        "what becomes of promises at five times the load that the server can take",
+    ),
 }
 
 _LOADTESTS = {
-    "run": ("twostroke.loadtests.commands.run", "one run at one load, and its report"),
-    "sweep": ("twostroke.loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
-    "compare": ("twostroke.loadtests.commands.compare", "put reports side by side"),
-    "report": ("twostroke.loadtests.commands.report", "make the reports of runs and sweeps again"),
-    "selfcheck": ("twostroke.loadtests.commands.selfcheck", "try the load generator against a server with known timings"),
+    "run": ("loadtests.commands.run", "one run at one load, and its report"),
+    "sweep": ("loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
+    "compare": ("loadtests.commands.compare", "put reports side by side"),
+    "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
+    "selfcheck": (
+        "loadtests.commands.selfcheck",
+        "try the load generator against a server with known timings",
+    ),
 }
 
 
@@ -86,7 +113,7 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
 
 
 def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    loaded = import_module(module)
+    loaded = import_module(f"twostroke.{module}")
     loaded.add_arguments(parser)
     run: Callable[[argparse.Namespace], int] = loaded.run
     return run

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from twostroke.decode_worker.jobs import DecodeJob, Phase
 from twostroke.kvtransfer.sides import Incoming
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, Ticket
 
 
 @dataclass(eq=False, slots=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from twostroke.decode_worker.preemption import Preemption
-from twostroke.model.queue_order import QueuePolicy
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.token_server import TokenServerConfig
+from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.token_server import TokenServerConfig
 
 
 @dataclass(frozen=True)

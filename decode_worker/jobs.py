@@ -5,10 +5,10 @@ from enum import Enum, auto
 
 import msgspec
 
-from twostroke.model.queue_order import Turn
-from twostroke.model.sequence import SequenceState
 from twostroke.model.step import BlockCopy, SequenceStep
 from twostroke.protocol.requests import FinishReason, GenerateRequest, SampledToken, TokenEvent
+from twostroke.worker.queue_order import Turn
+from twostroke.worker.sequence import SequenceState
 
 
 class Phase(Enum):

@@ -1,35 +1,34 @@
 """Which requests share the next step, who waits, and who must give way. Pure: no I/O, no clock, no asyncio.
 
 A request waits until its blocks are reserved (for a transfer not before it is offered), in the order that
-model/queue_order.py says; then its KV comes by the transfer, or is computed here in chunks; then it decodes, one token
+worker/queue_order.py says; then its KV comes by the transfer, or is computed here in chunks; then it decodes, one token
 a step, as long as it has a place in the batch. Where blocks run out, or one of a higher class waits for some, others
-give all of theirs back (decode_worker/yielding.py): what they lose is computed again later, which their own cached
+give all of theirs back (decode_worker/preemption.py): what they lose is computed again later, which their own cached
 prefix makes cheap, or their KV is copied to host memory and back. The oldest request of the highest class therefore
 always gets on, and so does everyone in turn: within a class by arrival, across classes by their shares.
 
 A step may be scheduled while the one before it is under way ("ahead"): decodes go on with the token that is being
 drawn. One that turns out to have ended leaves a row whose token nobody takes.
+
+The steps that the engine has been given and has not finished: one that runs, and perhaps the next behind it.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from twostroke.decode_worker.batch import Batch
 from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Entry, Phase, Progress, Swap
-from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
-from twostroke.decode_worker.request_bounds import check_fits
-from twostroke.decode_worker.reservations import Reservations
-from twostroke.decode_worker.run_ahead import drawn_for, must_be_awaited
-from twostroke.decode_worker.standings import Standings
-from twostroke.decode_worker.step_budget import PromptBudget, StepBudget
-from twostroke.decode_worker.swapped_blocks import SwappedBlocks
-from twostroke.decode_worker.yielding import first_to_go
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.class_shares import ClassShares
-from twostroke.model.queue_order import NO_LIMIT, QueuePolicy, turns
-from twostroke.model.sequence import SequenceState
+from twostroke.decode_worker.preemption import SwappedBlocks, first_to_go
+from twostroke.decode_worker.standings import Batch, OfferedPrefixes, Reservations, Standings
+from twostroke.decode_worker.step_budget import PromptBudget, StepBudget, check_fits, drawn_for, must_be_awaited
+from twostroke.model.step import Engine
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.queue_order import NO_LIMIT, ClassShares, QueuePolicy, turns
+from twostroke.worker.sequence import SequenceState
 
 
 class DecodeScheduler:
@@ -355,3 +354,60 @@ def _entry(job: DecodeJob, num_tokens: int, follows: int | None = None) -> Entry
     step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
     job.begin(step)
     return Entry(job, step)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that has run."""
+
+    step: DecodeStep
+    sampled: list[SampledToken | None]  # one for each entry
+    seconds: float  # how long it ran; time behind another step isn't counted
+
+
+class StepsUnderWay:
+    """Hands steps to an engine, and takes them back in the same order. Belongs to the worker's step loop."""
+
+    def __init__(self, engine: Engine, clock: Clock):
+        self._engine = engine
+        self._clock = clock
+        self._steps: list[DecodeStep] = []
+        self._results: list[asyncio.Task[list[SampledToken | None]]] = []  # of each step
+        self._began = 0.0  # when the first of them could begin
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def last(self) -> DecodeStep | None:
+        """The one that another step would have to wait for."""
+        return self._steps[-1] if self._steps else None
+
+    async def begin(self, step: DecodeStep) -> None:
+        """Have it run after those under way. Returns once the engine has it; does nothing for an empty step."""
+        if step.is_empty:
+            return
+        if not self._steps:
+            self._began = self._clock()
+        run = self._engine.step([entry.step for entry in step.entries], copies=[swap.copy for swap in step.swaps])
+        self._steps.append(step)
+        self._results.append(asyncio.create_task(run, name="engine step"))
+        await asyncio.sleep(0)  # the task begins: the engine starts before the loop goes on thinking
+
+    async def first_ended(self) -> EndedStep:
+        """Wait for the step that runs. Raises what the engine raises, which then does nothing more."""
+        try:
+            sampled = await self._results[0]
+        except BaseException:
+            for result in self._results:
+                result.cancel()
+            await asyncio.gather(*self._results, return_exceptions=True)
+            raise
+        began, self._began = self._began, self._clock()
+        del self._results[0]
+        return EndedStep(self._steps.pop(0), sampled, self._began - began)
+
+    def give_up(self) -> list[DecodeStep]:
+        """Forget all steps, of an engine that has died; returns them."""
+        given_up, self._steps, self._results = self._steps, [], []
+        return given_up

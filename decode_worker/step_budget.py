@@ -2,14 +2,21 @@
 
 Both follow from the worker's own step costs. While these are not known, nobody is kept waiting, and chunks of prompts
 beside decodes are small.
+
+Whether a step may be decided while another is under way, and what it goes on from. Pure.
+
+What a decode worker can never serve, whatever else it has to do. Pure.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.protocol.step_costs import LEAST_STRETCH, StepCosts
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
+from twostroke.model.step import is_penalised
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
 
 CAUTIOUS_CHUNK = 64  # prompt tokens beside decodes while costs are not known
 CHUNK_MULTIPLE = 16  # kernels compute so many rows together
@@ -121,3 +128,39 @@ def tokens_in(costs: StepCosts, seconds: float, num_before: int) -> int:
 def _tpot_s(job: DecodeJob) -> float:
     promised_s = job.request.promise.tpot_s
     return math.inf if promised_s is None else promised_s
+
+
+def must_be_awaited(in_flight: DecodeStep) -> bool:
+    """Whether the next step can't be decided before the end of this one, however many blocks are free."""
+    if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
+        return True  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
+    if in_flight.swaps:
+        return True  # nobody knows yet which blocks that frees
+    # All wait for a draw that needs to know the tokens before it: were it left out, it would get every other step only.
+    return any(
+        one.step.draw is not None
+        and is_penalised(one.step.draw.sampling)
+        and not (one.job.has_ended or one.job.is_drawing_its_last)
+        for one in in_flight.entries
+    )
+
+
+def drawn_for(step: DecodeStep | None) -> dict[DecodeJob, int]:
+    """The jobs that a step draws a token for, with the entry that does."""
+    return {} if step is None else {one.job: i for i, one in enumerate(step.entries) if one.step.draw is not None}
+
+
+def check_fits(request: GenerateRequest, *, max_context: int, capacity: int) -> None:
+    """Raises RequestError for a request that could never run to its end. All in tokens; `capacity` is the cache's."""
+    if not request.token_ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    longest = request.num_prompt_tokens + request.max_tokens
+    asked = f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed"
+    if longest > max_context:
+        raise _too_long(f"{asked} the model's context of {max_context}")
+    if longest - 1 > capacity:  # the last token's KV is never needed
+        raise _too_long(f"{asked} this worker's whole KV cache, which holds {capacity}")
+
+
+def _too_long(message: str) -> RequestError:
+    return RequestError(message, param="max_tokens", code="context_length_exceeded")

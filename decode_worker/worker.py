@@ -11,26 +11,31 @@ from collections.abc import Iterable, Sequence
 from twostroke.decode_worker.calls import Call, Calls
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeStep, Progress
-from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.decode_worker.preemption import Swapping
+from twostroke.decode_worker.scheduler import DecodeScheduler, EndedStep, StepsUnderWay
 from twostroke.decode_worker.step_budget import StepBudget
-from twostroke.decode_worker.steps_under_way import EndedStep, StepsUnderWay
-from twostroke.decode_worker.swapping import Swapping
 from twostroke.decode_worker.transfers import TransferCallbacks, Transfers
-from twostroke.kvtransfer.probe import LinkProbe
 from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
 from twostroke.kvtransfer.store import KVStore
-from twostroke.model.block_pool import BlockPool
 from twostroke.model.step import Engine
-from twostroke.model.step_costs import StepContent
-from twostroke.model.worker_life import WorkerCallbacks, WorkerLife
-from twostroke.model.worker_numbers import HostBlocks, WorkerCounters, worker_stats
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
+from twostroke.protocol.errors import (
+    EpochMismatch,
+    RequestError,
+    TicketRefused,
+    TwostrokeError,
+    WorkerLeaving,
+    WorkerLost,
+)
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, TokenEvent
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Peer, Ticket
-from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.life import WorkerCallbacks, WorkerLife
+from twostroke.worker.numbers import HostBlocks, WorkerCounters, worker_stats
+from twostroke.worker.step_costs import StepContent
+from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
+from twostroke.worker.trials import LinkProbe
 
 _log = logging.getLogger(__name__)
 

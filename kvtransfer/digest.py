@@ -9,7 +9,7 @@ import struct
 import xxhash
 
 from twostroke.protocol.messages import Chunk, encode_message
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 DIGEST_BYTES = 16
 _EPOCHS = struct.Struct("<QQ")

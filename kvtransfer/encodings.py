@@ -9,7 +9,7 @@ a value is s * c, with c an int8 in [-127, 127], or an fp8 (e4m3: 4 bits of expo
 Errors: int8 within s / 2; fp8 within 1/16 of the value, or s * 2**-10 for values below s * 2**-6. Then the target
 rounds to its own dtype. A row with NaN or infinity comes out as NaN altogether: broken KV stays recognisably so.
 
-The same on CUDA: model/kernels/kv_encode.py; both ends may run either.
+The same on CUDA: model/cuda/kernels/kv_units.py; both ends may run either.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def encode(raw: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
     each other. Raises ValueError for other sizes, or a cut without encoding.
     """
     units = _num_units(raw, out, cut)
-    from twostroke.model.kernels.cpu_kv_encode import encode_rows
+    from twostroke.model.cpu.kernels.kv_encode import encode_rows
 
     encode_rows(cut.encoding, cut.layout.dtype, raw, out, units, cut.layout.head_dim)
 
@@ -42,7 +42,7 @@ def decode(wire: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
     wire [units * cut.unit_bytes], out [units * raw_unit_bytes(cut)]; as for `encode`.
     """
     units = _num_units(out, wire, cut)
-    from twostroke.model.kernels.cpu_kv_encode import decode_rows
+    from twostroke.model.cpu.kernels.kv_encode import decode_rows
 
     decode_rows(cut.encoding, cut.layout.dtype, wire, out, units, cut.layout.head_dim)
 

@@ -7,8 +7,7 @@ from twostroke.kvtransfer.incoming_lane import IncomingLane, LaneKeeper
 from twostroke.kvtransfer.lifecycle import ReceiverState
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class IncomingTransfer:

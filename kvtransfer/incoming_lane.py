@@ -9,8 +9,7 @@ from twostroke.kvtransfer.lifecycle import RECEIVER_ENDS, ReceiverEvent, Receive
 from twostroke.kvtransfer.retry import MAX_ATTEMPTS
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import Chunk, Commit, Damaged, Run, Verified
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class LaneKeeper(Protocol):

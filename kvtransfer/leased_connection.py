@@ -1,10 +1,9 @@
 """A control connection under a lease: silence is broken by pings, and too long a silence ends it."""
 
-from twostroke.protocol.clock import Clock
+from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Message, Ping
 from twostroke.protocol.network import Connection
-from twostroke.protocol.silence import Silence
 
 
 class LeasedConnection:

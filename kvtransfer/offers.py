@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.sides import ReceivingSide
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import Ticket
 
 
 def _ignore() -> None:

@@ -8,8 +8,7 @@ from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.outgoing_lane import LaneCarrier, OutgoingLane
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class OutgoingTransfer:

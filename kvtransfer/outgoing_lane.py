@@ -12,8 +12,7 @@ from twostroke.kvtransfer.lifecycle import SENDER_ENDS, SenderEvent, SenderState
 from twostroke.kvtransfer.retry import MAX_ATTEMPTS, needs_other_link
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import Chunk, Commit, Run
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class LaneCarrier(Protocol):

@@ -10,12 +10,11 @@ from twostroke.kvtransfer.ranked_side import RankedSide
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.stats import TransferStats
 from twostroke.kvtransfer.transfer_parts import TransferParts
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.rank_messages import ExpectTransfer, KeepTransfer, RefuseTransfer
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Address, Ticket
+from twostroke.protocol.requests import Address, SampledToken, Ticket
 
 
 class RankedIncoming:

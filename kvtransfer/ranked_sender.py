@@ -8,11 +8,10 @@ from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.sender_connection import LinkReport
 from twostroke.kvtransfer.stats import TransferStats
 from twostroke.kvtransfer.transfer_parts import TransferParts
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.rank_messages import CommitTransfer, DeclineTransfer, OpenTransfer, TransferReady
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class RankedOutgoing:

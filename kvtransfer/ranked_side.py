@@ -6,7 +6,7 @@ from typing import Any
 
 from twostroke.kvtransfer.stats import TransferStats
 from twostroke.kvtransfer.transfer_parts import TransferParts
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.rank_messages import TransferCounts, TransferEnded

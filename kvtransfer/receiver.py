@@ -19,7 +19,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import EpochMismatch, TicketRefused
 from twostroke.protocol.messages import Abort, Awaited, Grant, Offer
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
+from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 
 __all__ = ["IncomingTransfer", "KVReceiver"]
 

@@ -47,7 +47,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 
 class OfferDesk(Protocol):

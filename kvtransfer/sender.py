@@ -15,7 +15,7 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.kvtransfer.used_tickets import UsedTickets
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.network import Network
-from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection, Network
-from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.requests import Address, Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from typing import Protocol
 
 from twostroke.kvtransfer.sender_connection import LinkReport
 from twostroke.kvtransfer.stats import TransferStats
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Address, Ticket
+from twostroke.protocol.requests import Address, SampledToken, Ticket
 
 
 class Outgoing(Protocol):

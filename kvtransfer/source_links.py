@@ -19,7 +19,7 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.messages import LinkReady, LinkWanted
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 logger = logging.getLogger(__name__)
 

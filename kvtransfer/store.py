@@ -8,8 +8,8 @@ from twostroke.protocol.kv_layout import KVLayout
 class KVStore(Protocol):
     """Block storage, layer by layer: [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], contiguous.
 
-    Live: `model/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store is, is asked once,
-    when a link is made.
+    Live: `model/cache/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store
+    is, is asked once, when a link is made.
     """
 
     @property

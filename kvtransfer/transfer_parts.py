@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.rank_messages import AbortTransfer
 from twostroke.protocol.requests import SampledToken

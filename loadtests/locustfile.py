@@ -17,10 +17,9 @@ from locust.exception import StopUser
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator import live_page
+from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.locust_head import Head
-from twostroke.loadtests.generator.locust_messages import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder
-from twostroke.loadtests.generator.locust_sender import Sender
+from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.records import Record
 from twostroke.loadtests.run_folder import RunFolder, read_plan

@@ -2,8 +2,11 @@
 
 A plan is a JSON file (`plan.json` of a run's folder), so that every Locust worker, and whoever repeats the run, reads
 the same. Times are in seconds, rates in requests (sessions, where they have several turns) a second.
+
+What is to be sent, and when. The types that arrivals, workloads, the dispatcher and the stub server share.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -148,3 +151,30 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompts: Literal["ids", "text"] = "ids"  # completions with token ids, for servers that take them, or with text
     vocabulary: int = 0  # token ids are drawn below it; 0: the server's vocabulary isn't known, text only
     ignore_eos: bool = True  # ask for exactly the planned tokens, where the server can
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a prompt. Equal pieces are equal tokens, so prompts that begin with equal pieces share a prefix."""
+
+    seed: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session."""
+
+    prompt: tuple[Piece, ...]  # what is new in this turn; what was said before goes before it
+    output_tokens: int
+    think_s: float = 0.0  # from the end of the answer before; of a first turn 0
+    kind: str = ""  # what reports tell apart: `long`, `short`
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One turn mostly; several are sent one after another, over the chat API, with the answers in between."""
+
+    index: int  # from 0, in the order of arrivals
+    at_s: float  # after the run's beginning; of closed loops 0, since users take the next when they are free
+    turns: tuple[Turn, ...]

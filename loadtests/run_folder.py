@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.errors import LoadTestError, unwritable
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.records import Record, read_records
 
@@ -113,3 +113,11 @@ def _read(path: Path, kind: type[T]) -> T:
         raise LoadTestError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise LoadTestError(f"{path}: {error}") from error
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Raises LoadTestError where it can't be: the disk is full, or the folder somebody else's."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise unwritable(path, error) from error

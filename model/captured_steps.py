@@ -1,7 +1,7 @@
 """Decode steps recorded once for each batch size and replayed: no launch, and nothing of the model's Python, per step.
 
 A replay reads its inputs where the recording found them, so each step's are written into the same arrays. On CPUs a
-recording is a Program (model/cpu_captured_steps.py), on CUDA a graph (model/cuda_graphs.py).
+recording is a Program (model/cpu/captured_steps.py), on CUDA a graph (model/cuda/graphs.py).
 """
 
 from collections.abc import Sequence

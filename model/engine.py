@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from twostroke.model.launched_step import DoneStep, LaunchedStep
-from twostroke.model.runner import ModelRunner
+from twostroke.model.runner import DoneStep, LaunchedStep, ModelRunner
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken

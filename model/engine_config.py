@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from twostroke.model.cache.kv_cache import kv_block_bytes
+from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds
+from twostroke.model.checkpoint.quantization import Quantization
 from twostroke.model.config import ModelConfig
-from twostroke.model.kv_cache import kv_block_bytes
-from twostroke.model.memory_plan import DEFAULT_BOUNDS, StepBounds
-from twostroke.model.quantization import Quantization
 from twostroke.protocol.errors import ConfigError
 
 

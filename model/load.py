@@ -1,16 +1,33 @@
-"""From a model folder to a running engine."""
+"""From a model folder to a running engine.
+
+The largest steps that an engine will be given, run once on a GPU to see what memory they take.
+"""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import Backend
+from twostroke.model.cache.kv_cache import KVCache, kv_block_bytes, make_kv_cache
+from twostroke.model.cache.memory import (
+    GpuMemory,
+    StepBounds,
+    available_bytes,
+    cache_bytes_on_gpu,
+    check_memory,
+    describe_cache,
+    gibibytes,
+    step_bytes_on_cpu,
+)
+from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.quantization import weight_bytes
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, load_model_config
-from twostroke.model.cuda_graphs import CudaGraphSteps
-from twostroke.model.decoder import Decoder
-from twostroke.model.decoder_weights import load_decoder_weights
+from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, batch_sizes
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
@@ -21,20 +38,85 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
-from twostroke.model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace
-from twostroke.model.kv_cache import KVCache, kv_block_bytes, make_kv_cache
-from twostroke.model.memory import available_bytes, gibibytes
-from twostroke.model.memory_plan import cache_bytes_on_gpu, check_memory, describe_cache, step_bytes_on_cpu
-from twostroke.model.peak_step import measure_gpu
-from twostroke.model.quantization import weight_bytes
+from twostroke.model.parallel.tensor_parallel import (
+    DrawnElsewhere,
+    GroupRanks,
+    RankPlace,
+    Shard,
+    SingleRank,
+    TensorParallel,
+    check_size,
+)
 from twostroke.model.runner import ModelRunner, TokenSampler
-from twostroke.model.sampler import Sampler
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.swap_space import SwapSpace
-from twostroke.model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
-from twostroke.model.weights import Checkpoint
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
+
+
+def measure_gpu(
+    decoder: Decoder,
+    sampler: TokenSampler,
+    config: ModelConfig,
+    bounds: StepBounds,
+    kv_cache: KVCache,
+    *,
+    max_context: int,
+    share: float,
+    is_captured: bool,
+) -> GpuMemory:
+    """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
+
+    `is_captured`: whether decode steps will be, which the memory of a step and of its logits belongs to for good.
+    """
+    block_size, device = kv_cache.block_size, kv_cache.tensors[0].device
+    runner = ModelRunner(decoder, sampler, kv_cache, max_context)
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_reserved(device)
+
+    def peak(batch: list[SequenceStep]) -> int:
+        """What torch took from the device, holes included."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.run(batch)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_reserved(device) - weights
+
+    # With log-probabilities the sampler is another one.
+    peak_step = max(peak(largest_batch(bounds, block_size, max_context, logprobs)) for logprobs in (None, 20))
+    graphs = 0
+    if is_captured:
+        inputs = 2 * bounds.max_sequences * -(-max_context // block_size) * torch.int32.itemsize  # block tables
+        logits = bounds.max_sequences * config.vocab_size * torch.float32.itemsize
+        decodes = largest_batch(replace(bounds, max_tokens=bounds.max_sequences), block_size, max_context, None)
+        graphs = peak(decodes) + inputs + logits + len(batch_sizes(bounds.max_sequences)) * GRAPH_BYTES
+    kv_cache.close()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(total, free, share, weights, peak_step, graphs)
+
+
+def largest_batch(
+    bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None
+) -> list[SequenceStep]:
+    """As many sequences as a step may have, with all the tokens that it may have, each drawing at random."""
+    count = max(1, min(bounds.max_sequences, bounds.max_tokens))
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, logprobs=logprobs)
+    left = bounds.max_tokens
+    batch: list[SequenceStep] = []
+    for index in range(count):
+        length = min(max_context - 1, left // (count - index)) or 1
+        left -= length
+        batch.append(
+            SequenceStep(
+                token_ids=[0] * length,
+                start=0,
+                block_ids=[0] * -(-length // block_size),
+                draw=Draw(sampling, history=[0] * length, num_prompt_tokens=length),
+            )
+        )
+    return batch
+
 
 _log = logging.getLogger(__name__)
 
@@ -122,10 +204,10 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
 def _backend(device: torch.device) -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
-        from twostroke.model.cpu_backend import CpuBackend
+        from twostroke.model.cpu.backend import CpuBackend
 
         return CpuBackend()
-    from twostroke.model.cuda_backend import CudaBackend
+    from twostroke.model.cuda.backend import CudaBackend
 
     return CudaBackend()
 
@@ -135,8 +217,8 @@ def _captured_steps(
 ) -> CapturedSteps | None:
     if config.device == "cuda":
         return CudaGraphSteps(decoder, kv_cache, max_context, config.bounds.max_sequences)
-    from twostroke.model.cpu_backend import CpuBackend
-    from twostroke.model.cpu_captured_steps import CpuCapturedSteps
+    from twostroke.model.cpu.backend import CpuBackend
+    from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
     if config.tensor_parallel > 1 or not isinstance(backend, CpuBackend):
         return None  # the ranks' sums are torch's
@@ -146,7 +228,7 @@ def _captured_steps(
 def _sampler(vocab_size: int, device: torch.device) -> TokenSampler:
     if device.type == "cpu":
         return Sampler(vocab_size, device)
-    from twostroke.model.device_sampler import DeviceSampler  # Triton is imported only where it can run
+    from twostroke.model.sampling.device_sampler import DeviceSampler  # Triton is imported only where it can run
 
     return DeviceSampler(vocab_size, device)
 

@@ -7,28 +7,24 @@ import asyncio
 from collections.abc import Sequence
 
 from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.prefix_export import PrefixExports
-from twostroke.kvtransfer.probe import LinkProbe
-from twostroke.kvtransfer.pulls import PullCallbacks, Pulls
 from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
 from twostroke.kvtransfer.store import KVStore
-from twostroke.model.block_pool import BlockPool
 from twostroke.model.step import Engine
-from twostroke.model.step_costs import StepContent
-from twostroke.model.worker_life import WorkerCallbacks, WorkerLife
-from twostroke.model.worker_numbers import WorkerCounters, worker_stats
-from twostroke.prefill_worker.calls import Call, Calls
+from twostroke.prefill_worker.calls import Call, Calls, SendingCallbacks, Sendings
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.jobs import Admission, PrefillJob, PrefillStep
-from twostroke.prefill_worker.scheduler import PrefillScheduler
-from twostroke.prefill_worker.sendings import SendingCallbacks, Sendings
+from twostroke.prefill_worker.scheduler import Admission, PrefillJob, PrefillScheduler, PrefillStep
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, PrefillReply, SampledToken
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, PrefillReply, SampledToken, Ticket
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Address, Peer, Ticket
-from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.life import WorkerCallbacks, WorkerLife
+from twostroke.worker.numbers import WorkerCounters, worker_stats
+from twostroke.worker.pulls import PrefixExports, PullCallbacks, Pulls
+from twostroke.worker.step_costs import StepContent
+from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
+from twostroke.worker.trials import LinkProbe
 
 
 class PrefillWorker:

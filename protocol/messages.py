@@ -6,6 +6,8 @@ themselves go over data links beside it. These two begin with Hello from the con
 from the listening side. The third joins the ranks of one worker: `rank_messages.py`.
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
+
+What `twostroke doctor` asks of two workers, and what it tells of the way between them.
 """
 
 from typing import Annotated
@@ -15,9 +17,8 @@ import msgspec
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.rank_messages import RankMessage
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.requests import Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tickets import Peer, Ticket
 from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
@@ -323,3 +324,25 @@ def decode_message(payload: bytes | memoryview) -> Message:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: values nested without end
         raise ProtocolError(f"not a message of this protocol: {error}") from error
+
+
+class ProbeTimes(msgspec.Struct, frozen=True):
+    """What the source of a row of trial transfers has seen."""
+
+    seconds: tuple[float, ...]  # of each transfer, from its offer to its verification
+    transport: str  # as in the configuration; of several ranks' links that differ, all of them
+    why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
+
+
+class ProbeReply(msgspec.Struct, frozen=True):
+    """The way of KV from one worker to another, as measured; with an `error` nothing else was."""
+
+    source: Peer
+    target: Peer
+    transport: str = ""
+    why: str = ""
+    missing: tuple[str, ...] = ()
+    bytes_per_s: float = 0.0  # of KV as the source stores it, in the largest transfers tried
+    round_trip_s: float = 0.0  # of a transfer of one block, from its offer to its verification: the median
+    error: str | None = None

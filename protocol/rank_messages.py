@@ -6,8 +6,7 @@ it says after its own step has ended it means to happen after theirs: see StepEn
 
 import msgspec
 
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket
 
 
 class _RankMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.policy import Memory, decide
-from twostroke.cluster.autoscaling.readings import Counted, Reading, count, signals_of
-from twostroke.cluster.autoscaling.reasons import Reason
-from twostroke.cluster.autoscaling.signals import Decision
+from twostroke.cluster.autoscaling.readings import Counted, Decision, Reading, Reason, count, signals_of
 from twostroke.protocol.stats import Role
-from twostroke.router.scaling import RoleScaling, Scaling
+from twostroke.router.observe.scaling import RoleScaling, Scaling
 
 LOOK_S = 1.0
 """Between two looks: the policy knows by the second what arrives, and decides every `interval_s`."""

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.worker_counts import WorkerCounts
+from twostroke.cluster.autoscaling.config import WorkerCounts
 
 
 def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[str, Any]:

@@ -2,20 +2,260 @@
 
 The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`). Nothing here does
 I/O, reads a clock or knows Ray.
+
+How fast a role may follow its need: up at once, down when it is sure that the load has gone.
+
+Both roles share the GPUs. Where these don't suffice, the role that is further from its need gets the next one.
+
+How many workers an aggregated server needs, where decode workers read the prompts themselves.
+
+A worker that writes answers takes as long for a step as their promise allows; of this, what its rows leave is for
+prompts (`decode_worker/step_budget.py`). So the work of both adds up, in seconds of a worker, and a prompt waits for
+answers as well as for the prompts before it.
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
+import msgspec
+import numpy as np
+
+from twostroke.cluster.autoscaling import history as replay
 from twostroke.cluster.autoscaling import separate
-from twostroke.cluster.autoscaling.aggregated import aggregated_need
-from twostroke.cluster.autoscaling.budget import Claim, share
-from twostroke.cluster.autoscaling.changes import Needs, RoleMemory, Wish, wish
-from twostroke.cluster.autoscaling.config import AutoscalingConfig
-from twostroke.cluster.autoscaling.demand import NONE, SETTLE_S, Need, decode_need, prefill_need
-from twostroke.cluster.autoscaling.history import History, Window
-from twostroke.cluster.autoscaling.reasons import Reason
-from twostroke.cluster.autoscaling.signals import Decision, Signals
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.demand import (
+    NONE,
+    SETTLE_S,
+    UNKNOWN,
+    Need,
+    Work,
+    capacity_of,
+    decode_need,
+    longest_step_s,
+    mean_context,
+    need_of,
+    prefill_need,
+    prompt_work_s,
+    workers_held,
+)
+from twostroke.cluster.autoscaling.history import History, Series, Window
+from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
+from twostroke.protocol.stats import StepCosts
+
+HOUR_S = 3600.0
+FIRST_STARTUP_S = 30.0
+"""What a worker is thought to take from its order to its first request until one has shown."""
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What is remembered of one role."""
+
+    changed_s: float | None = None  # when its number was last changed, or the policy began
+    went_up: bool | None = None  # which way; None: not yet
+    reversals: tuple[float, ...] = ()  # when it went the other way, of the last hour
+    ordered_s: float | None = None  # since when more workers were asked for than run
+    startup_s: float = FIRST_STARTUP_S
+    costs: StepCosts | None = None  # the last known: workers that are all new, or gone, tell none
+
+    def seen(self, role: RoleSignals, now_s: float) -> "RoleMemory":
+        """Notices that ordered workers have come, and how long that took."""
+        memory = self if self.changed_s is not None else replace(self, changed_s=now_s)
+        if memory.ordered_s is not None and role.running >= role.target:
+            took_s = now_s - memory.ordered_s
+            memory = replace(memory, ordered_s=None, startup_s=(memory.startup_s + took_s) / 2)
+        costs = role.costs or memory.costs
+        return replace(memory, costs=costs, reversals=tuple(at for at in memory.reversals if at > now_s - HOUR_S))
+
+    def changed(self, before: int, after: int, now_s: float) -> "RoleMemory":
+        """The number of workers is another from now on, or the same."""
+        if after == before:
+            return self
+        up = after > before
+        turned = self.went_up is not None and up != self.went_up
+        return replace(
+            self,
+            changed_s=now_s,
+            went_up=up,
+            reversals=(*self.reversals, now_s) if turned else self.reversals,
+            ordered_s=now_s if up and self.ordered_s is None else self.ordered_s if up else None,
+        )
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a role would have if there were no other."""
+
+    workers: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one role: `least` is that of a somewhat larger load, so that what was given back isn't missed at once."""
+
+    need: Need
+    least: Need
+    idle: bool  # nothing came in the window, and nothing is there
+
+
+def wish(
+    role: RoleSignals, needs: Needs, limits: RoleLimits, memory: RoleMemory, config: AutoscalingConfig, now_s: float
+) -> Wish:
+    """The number that this role alone would have now."""
+    if role.target < limits.min:
+        return Wish(limits.min, Reason.BELOW_MIN)
+    if role.target > limits.max:
+        return Wish(limits.max, Reason.ABOVE_MAX)
+    if not needs.need.known:
+        return _blind(role, needs, limits)
+    wanted = max(limits.min, needs.need.workers)
+    if wanted > role.target:
+        if role.target == limits.max:
+            return Wish(limits.max, Reason.LIMIT)
+        backlog = needs.need.from_backlog and needs.need.now > needs.need.lately
+        return Wish(min(wanted, limits.max), Reason.BACKLOG if backlog else Reason.DEMAND)
+    least = max(limits.min, needs.least.workers)
+    if least >= role.target:
+        return Wish(role.target, Reason.STEADY)
+    if needs.idle:
+        return Wish(least, Reason.IDLE)
+    held = _held(role, memory, config, now_s)
+    return Wish(role.target, held) if held else Wish(least, Reason.SPARE)
+
+
+def _blind(role: RoleSignals, needs: Needs, limits: RoleLimits) -> Wish:
+    """Nobody knows what steps cost: one more while more wait than there are workers, none less while anything comes."""
+    if needs.idle and role.target > limits.min:
+        return Wish(limits.min, Reason.IDLE)
+    if role.queued_requests > role.running and role.running == role.target < limits.max:
+        return Wish(role.target + 1, Reason.COSTS_UNKNOWN)
+    return Wish(role.target, Reason.STEADY)
+
+
+def _held(role: RoleSignals, memory: RoleMemory, config: AutoscalingConfig, now_s: float) -> Reason | None:
+    """Why this role may not shrink now."""
+    since_s = now_s - (memory.changed_s if memory.changed_s is not None else now_s)
+    if since_s < config.cooldown_s:
+        # A change that takes longer than a cooldown, as where no machine can be had, is no reason to wait for ever.
+        return Reason.PENDING if role.running != role.target else Reason.COOLDOWN
+    # One more reversal now, and another when it turns out to be wrong.
+    if memory.went_up and len(memory.reversals) + 2 > config.reversals_per_hour:
+        return Reason.REVERSALS
+    return None
+
+
+WORTH_MOVING = 1.2
+"""A GPU changes roles only where the worse served role is then served by so much better: a restart costs something."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a role has, wants and may have."""
+
+    has: int
+    needs: int  # what the load needs
+    wants: int  # what it is to have if the GPUs suffice: not less than it has while it may not shrink
+    limits: RoleLimits
+    gpus_each: float
+
+
+def share(prefill: Claim, decode: Claim, budget: float | None) -> tuple[int, int]:
+    """(prefill, decode) workers within `budget` GPUs (workers where neither role has GPUs).
+
+    Requests pass both roles one after the other, so what is served in time is the lesser of has / needs of the two:
+    each GPU goes where that is least. The minima are kept, whatever they cost.
+    """
+    if budget is None or _cost(prefill, decode, prefill.wants, decode.wants) <= budget + 1e-9:
+        return prefill.wants, decode.wants
+    best = _filled(prefill, decode, budget)
+    now = (_within(prefill, prefill.has), _within(decode, decode.has))
+    if _cost(prefill, decode, *now) > budget + 1e-9:
+        return best
+    gives = best[0] < now[0] or best[1] < now[1]
+    if gives and _served(prefill, decode, best) < WORTH_MOVING * _served(prefill, decode, now):
+        return now
+    return best
+
+
+def _filled(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
+    """From the minima up, one worker at a time for whoever is served worse, while the budget lasts."""
+    p, d = prefill.limits.min, decode.limits.min
+    if p == 0 and prefill.needs > 0 and _cost(prefill, decode, 1, d) <= budget + 1e-9:
+        p = 1  # none at all would be served worst
+    while True:
+        may_p = p < min(prefill.limits.max, max(prefill.needs, p)) and (
+            _cost(prefill, decode, p + 1, d) <= budget + 1e-9
+        )
+        may_d = d < min(decode.limits.max, max(decode.needs, d)) and (_cost(prefill, decode, p, d + 1) <= budget + 1e-9)
+        if not may_p and not may_d:
+            return p, d
+        if may_p and (not may_d or p * decode.needs <= d * prefill.needs):
+            p += 1
+        else:
+            d += 1
+
+
+def _served(prefill: Claim, decode: Claim, workers: tuple[int, int]) -> float:
+    return min(workers[0] / max(1, prefill.needs), workers[1] / max(1, decode.needs), 1.0)
+
+
+def _within(claim: Claim, workers: int) -> int:
+    return min(max(workers, claim.limits.min), claim.limits.max)
+
+
+def _cost(prefill: Claim, decode: Claim, p: int, d: int) -> float:
+    if prefill.gpus_each <= 0 and decode.gpus_each <= 0:
+        return float(p + d)
+    return p * prefill.gpus_each + d * decode.gpus_each
+
+
+def aggregated_need(
+    signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, margin: float = 1.0
+) -> Need:
+    """Of decode workers; `margin` times the work that there is. UNKNOWN without step costs."""
+    role = signals.decode
+    if role.costs is None:
+        return UNKNOWN
+    each = capacity_of(role, signals.tpot_s, window, config.spare)
+    # A single row may take longer than is promised, and a step without a constant has no longest of its own.
+    pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
+    starts = margin * window.requests
+    rows = replay.rows_at_once(window.span_s, starts, (window.mean_output or 0.0) * pace_s)
+    prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)
+    work = _work_s(role, role.costs, prompts, rows, pace_s, window, margin)
+    need = need_of(
+        role,
+        Work(work, prompts, role.queued_tokens),
+        signals.ttft_s,
+        window,
+        config,
+        config.decode.max,
+        startup_s,
+        margin,
+    )
+    room = replay.decode_workers(starts, rows, each.rows, config.attainment, config.decode.max)
+    held = workers_held(role, window, each, config.spare, margin)
+    return replace(
+        need,
+        now=max(need.now, held),
+        lately=max(need.lately, room),
+        from_backlog=need.from_backlog or held > need.now,
+    )
+
+
+def _work_s(
+    role: RoleSignals, costs: StepCosts, prompts: Series, rows: Series, pace_s: float, window: Window, margin: float
+) -> Series:
+    """Seconds of a worker by look. A step's constant is paid by whoever needs more steps: chunks of prompts, or rows.
+
+    Rows need a step every `pace_s`, in every worker, so what is left for all other work is less by that share.
+    """
+    answers = rows * window.span_s / pace_s * (costs.row_s + mean_context(role, window) * costs.context_s)
+    in_others_steps = margin * prompt_work_s(msgspec.structs.replace(costs, base_s=0.0), role.step_tokens, window)
+    work: Series = np.maximum(prompts + answers, (in_others_steps + answers) / (1 - costs.base_s / pace_s))
+    return work
+
 
 MARGIN = 1.05
 """A role shrinks only to what would serve so many times the load."""

@@ -3,15 +3,101 @@
 Each router counts what arrived at itself: those numbers add up. Of the workers all of them tell the same: there the
 router counts that sees most of them, and of those the one that told last. A router that has been silent for a while
 may still tell of workers and queues that are gone.
+
+Why a role has the number of workers that it was given: a closed set, for logs, metrics and `twostroke status`.
+
+What the policy sees: the load as it *arrives*, and the workers as they are. Plain numbers; no Ray, no clock.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import NamedTuple
 
-from twostroke.cluster.autoscaling.signals import Arrived, RoleSignals, Signals
-from twostroke.protocol.stats import Role
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import Role, StepCosts
+
+
+class Reason(StrEnum):
+    """One for each role and decision."""
+
+    # More workers
+    DEMAND = "demand"  # what arrives, and what of late arrived, needs more
+    BACKLOG = "backlog"  # what waits would not be worked off in time
+    BELOW_MIN = "below_min"  # fewer than the configuration allows
+    COSTS_UNKNOWN = "costs_unknown"  # requests wait, and nobody knows yet how long steps take: one more
+    TAKEN = "taken"  # the budget is used up, and the other role could spare one
+
+    # Fewer
+    SPARE = "spare"  # the last `cooldown_s` would have been served by fewer
+    IDLE = "idle"  # nothing came for `cooldown_s`
+    GIVEN = "given"  # the budget is used up, and the other role needs it more
+    ABOVE_MAX = "above_max"  # more than the configuration or the budget allows
+
+    # As many
+    STEADY = "steady"  # as many as are needed
+    COOLDOWN = "cooldown"  # fewer would do, but the last change was less than `cooldown_s` ago
+    REVERSALS = "reversals"  # fewer would do, but this role has gone down and up too often in the last hour
+    PENDING = "pending"  # fewer would do, but the last change is still under way
+    LIMIT = "limit"  # more are needed than `max` allows
+    BUDGET = "budget"  # more are needed than the budget allows
+    BETWEEN = "between"  # the next decision is not due yet
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Counters since the routers started, of all that came, the refused included: demand isn't what was served.
+
+    A counter that falls, as when a router ends, counts as one that stood still.
+    """
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0  # of these, found in a prefix cache
+    prompt_pairs: float = 0.0  # sum of n (p + n / 2), n new tokens after p cached: attention's part of a prompt's time
+    output_tokens: float = 0.0  # of the answers that have ended
+    ended: float = 0.0  # requests whose answers have ended
+
+
+@dataclass(frozen=True)
+class RoleSignals:
+    """The workers of one role together."""
+
+    running: int  # that can take requests: neither starting nor draining
+    target: int  # asked for last; another number than `running`: a change is under way
+    gpus_each: float = 0.0
+    costs: StepCosts | None = None  # of a typical worker, fitted to warm steps alone; None: nobody knows yet
+    queued_requests: int = 0
+    queued_tokens: int = 0  # prompt tokens still to be computed
+    num_decoding: int = 0
+    context_tokens: int = 0  # of those
+    owned_tokens: int = 0  # room in KV blocks that requests hold
+    total_tokens: int = 0  # all room in KV blocks
+    max_batch: int = 256  # requests in one step of a worker
+    step_tokens: int = 2048  # prompt tokens in one step of a worker
+
+
+@dataclass(frozen=True)
+class Signals:
+    """One look at the system."""
+
+    at_s: float  # of a monotonic clock
+    arrived: Arrived
+    prefill: RoleSignals
+    decode: RoleSignals
+    ttft_s: float | None = None  # the tightest promise among the SLO classes that are asked for; None: none
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How many workers each role is to have, and why."""
+
+    prefill: int
+    decode: int
+    prefill_reason: Reason
+    decode_reason: Reason
+    demand: dict[str, float] = field(default_factory=dict)  # the numbers it came from, for people
+
 
 LATE_S = 5.0
 """Behind the newest reading: what is older says nothing of the workers where others tell."""
@@ -19,7 +105,7 @@ LATE_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """One router's numbers (`router/demand.py`)."""
+    """One router's numbers (`router/slo/demand.py`)."""
 
     at: float  # seconds since 1970, of the router's clock
     numbers: Mapping[str, float]

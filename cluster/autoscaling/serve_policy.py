@@ -15,7 +15,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
 from twostroke.cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
-from twostroke.cluster.autoscaling.publication import publish
+from twostroke.cluster.autoscaling.decision_watch import publish
 from twostroke.cluster.autoscaling.readings import Reading
 from twostroke.protocol.stats import Role
 

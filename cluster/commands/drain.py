@@ -7,7 +7,7 @@ import argparse
 import asyncio
 from functools import partial
 
-from twostroke.cluster.router_drain import drain_application
+from twostroke.cluster.deployments.router_drain import drain_application
 from twostroke.protocol.errors import ConfigError
 
 

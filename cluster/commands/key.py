@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from twostroke.router.tenants import KeyConfig, new_key
+from twostroke.router.http.tenants import KeyConfig, new_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ def prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.
         raise ConfigError(
             f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
         )
-    loaded = import_module(module)
+    loaded = import_module(f"twostroke.{module}")
     loaded.add_arguments(parser)
 
     def run(arguments: argparse.Namespace) -> int:

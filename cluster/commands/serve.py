@@ -1,6 +1,6 @@
 """`twostroke serve`: a whole server on this machine, from checks to Ctrl-C.
 
-This process only looks after the one that drives Ray (`cluster/local_server.py`): it shows what that tells, and at the
+This process only looks after the one that drives Ray (`cluster/local/server.py`): it shows what that tells, and at the
 end makes sure that no process is left, whatever state Ray is in.
 """
 
@@ -21,16 +21,14 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from twostroke.cluster.config import read_config, with_keys_of_file
-from twostroke.cluster.config_sections import TransportChoice
-from twostroke.cluster.descendants import become_subreaper, end_descendants
-from twostroke.cluster.exposure import exposure_warning
-from twostroke.cluster.haproxy import haproxy_binary
-from twostroke.cluster.interrupts import interrupt_once
-from twostroke.cluster.local_server import Order, Report, own_url
-from twostroke.cluster.model_folder import check_model_path
-from twostroke.cluster.preflight import check_port
-from twostroke.cluster.yaml_files import load_yaml
+from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.config.model_folder import check_model_path
+from twostroke.cluster.config.sections import TransportChoice
+from twostroke.cluster.config.settings import load_yaml
+from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.local.preflight import check_port, exposure_warning
+from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
+from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.protocol.errors import ConfigError
 
 POLITE_S = 6.0  # for Serve and Ray to end by themselves
@@ -118,7 +116,7 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
         try:
             try:
                 server = subprocess.Popen(
-                    [sys.executable, "-m", "twostroke.cluster.local_server", str(writing)],
+                    [sys.executable, "-m", "twostroke.cluster.local.server", str(writing)],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,

@@ -37,9 +37,14 @@ from twostroke.kvtransfer.link import DataLink
 from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
 from twostroke.kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
-from twostroke.kvtransfer.transports.shared_pool import MAX_DESCRIPTION_BYTES, PoolDescription, checked_cut, receive_exactly
-from twostroke.model.kernels.kv_digest import copy_and_digest_units, digest_units
-from twostroke.model.kernels.kv_pack import address_tensor
+from twostroke.kvtransfer.transports.shared_pool import (
+    MAX_DESCRIPTION_BYTES,
+    PoolDescription,
+    checked_cut,
+    receive_exactly,
+)
+from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest_units
+from twostroke.model.cuda.kernels.kv_units import address_tensor
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 P = ParamSpec("P")

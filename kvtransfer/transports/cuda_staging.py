@@ -15,7 +15,7 @@ from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 class CudaStaging:
     """For stores in a GPU's memory; one stream for each of its two threads.
 
-    A layer is announced to the transfer once its KV is in memory (model/layer_announcer.py), so what is packed needs no
+    A layer is announced to the transfer once its KV is in memory (model/cache/kv_cache.py), so what is packed needs no
     event to wait for, and the model's stream never waits for this one.
     """
 

@@ -14,9 +14,16 @@ from torch import Tensor
 from twostroke.kvtransfer.host_units import count_units
 from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.store import DeviceStore
-from twostroke.model.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units
-from twostroke.model.kernels.kv_encode import decode_units, encode_units
-from twostroke.model.kernels.kv_pack import UnitPlaces, address_tensor, copy_units, packed_places, paged_places
+from twostroke.model.cuda.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units
+from twostroke.model.cuda.kernels.kv_units import (
+    UnitPlaces,
+    address_tensor,
+    copy_units,
+    decode_units,
+    encode_units,
+    packed_places,
+    paged_places,
+)
 from twostroke.protocol.kv_layout import DTYPE_BYTES
 
 _WORD_BYTES = 8

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
-from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
+from twostroke.loadtests.commands.arguments import add_plan_arguments, add_slo_multiple, plan_of, with_slo_multiple
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import Plan

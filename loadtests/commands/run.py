@@ -6,9 +6,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.commands.arguments import add_plan_arguments, add_slo_multiple, plan_of, with_slo_multiple
 from twostroke.loadtests.commands.report import run_figures, run_lines
-from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
 from twostroke.loadtests.errors import RunLost
 from twostroke.loadtests.generator.locust_processes import check_free
 from twostroke.loadtests.generator.runner import run_plan

@@ -9,11 +9,9 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from twostroke.loadtests.capacity.bisection import MOST_REPEATS, Search
-from twostroke.loadtests.capacity.capacity_sweep import Sweep, SweepEnded
-from twostroke.loadtests.commands.plan_arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.capacity import MOST_REPEATS, Search, Sweep, SweepEnded
+from twostroke.loadtests.commands.arguments import add_plan_arguments, add_slo_multiple, plan_of, with_slo_multiple
 from twostroke.loadtests.commands.report import sweep_figures
-from twostroke.loadtests.commands.slo_multiple import add_slo_multiple, with_slo_multiple
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson

@@ -6,8 +6,15 @@ from typing import Any
 
 import msgspec
 
-from twostroke.loadtests.generator.completions import Exchange
-from twostroke.loadtests.generator.sse import BadResponse, Event, Piece, events_of, response_of, text_of
+from twostroke.loadtests.generator.http_stream import (
+    BadResponse,
+    Event,
+    Exchange,
+    Piece,
+    events_of,
+    response_of,
+    text_of,
+)
 from twostroke.loadtests.records import Status
 
 REFUSED = (429, 503)

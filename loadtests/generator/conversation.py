@@ -8,10 +8,9 @@ from typing import Any
 
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
-from twostroke.loadtests.generator.completions import Exchange
-from twostroke.loadtests.plan import Chat, Plan
+from twostroke.loadtests.generator.http_stream import Exchange
+from twostroke.loadtests.plan import Chat, Plan, Session, Turn
 from twostroke.loadtests.records import Record
-from twostroke.loadtests.schedule import Session, Turn
 from twostroke.loadtests.workloads.prompts import text, token_ids
 
 Post = Callable[[str, bytes, Exchange], None]

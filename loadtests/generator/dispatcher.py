@@ -10,9 +10,8 @@ from itertools import islice
 from typing import Protocol
 
 from twostroke.loadtests.generator.conversation import Conversation
-from twostroke.loadtests.plan import Closed, Plan
+from twostroke.loadtests.plan import Closed, Plan, Session
 from twostroke.loadtests.records import Record
-from twostroke.loadtests.schedule import Session
 from twostroke.loadtests.workloads.sessions import sessions
 
 PREPARED_AHEAD = 32  # sessions whose first request lies ready

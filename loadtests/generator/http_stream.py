@@ -6,18 +6,197 @@ monkey patching all of this waits for one request while others run; without it, 
 Each request has a connection of its own, as each of many users behind a load balancer has: the balancer then spreads
 requests, not a few connections, and no request fails since the server has just closed an idle one. What connecting
 costs counts in the time to first token.
+
+From the raw bytes of an HTTP response to its server-sent events, each with the moment at which its last byte came.
+
+Nothing here does I/O: bytes are stamped when they come and read when all is over, so that the client takes next to
+nothing of the cores that it shares with the server.
+
+One streamed completion: the request as it is sent, and the raw bytes that come back, each stamped as it comes.
 """
 
+import asyncio
+import json
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.completions import Exchange
+
+Piece = tuple[float, bytes]
+"""Bytes, and when they came (seconds of one clock)."""
+
+
+class BadResponse(Exception):
+    """What came is no complete, successful stream of completions."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One server-sent event."""
+
+    at: float  # seconds
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Head:
+    """What comes before the body."""
+
+    status: int
+    status_line: str
+    fields: dict[str, str]  # names in lower case
+
+
+def response_of(arrivals: Iterable[Piece]) -> tuple[Head, Iterator[Piece]]:
+    """The head, and the body's pieces without the framing of chunks. Raises BadResponse for what is no response."""
+    pieces = iter(arrivals)
+    head = b""
+    at = 0.0
+    while b"\r\n\r\n" not in head:
+        try:
+            at, data = next(pieces)
+        except StopIteration:
+            raise BadResponse(f"the connection ended within the head: {head[:200]!r}") from None
+        head += data
+    text, _, rest = head.partition(b"\r\n\r\n")
+    status_line, *lines = text.decode(errors="replace").split("\r\n")
+    status = status_line.split(" ", 2)[1:2]
+    if not status or not status[0].isdecimal():
+        raise BadResponse(f"no HTTP response: {status_line[:200]!r}")
+    fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = _prepend((at, rest), pieces)
+    if fields.get("transfer-encoding", "").lower() == "chunked":
+        body = _unchunked(body)
+    return Head(int(status[0]), status_line, fields), body
+
+
+def text_of(body: Iterable[Piece]) -> str:
+    """The beginning of a body that tells what is wrong."""
+    return b"".join(data for _, data in body).decode(errors="replace")[:300]
+
+
+def events_of(body: Iterable[Piece]) -> Iterator[Event]:
+    """The events of a body: lines `data: ...`, an empty line after each event; comments and other fields are skipped.
+
+    An event that is cut off is none.
+    """
+    buffered = b""
+    data_lines: list[bytes] = []
+    for at, piece in body:
+        *lines, buffered = (buffered + piece).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data_lines.append(line.removeprefix(b"data:").removeprefix(b" "))
+            elif not line and data_lines:
+                yield Event(at, b"\n".join(data_lines))
+                data_lines = []
+
+
+def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The content of HTTP/1.1 chunks, each part of it as soon as it is there. Ends at the empty chunk."""
+    buffered = b""
+    left = 0  # bytes of the current chunk that have not come yet
+    for at, data in pieces:
+        buffered += data
+        while buffered:
+            if left:
+                content, buffered = buffered[:left], buffered[left:]
+                left -= len(content)
+                yield at, content
+                continue
+            line, end, rest = buffered.removeprefix(b"\r\n").partition(b"\r\n")
+            if not end:
+                break
+            try:
+                left = int(line.partition(b";")[0], 16)
+            except ValueError:
+                left = -1
+            if left < 0:
+                raise BadResponse(f"no length of a chunk: {line[:50]!r}")
+            if left == 0:
+                return
+            buffered = rest
+
+
+def _prepend(first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
+    yield first
+    yield from rest
+
+
+@dataclass
+class Exchange:
+    """A request and the raw bytes that came back. Times are of `time.perf_counter`."""
+
+    sent_at: float
+    arrivals: list[Piece] = field(default_factory=list)
+    broken: str | None = None  # why the connection failed
+
+
+def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """A request for exactly `max_tokens` greedy tokens, streamed. `ignore_eos` is no field of OpenAI's API, but of
+    all servers of open models."""
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+class _Receiver(asyncio.Protocol):
+    def __init__(self, exchange: Exchange, done: "asyncio.Future[None]"):
+        self._exchange = exchange
+        self._done = done
+
+    def data_received(self, data: bytes) -> None:
+        self._exchange.arrivals.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            self._exchange.broken = str(error)
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+async def exchange(base_url: str, body: dict[str, Any], time_limit_s: float) -> Exchange:
+    """POST `body` to `base_url`/completions on a connection of its own and take all that comes.
+
+    Never raises for what the server does: the result then says why it is broken.
+    """
+    parts = urlsplit(base_url)
+    payload = json.dumps(body).encode()
+    head = (
+        f"POST {parts.path.rstrip('/')}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+    )
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    result = Exchange(time.perf_counter())
+    try:
+        async with asyncio.timeout(time_limit_s):
+            transport, _ = await loop.create_connection(
+                lambda: _Receiver(result, done), parts.hostname or "127.0.0.1", parts.port or 80
+            )
+            try:
+                transport.write(head.encode() + payload)
+                await done
+            finally:
+                transport.close()
+    except TimeoutError:
+        result.broken = f"no answer within {time_limit_s:g} s"
+    except OSError as error:
+        result.broken = f"no connection: {error}"
+    return result
+
 
 RECEIVE_BYTES = 65536
 TRIAL_LIMIT_S = 2.0  # to connect to one of several addresses of a name

@@ -1,4 +1,12 @@
-"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/generator/locust_messages.py)."""
+"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/generator/locust_sender.py).
+
+What the head of a run and the processes that send say to each other.
+
+The head sends `prepare` and, when all have answered `prepared`, `begin` with one instant for all. Each second it gets a
+report from everybody, the last when the share is over. All of it is msgpack within Locust's own messages.
+
+The crew of a Locust process: greenlets, and the machine's monotonic clock. Locust has patched all blocking calls.
+"""
 
 import gc
 import logging
@@ -8,17 +16,67 @@ from collections.abc import Callable
 import gevent
 import msgspec
 from gevent.event import AsyncResult
+from gevent.pool import Group
 
 from twostroke.loadtests.errors import LoadTestError, unwritable
 from twostroke.loadtests.generator.conversation import Conversation, Line, check_prompts
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
-from twostroke.loadtests.generator.green import Greenlets
 from twostroke.loadtests.generator.http_stream import endpoint_of, stream
-from twostroke.loadtests.generator.live import LiveFigures
-from twostroke.loadtests.generator.locust_messages import PREPARED, REPORT, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
+from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.records import Record, append
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
+
+PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
+
+
+class PrepareOrder(msgspec.Struct, frozen=True):
+    """What one process is to send."""
+
+    plan: Plan
+    worker: int
+    num_workers: int
+    is_twostroke: bool  # the server
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    worker: int
+    error: str | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What happened since the last."""
+
+    worker: int
+    elapsed_s: float
+    seconds: dict[int, Second]  # of the run
+    health: GeneratorHealth
+    over: bool = False
+    error: str | None = None
+
+
+class Greenlets:
+    """twostroke.loadtests.generator.dispatcher.Crew."""
+
+    def __init__(self) -> None:
+        self._group = Group()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        gevent.sleep(seconds)
+
+    def spawn(self, work: Callable[..., object], *arguments: object) -> None:
+        self._group.spawn(work, *arguments)
+
+    def join(self) -> None:
+        self._group.join()
+
+    def kill(self) -> None:
+        self._group.kill()
+
 
 REPORT_INTERVAL_S = 1.0
 

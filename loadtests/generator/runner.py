@@ -9,8 +9,7 @@ import msgspec
 from twostroke.loadtests.errors import LoadTestError, RunLost, unwritable
 from twostroke.loadtests.generator.conversation import check_prompts
 from twostroke.loadtests.generator.locust_processes import LocustProcesses, check_free, start_locust
-from twostroke.loadtests.generator.progress import Progress
-from twostroke.loadtests.generator.progress_display import ProgressDisplay
+from twostroke.loadtests.generator.progress import Progress, ProgressDisplay
 from twostroke.loadtests.generator.sampling import Sampler
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import RunFolder

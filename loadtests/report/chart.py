@@ -16,16 +16,14 @@ from twostroke.loadtests.report.estimates import Floats
 from twostroke.loadtests.report.words import duration
 
 # Okabe and Ito's palette ("Color Universal Design", 2008), in the order of use.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#d55e00",
-    "#cc79a7",
-    "#56b4e9",
-    "#f0e442",
-    "#6b6b6b",
-)
+BLUE = "#0072b2"
+ORANGE = "#e69f00"
+GREEN = "#009e73"
+VERMILION = "#d55e00"
+PURPLE = "#cc79a7"
+SKY = "#56b4e9"
+YELLOW = "#f0e442"
+GREY = "#6b6b6b"
 SERIES_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
 MOST_POINTS = 2000  # of a drawn curve: more is not seen, and takes time
 

@@ -12,23 +12,15 @@ from twostroke.loadtests.errors import LoadTestError, unwritable
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.chart import Plot
-from twostroke.loadtests.report.comparison import (
-    AtRate,
-    Comparison,
-    compare_rounds,
-    compare_sweeps,
-    differences,
-)
-from twostroke.loadtests.report.figures import ScalePoint, Summary, judged_rows
-from twostroke.loadtests.report.files import write
+from twostroke.loadtests.report.comparison import AtRate, Comparison, compare_rounds, compare_sweeps, differences
+from twostroke.loadtests.report.figures import ScalePoint, StagePart, Summary, judged_rows
 from twostroke.loadtests.report.html import render, write_plots
 from twostroke.loadtests.report.observations import read_observations
 from twostroke.loadtests.report.run_plots import Times, attainment_by_scale, latency_cdfs, stage_bars, tail_plot
-from twostroke.loadtests.report.stage_times import StagePart
 from twostroke.loadtests.report.sweep import SWEEP_FILE, read_sweep
 from twostroke.loadtests.report.sweep_plots import RatedRun, sweep_plots
 from twostroke.loadtests.report.sweep_report import rated_runs, read_summary
-from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.run_folder import RunFolder, write
 
 COMPARISON_FILE = "comparison.json"
 PAGE_FILE = "comparison.html"

@@ -1,8 +1,16 @@
-"""From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure."""
+"""From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure.
+
+Where an answer's time went, as parts that add up to the whole.
+
+The server's stages (docs/observability.md) overlap: KV travels while the prompt is computed, so `transfer_s` begins
+with the attempt; and `decode_s` begins with the first token, which the prefill worker sends before the KV has arrived.
+So that nothing counts twice, of the transfer only what goes on after prefill is a part, and decode begins after it and
+after the wait for the first decode step. Only durations are subtracted, never moments of two clocks.
+"""
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -10,10 +18,76 @@ import numpy as np
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.records import Status
 from twostroke.loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
-from twostroke.loadtests.report.observations import Bools, Observations, read_observations, tail_tbt
-from twostroke.loadtests.report.stage_times import StagePart, mean_parts
-from twostroke.loadtests.report.validity import Validity, judge
+from twostroke.loadtests.report.observations import Bools, Observations, Validity, judge, read_observations, tail_tbt
 from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
+
+
+class StagePart(msgspec.Struct, frozen=True):
+    """A stretch of the mean answer."""
+
+    name: str
+    mean_s: float
+
+
+CLIENT_PARTS = ("until the first token", "first to last token")
+SERVER_PARTS = (
+    "to the server and back",  # the sender's lag and the network: the client's TTFT less the server's
+    "admission",
+    "prefill queue",
+    "prefill",
+    "handing over",  # of the time to first token, what no worker accounts for: calls and their way back
+    "KV transfer after prefill",
+    "decode queue",
+    "decode",
+)
+
+
+def server_parts(stages: Mapping[str, float], client_ttft_s: float, client_e2e_s: float) -> tuple[float, ...]:
+    """The parts of one answer, in the order of SERVER_PARTS. Their sum is `client_e2e_s`.
+
+    Where a decode worker computed the prompt itself there is no `prefill_s`: then its queue stands before prefill, and
+    prefill is all from there to the first token.
+    """
+    ttft_s = min(stages.get("ttft_s", client_ttft_s), client_ttft_s)
+    after_s = client_e2e_s - client_ttft_s
+    admit_s = min(stages.get("admit_s", 0.0), ttft_s)
+    decode_queue_s = stages.get("decode_queue_s", 0.0)
+    left_s = ttft_s - admit_s
+    if "prefill_s" not in stages:
+        queue_s = min(decode_queue_s, left_s)
+        return client_ttft_s - ttft_s, admit_s, queue_s, left_s - queue_s, 0.0, 0.0, 0.0, after_s
+    queue_s = min(stages.get("prefill_queue_s", 0.0), left_s)
+    prefill_s = min(stages["prefill_s"], left_s - queue_s)
+    exposed_s = min(max(0.0, stages.get("transfer_s", 0.0) - queue_s - prefill_s), after_s)
+    wait_s = min(decode_queue_s, after_s - exposed_s)
+    return (
+        client_ttft_s - ttft_s,
+        admit_s,
+        queue_s,
+        prefill_s,
+        left_s - queue_s - prefill_s,
+        exposed_s,
+        wait_s,
+        after_s - exposed_s - wait_s,
+    )
+
+
+def mean_parts(answers: Iterable[tuple[Mapping[str, float] | None, float, float]]) -> list[StagePart]:
+    """Means over (the server's stages, client TTFT, client time to the last token) of complete answers.
+
+    With stages from every answer these are SERVER_PARTS, otherwise CLIENT_PARTS; empty without answers.
+    """
+    known = list(answers)
+    if not known:
+        return []
+    names: tuple[str, ...] = CLIENT_PARTS
+    parts: list[tuple[float, ...]] = [(ttft_s, e2e_s - ttft_s) for _, ttft_s, e2e_s in known]
+    if all(stages for stages, _, _ in known):
+        names = SERVER_PARTS
+        parts = [server_parts(stages or {}, ttft_s, e2e_s) for stages, ttft_s, e2e_s in known]
+    means = [sum(column) / len(known) for column in zip(*parts, strict=True)]
+    return [StagePart(name, mean_s) for name, mean_s in zip(names, means, strict=True)]
+
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
 MOST_ERRORS_SHOWN = 10

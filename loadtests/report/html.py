@@ -1,4 +1,7 @@
-"""Reports as one HTML file each, which asks nothing of any network: style and pictures are inside it."""
+"""Reports as one HTML file each, which asks nothing of any network: style and pictures are inside it.
+
+How reports are written.
+"""
 
 import base64
 from pathlib import Path
@@ -8,7 +11,7 @@ import jinja2
 
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.chart import Plot
-from twostroke.loadtests.report.files import write
+from twostroke.loadtests.run_folder import write
 
 
 def render(template: str, **what: Any) -> str:

@@ -8,12 +8,10 @@ from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.chart import Plot
 from twostroke.loadtests.report.figures import Summary, judged_rows, summary_of
-from twostroke.loadtests.report.files import write
 from twostroke.loadtests.report.html import render, write_plots
 from twostroke.loadtests.report.observations import read_observations
-from twostroke.loadtests.report.run_plots import run_plots
-from twostroke.loadtests.report.time_plots import time_plots
-from twostroke.loadtests.run_folder import RunFacts, RunFolder
+from twostroke.loadtests.report.run_plots import run_plots, time_plots
+from twostroke.loadtests.run_folder import RunFacts, RunFolder, write
 
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"

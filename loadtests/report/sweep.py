@@ -10,7 +10,7 @@ import msgspec
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.files import write
+from twostroke.loadtests.run_folder import write
 
 SWEEP_FILE = "sweep.json"
 

@@ -7,12 +7,11 @@ import msgspec
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.figures import Summary, summarise
-from twostroke.loadtests.report.files import write
 from twostroke.loadtests.report.html import render, write_plots
 from twostroke.loadtests.report.run_report import REPORT_FILE
 from twostroke.loadtests.report.sweep import Capacity, SweepResult, read_sweep
 from twostroke.loadtests.report.sweep_plots import RatedRun, sweep_plots
-from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.run_folder import RunFolder, write
 
 PAGE_FILE = "sweep.html"
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from twostroke.loadtests.traces.request import TraceRequest
-from twostroke.loadtests.traces.rows import csv_rows
+from twostroke.loadtests.traces.rows import TraceRequest, csv_rows
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

@@ -8,8 +8,7 @@ beginning, so the hashes carry what parent_chat_id says; each turn is sent at th
 from collections.abc import Iterator
 from pathlib import Path
 
-from twostroke.loadtests.traces.request import TraceRequest
-from twostroke.loadtests.traces.rows import block_numbers, json_rows
+from twostroke.loadtests.traces.rows import TraceRequest, block_numbers, json_rows
 
 FIELDS = ("chat_id", "timestamp", "input_length", "output_length", "hash_ids")
 BLOCK_TOKENS = 16

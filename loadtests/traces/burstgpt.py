@@ -7,8 +7,7 @@ response tokens are requests that failed there: they are left out, as the author
 from collections.abc import Iterator
 from pathlib import Path
 
-from twostroke.loadtests.traces.request import TraceRequest
-from twostroke.loadtests.traces.rows import csv_rows
+from twostroke.loadtests.traces.rows import TraceRequest, csv_rows
 
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 

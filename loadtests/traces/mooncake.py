@@ -7,8 +7,7 @@ Apache-2.0.
 from collections.abc import Iterator
 from pathlib import Path
 
-from twostroke.loadtests.traces.request import TraceRequest
-from twostroke.loadtests.traces.rows import block_numbers, json_rows
+from twostroke.loadtests.traces.rows import TraceRequest, block_numbers, json_rows
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 BLOCK_TOKENS = 512

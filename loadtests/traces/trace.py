@@ -9,12 +9,12 @@ from math import inf
 from pathlib import Path
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.schedule import Piece, Turn
+from twostroke.loadtests.plan import Piece, Turn
 from twostroke.loadtests.traces import azure, bailian, burstgpt, mooncake
-from twostroke.loadtests.traces.request import TraceRequest
-from twostroke.loadtests.workloads.blocks import block_pieces
-from twostroke.loadtests.workloads.lengths import Scale, scale_to
-from twostroke.loadtests.workloads.seeds import seed_of
+from twostroke.loadtests.traces.rows import TraceRequest
+from twostroke.loadtests.workloads.arrivals import seed_of
+from twostroke.loadtests.workloads.prompts import block_pieces
+from twostroke.loadtests.workloads.synthetic import Scale, scale_to
 
 COARSE_CLOCK_S = 1.0  # times that are equal or at least so far from each other are those of a coarse clock
 LONG_REQUESTS = 0.999  # this share of requests keeps its proportions when lengths are scaled

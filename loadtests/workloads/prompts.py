@@ -1,15 +1,17 @@
 """Pieces of a prompt made into token ids or words. Equal pieces give equal tokens, so equal beginnings stay equal.
 
 Raw numbers of PCG64 are drawn, not numpy's distributions: numpy promises the former alone to stay as they are.
+
+Prompts of hashed blocks, as the traces with prefix hashes have them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.loadtests.schedule import Piece
+from twostroke.loadtests.plan import Piece
 
 FIRST_TOKEN_ID = 1000  # below lie bytes and, mostly, control tokens; of small vocabularies the first quarter is left
 CACHED_PIECES = 2048  # shared pieces are asked for again and again; of 512 tokens each 8 MiB
@@ -55,3 +57,18 @@ def _words(piece: Piece) -> str:
 
 def _numbers(piece: Piece) -> NDArray[np.int64]:
     return (np.random.PCG64(piece.seed).random_raw(piece.tokens) >> np.uint64(33)).astype(np.int64)
+
+
+def block_pieces(blocks: Sequence[int], block_tokens: int, tokens: int, own_seed: int) -> tuple[Piece, ...]:
+    """A prompt of `tokens` tokens that begins with the blocks of these seeds; the last may be cut short. What goes
+    beyond the blocks is the prompt's own."""
+    pieces = []
+    left = tokens
+    for seed in blocks:
+        if not left:
+            break
+        pieces.append(Piece(seed, min(block_tokens, left)))
+        left -= pieces[-1].tokens
+    if left:
+        pieces.append(Piece(own_seed, left))
+    return tuple(pieces)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from twostroke.loadtests.generator.sse import BadResponse, Piece, events_of, response_of, text_of
 from tests.chaos.requests import ClientRequest
+from twostroke.loadtests.generator.http_stream import BadResponse, Piece, events_of, response_of, text_of
 
 PATIENCE_S = 60.0
 """A request that takes longer in all is lost."""

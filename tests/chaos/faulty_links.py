@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.protocol.tickets import Address
 from tests.chaos.faulty_network import Barrier
 from tests.chaos.orders import Harm
 from tests.faults.proxy import Proxy
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.protocol.requests import Address
 
 LEAST_BYTES = 512
 """What is shorter is no KV: the words with which a link is joined."""

@@ -4,11 +4,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from tests.chaos.orders import Side, Tamper
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, Message
 from twostroke.protocol.network import Connection, Handler, Listener, Network
-from twostroke.protocol.tickets import Address
-from tests.chaos.orders import Side, Tamper
+from twostroke.protocol.requests import Address
 
 CONNECT_S = 5.0  # as long as live TCP tries
 

@@ -13,11 +13,11 @@ from typing import IO, Any
 
 import msgspec
 
-from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
-from twostroke.cluster.local_ray import free_ports
-from twostroke.cluster.server_process import processes_named
 from tests.chaos.control import Control
 from tests.chaos.server import ServerOrder
+from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.ray import free_ports
+from twostroke.cluster.local.server_process import processes_named
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from twostroke.cluster.worker_deployments import DecodeReplica, PrefillReplica, _WorkerReplica
-from twostroke.cluster.worker_parts import WorkerParts
-from twostroke.cluster.worker_settings import WorkerSettings
-from twostroke.decode_worker.config import DecodeConfig
-from twostroke.kvtransfer.link import Transport
-from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.network import Network
-from twostroke.protocol.tcp_network import TcpNetwork
 from tests.chaos.faulty_links import FaultyTransport, LinkFaults
 from tests.chaos.faulty_network import FaultyNetwork
 from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.worker_parts import WorkerParts
+from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, _WorkerReplica
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.kvtransfer.link import Transport
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.network import Network, TcpNetwork
 
 if TYPE_CHECKING:
     from twostroke.decode_worker.worker import DecodeWorker

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from twostroke.cluster.config import read_config
-from twostroke.cluster.haproxy import haproxy_binary
-from twostroke.cluster.local_ray import LocalRayOptions, local_ray
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.local.ray import LocalRayOptions, local_ray
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
@@ -37,8 +37,8 @@ def main() -> int:
         # Ray may be imported now: its switches are set.
         from ray import serve
 
-        from twostroke.cluster.serve_app import WorkerClasses, application, cluster_secret
         from tests.chaos.replicas import ChaosDecodeReplica, ChaosPrefillReplica
+        from twostroke.cluster.deployments.serve_app import WorkerClasses, application, cluster_secret
 
         workers = WorkerClasses(ChaosPrefillReplica, ChaosDecodeReplica, (order.control,))
         serve.run(application(config, cluster_secret(), workers), name="twostroke", route_prefix="/")

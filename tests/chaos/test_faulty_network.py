@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
+from tests.chaos.faulty_network import FaultyNetwork
+from tests.chaos.orders import Tamper
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Cancel, Hello, Message, Ping, PrefillFailed
 from twostroke.protocol.network import Connection, Handler, Listener
-from twostroke.protocol.tickets import Address, Peer
-from tests.chaos.faulty_network import FaultyNetwork
-from tests.chaos.orders import Tamper
+from twostroke.protocol.requests import Address, Peer
 
 HERE = Address("127.0.0.1", 1)
 HELLO = Hello(Peer("router", 1), Peer("worker", 2))

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twostroke.loadtests.report.estimates import percentile
 from tests.chaos.checker import Finding, check
 from tests.chaos.client import Answer
 from tests.chaos.faults import Injected
 from tests.chaos.stalls import BOUNDS_S, Family, Window, normal_of, stalls_by_fault
+from twostroke.loadtests.report.estimates import percentile
 
 BACK_S = 10.0
 """From a kill to the new replica's being reached, at most."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from twostroke.cluster.bench.autoscaling import CLASS, Pace, Sight, Story, holds, scaled_config, summarise
-from twostroke.cluster.bench.open_loop import Mix, Outcome
-from twostroke.cluster.config import read_config
+from twostroke.benchmarks.autoscaling import CLASS, Pace, Sight, Story, holds, scaled_config, summarise
+from twostroke.benchmarks.overload import Mix, Outcome
+from twostroke.cluster.config.config import read_config
 
 
 def sight(at: float, running: tuple[int, int], target: tuple[int, int], change: str | None = None) -> Sight:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands.await_application import failure_of
-from tests.cluster.command_line import one_line
 
 
 def waited(looks: Sequence[Mapping[str, Any] | None], patience_s: float = 60.0) -> tuple[str | None, float]:

@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from twostroke.cluster.bench import accuracy, costs, engine, serving, transfer
+from twostroke.benchmarks import accuracy, costs, engine, serving
+from twostroke.benchmarks.kv import transfer
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from twostroke.cluster.bench.instructions import counting
+from twostroke.benchmarks.instructions import counting
 
 
 def work(rounds: int) -> None:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.cluster.command_line import answering, one_line
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands.asking import ask
-from twostroke.cluster.commands.status_tables import show_status, worker_rows
+from twostroke.cluster.commands.status import show_status, worker_rows
 from twostroke.protocol.stats import WorkerStats
-from tests.cluster.command_line import answering, one_line
 
 
 def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from twostroke.cluster.cli import main
-from twostroke.cluster.local_nodes import isolated
 from tests.cluster.command_line import one_line
+from twostroke.cluster.cli import main
+from twostroke.tools.nodes import machines as isolated
 
 
 @pytest.mark.parametrize(

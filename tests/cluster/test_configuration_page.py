@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import pytest
 import yaml
 
-from twostroke.cluster.config import ClusterConfig, read_config
-from twostroke.cluster.settings import member_of
+from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.settings import member_of
 from twostroke.protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.cluster.core_list import parse_cores
+from twostroke.cluster.config.sections import parse_cores
 from twostroke.protocol.errors import ConfigError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from twostroke.cluster.bench.costs import Judged, Point, error_at, make_grid
-from twostroke.model.step_costs import StepContent
+from twostroke.benchmarks.costs import Judged, Point, error_at, make_grid
+from twostroke.worker.step_costs import StepContent
 
 
 def test_half_of_each_kind_of_step_is_held_out_and_no_block_has_two_owners() -> None:

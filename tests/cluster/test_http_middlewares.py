@@ -6,8 +6,8 @@ import pytest
 from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import Message, Receive, Scope, Send
 
-from twostroke.cluster.http_middlewares import http_middlewares
-from twostroke.router.http_io import RequestIds
+from twostroke.cluster.deployments.proxies import http_middlewares
+from twostroke.router.http.io import RequestIds
 
 
 def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from twostroke.cluster.cli import main
-from twostroke.cluster.config import read_config
-from twostroke.router.tenants import Tenants
+from twostroke.cluster.config.config import read_config
+from twostroke.router.http.tenants import Tenants
 
 
 def test_a_new_key_is_shown_once_with_the_line_that_makes_it_known(capsys: pytest.CaptureFixture[str]) -> None:

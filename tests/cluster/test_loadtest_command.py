@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from tests.cluster.command_line import one_line
 from twostroke.cluster import cli
 from twostroke.cluster.commands import loadtest
-from tests.cluster.command_line import one_line
 
 
 def test_a_load_test_s_error_is_one_line_and_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.api_keys import OWN_KEY
-from twostroke.cluster.config import read_config, with_keys_of_file
-from twostroke.cluster.local_deploy import arguments_of
+from twostroke.cluster.config.api_keys import OWN_KEY
+from twostroke.cluster.config.config import read_config, with_keys_of_file
+from twostroke.cluster.local.deploy import arguments_of
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.tenants import KeyConfig
+from twostroke.router.http.tenants import KeyConfig
 
 
 def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path) -> None:

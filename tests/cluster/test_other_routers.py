@@ -6,9 +6,9 @@ import pytest
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from twostroke.cluster import other_routers
-from twostroke.cluster.other_routers import OtherRouters
-from twostroke.router.scrape import RouterReading
+from twostroke.cluster.deployments import router as other_routers
+from twostroke.cluster.deployments.router import OtherRouters
+from twostroke.router.http.scrape import RouterReading
 
 
 def reading(router):

@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from twostroke.cluster.bench.open_loop import Arrival, Mix, Outcome, outcome_of
-from twostroke.cluster.bench.overload import BATCH, INTERACTIVE, PARTS, classes_for
-from twostroke.loadtests.generator.completions import Exchange
+from twostroke.benchmarks.overload import BATCH, INTERACTIVE, PARTS, Arrival, Mix, Outcome, classes_for, outcome_of
+from twostroke.loadtests.generator.http_stream import Exchange
 
 CLASSES = classes_for(0.5, 0.05)
 MIX = Mix("m", PARTS, prompt_tokens=8, max_tokens=4)

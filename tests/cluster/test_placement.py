@@ -4,12 +4,12 @@ import pytest
 from ray._private.label_utils import validate_label_selector
 from ray.serve._private.config import ReplicaConfig
 
-from twostroke.cluster.config import read_config
-from twostroke.cluster.local_server import check_is_anywhere
-from twostroke.cluster.placement import Placement
-from twostroke.cluster.router_deployment import router_options
-from twostroke.cluster.tensor_parallel_ranks import rank_options
-from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.placement import Placement
+from twostroke.cluster.deployments.router import router_options
+from twostroke.cluster.local.server import check_is_anywhere
+from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
 from twostroke.protocol.errors import ConfigError
 
 PLACE = {"node_labels": {"twostroke-role": "decode"}, "node_resources": {"decode_slot": 1}}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.config import read_config
-from twostroke.cluster.preflight import check_model
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.local.preflight import check_model
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.config import read_config
-from twostroke.cluster.process_logs import LoggingConfig, log_to
-from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.local.process_logs import LoggingConfig, log_to
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
     logging.getLogger("twostroke.router").info("too fine")
     logging.getLogger("twostroke.router").warning("heard")
     assert not (tmp_path / "first").exists(), "a file is made by its first line"
-    assert (tmp_path / "second").read_text().endswith(" WARNING router: heard\n")
+    assert (tmp_path / "second").read_text().endswith(" WARNING twostroke.router: heard\n")
 
 
 def test_workers_and_their_ranks_are_told_how_to_log() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.led_ranks import RankOrder
-from twostroke.cluster.rank_process import run_rank
+from twostroke.cluster.ranks.led_ranks import RankOrder
+from twostroke.cluster.ranks.rank_process import run_rank
 from twostroke.kvtransfer.stats import TransferStats
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.rank_messages import (
     OpenTransfer,
     RankCopy,
@@ -23,8 +24,7 @@ from twostroke.protocol.rank_messages import (
     StepEnded,
     TransferReady,
 )
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.requests import Address, Peer, Ticket
 
 SECRET = b"a secret of tests"
 WORKER = Peer("w", 5)
@@ -96,7 +96,7 @@ async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakePar
     async def load(*_: Any) -> FakeParts:
         return parts
 
-    monkeypatch.setattr("twostroke.cluster.rank_process.load_rank", load)
+    monkeypatch.setattr("twostroke.cluster.ranks.rank_process.load_rank", load)
     network = TcpNetwork(SECRET)
     ranks = RankConnections(worker=WORKER, size=2, network=network)
     leader = await ranks.listen("127.0.0.1")

@@ -8,12 +8,11 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from twostroke.cluster.replica_router import ReplicaByPeer
-from twostroke.cluster.worker_directory import worker_metadata
+from twostroke.cluster.deployments.directory import ReplicaByPeer, worker_metadata
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Address, Peer
 
 DEPLOYMENT = DeploymentID("DecodeWorker of a test", "app")
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from twostroke.cluster.router_drain import drain_routers
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.cluster.deployments.router_drain import drain_routers
 
 
 def drained(counts: list[int], *, grace_s: float = 10.0, notice_s: float = 0.0) -> tuple[list[str], list[str], float]:

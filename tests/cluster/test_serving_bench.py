@@ -1,7 +1,7 @@
 """What the serving bench makes of raw streams."""
 
-from twostroke.cluster.bench.serving import Load, summarise
-from twostroke.loadtests.generator.completions import Exchange
+from twostroke.benchmarks.serving import Load, summarise
+from twostroke.loadtests.generator.http_stream import Exchange
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 LOAD = Load("m", concurrency=1, requests=1, prompt_tokens=4, max_tokens=3)

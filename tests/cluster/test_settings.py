@@ -8,15 +8,14 @@ from typing import Literal
 import pytest
 import yaml
 
-from twostroke.cluster.config import ClusterConfig, read_config, with_keys_of_file
-from twostroke.cluster.config_sections import kv_cache_size
-from twostroke.cluster.router_deployment import RouterSettings
-from twostroke.cluster.settings import SAME_LEVEL, bounds, bounds_within, read_settings
-from twostroke.cluster.worker_settings import WorkerSettings
-from twostroke.cluster.yaml_files import load_yaml
+from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.sections import kv_cache_size
+from twostroke.cluster.config.settings import SAME_LEVEL, bounds, bounds_within, load_yaml, read_settings
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.slo import SLOClass
-from twostroke.router.tenants import KeyConfig
+from twostroke.router.http.tenants import KeyConfig
+from twostroke.router.slo.classes import SLOClass
 
 
 @dataclass(frozen=True)

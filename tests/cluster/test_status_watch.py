@@ -9,11 +9,9 @@ import pytest
 from rich.console import Console
 
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status_tables import class_rows, load_rows, scaling_rows
-from twostroke.cluster.commands.status_watch import watch
+from twostroke.cluster.commands.status import class_rows, load_rows, scaling_rows, watch
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.stats import QueuedWork, WorkerStats
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
 
 
 def worker(**stats: Any) -> dict[str, Any]:

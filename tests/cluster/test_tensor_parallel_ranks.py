@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.config import read_config
-from twostroke.cluster.tensor_parallel_ranks import rank_options
-from twostroke.cluster.worker_parts import check_step_size
-from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.worker_parts import check_step_size
+from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
 from twostroke.protocol.errors import ConfigError
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from twostroke.cluster.worker_deployments import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
+from tests.simulation.worker_rig import Rig, a_request, begin, play
+from twostroke.cluster.deployments.workers import DRAIN_S, ENDING_S, DecodeReplica, drain_and_stop
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import Drain
-from tests.simulation.worker_rig import Rig, a_request, begin, play
 
 
 def time() -> float:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from twostroke.protocol.requests import GenerateRequest
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS
+from twostroke.protocol.requests import GenerateRequest
 
 
 def expected(request: GenerateRequest) -> list[tuple[int, int]]:

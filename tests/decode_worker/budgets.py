@@ -1,7 +1,7 @@
 """Step budgets for schedulers under test."""
 
 from twostroke.decode_worker.step_budget import StepBudget
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import StepCosts
 
 
 def step_budget(

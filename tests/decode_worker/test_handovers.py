@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from twostroke.model.sequence import SequenceState
-from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
-from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed
-from twostroke.protocol.token_server import TokenServerConfig
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.worker_rig import BLOCK, LAYERS, PREFILL, TRANSFERS, Rig, a_request, begin, make_parts, play
+from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
+from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed
+from twostroke.worker.sequence import SequenceState
+from twostroke.worker.token_server import TokenServerConfig
 
 LONG_S = 20 * TRANSFERS.progress_s
 PATIENT: dict[str, Any] = {"role": "decode", "token_channel": TokenServerConfig(lease_s=10 * LONG_S)}

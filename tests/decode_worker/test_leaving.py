@@ -5,12 +5,12 @@ import contextlib
 
 import pytest
 
+from tests.decode_worker.answers import a_moment
+from tests.simulation.worker_rig import DECODE, SECRET, Rig, a_request, begin, play
 from twostroke.protocol.errors import ConnectionLost, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Drain, PrefillFailed, SendPrefix
 from twostroke.protocol.network import Connection
-from twostroke.protocol.tickets import Address, Peer, mint_ticket
-from tests.decode_worker.answers import a_moment
-from tests.simulation.worker_rig import DECODE, SECRET, Rig, a_request, begin, play
+from twostroke.protocol.requests import Address, Peer, mint_ticket
 
 
 def test_a_dead_engine_ends_every_request_and_hangs_up():

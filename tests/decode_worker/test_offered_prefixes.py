@@ -2,14 +2,13 @@
 
 import pytest
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
-from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
-from twostroke.decode_worker.preemption import PreemptionPolicy
-from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.swapped_blocks import SwappedBlocks
-from twostroke.model.block_pool import BlockPool
-from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from tests.decode_worker.budgets import step_budget
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
+from twostroke.decode_worker.preemption import PreemptionPolicy, SwappedBlocks
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.decode_worker.standings import OfferedPrefixes
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 
 BLOCK = 4
 TOKEN = SampledToken(7)

@@ -7,14 +7,13 @@ import asyncio
 
 import pytest
 
-from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
-from twostroke.protocol.messages import Cancel, Drain, PrefillFailed
-from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.tickets import Peer
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.prefix_source import source_beside
 from tests.simulation.worker_rig import BLOCK, DECODE, LAYERS, ROUTER, Rig, a_request, begin, play
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
+from twostroke.protocol.messages import Cancel, Drain, PrefillFailed
+from twostroke.protocol.requests import GenerateRequest, Peer
 
 
 async def is_right(rig: Rig, request: GenerateRequest) -> bool:

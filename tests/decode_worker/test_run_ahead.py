@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
-from twostroke.decode_worker.preemption import PreemptionPolicy
-from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.swapped_blocks import SwappedBlocks
-from twostroke.model.block_pool import BlockPool
-from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
 from tests.decode_worker.budgets import step_budget
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
+from twostroke.decode_worker.preemption import PreemptionPolicy, SwappedBlocks
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 
 BLOCK = 4
 STOP = 9

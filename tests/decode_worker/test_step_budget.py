@@ -2,12 +2,12 @@
 
 import pytest
 
+from tests.decode_worker.budgets import step_budget
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.step_budget import CAUTIOUS_CHUNK, tokens_in
-from twostroke.model.sequence import SequenceState
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.protocol.step_costs import StepCosts
-from tests.decode_worker.budgets import step_budget
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.sequence import SequenceState
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.00001, row_s=0.002, context_s=0.00001)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Entry
-from twostroke.decode_worker.steps_under_way import StepsUnderWay
-from twostroke.model.sequence import SequenceState
-from twostroke.model.step import SequenceStep
-from twostroke.protocol.requests import SampledToken
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import a_request
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Entry
+from twostroke.decode_worker.scheduler import StepsUnderWay
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.requests import SampledToken
+from twostroke.worker.sequence import SequenceState
 
 
 class SlowEngine:

@@ -7,18 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
-from twostroke.decode_worker.preemption import PreemptionPolicy
-from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.swapped_blocks import SwappedBlocks
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.step import BlockCopy
-from twostroke.protocol.errors import WorkerLost
-from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
 from tests.decode_worker.budgets import step_budget
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS, a_request, begin, play
 from tests.simulation.worker_rig import Rig as WorkerRig
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase
+from twostroke.decode_worker.preemption import PreemptionPolicy, SwappedBlocks
+from twostroke.decode_worker.scheduler import DecodeScheduler
+from twostroke.model.step import BlockCopy
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 
 BLOCK = 4
 TOKEN = SampledToken(7)

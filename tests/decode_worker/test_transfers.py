@@ -5,14 +5,13 @@ import asyncio
 import msgspec
 import pytest
 
-from twostroke.kvtransfer.receiver import IncomingTransfer
-from twostroke.model.sequence import SequenceState
-from twostroke.protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
-from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.tickets import Peer, mint_ticket
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.worker_rig import BLOCK, DECODE, LAYERS, PREFILL, SECRET, Rig, a_request, begin, make_parts, play
+from twostroke.kvtransfer.receiver import IncomingTransfer
+from twostroke.protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
+from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
+from twostroke.worker.sequence import SequenceState
 
 
 def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here_when_the_router_says_so():

@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
+from tests.decode_worker.answers import a_moment, expected
+from tests.simulation.worker_rig import DECODE, ROUTER, Rig, a_request, begin, play
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import DecodeReply
-from tests.decode_worker.answers import a_moment, expected
-from tests.simulation.worker_rig import DECODE, ROUTER, Rig, a_request, begin, play
 
 
 def test_a_request_without_a_ticket_is_computed_here_to_its_end():

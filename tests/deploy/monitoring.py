@@ -24,14 +24,14 @@ from typing import Any
 import httpx
 import yaml
 
-from twostroke.cluster.bench.open_loop import at_their_moments
-from twostroke.cluster.bench.stream_client import stream_completion
-from twostroke.cluster.descendants import become_subreaper, descendants, end_descendants
-from twostroke.cluster.local_ray import free_ports
-from twostroke.cluster.server_process import ServerProcess, processes_named
 from tests.deploy.monitored import PROMETHEUS, RULES, panels
 from tests.deploy.programs import environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
+from twostroke.benchmarks.overload import at_their_moments
+from twostroke.benchmarks.serving import stream_completion
+from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.ray import free_ports
+from twostroke.cluster.local.server_process import ServerProcess, processes_named
 
 MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostroke.cluster.local_ray import free_ports
 from tests.deploy.programs import ROOT, environment
+from twostroke.cluster.local.ray import free_ports
 
 START_S = 10.0
 

@@ -35,7 +35,7 @@ def test_it_takes_what_pip_installs_and_nothing_else() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     taken = {line[1:] for line in ignored if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    packages = {name.split(".")[1] for name in project["tool"]["setuptools"]["packages"]}
     assert "*" in ignored
     assert taken == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 

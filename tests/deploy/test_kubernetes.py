@@ -13,10 +13,10 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
-from twostroke.cluster.haproxy import haproxy_binary
 from tests.deploy.files import DEPLOY, LABEL, ROLES, ray_env, serve_config
 from tests.deploy.kubernetes_haproxy import kubernetes_haproxy
 from tests.deploy.ray_autoscaler import launched_for
+from twostroke.cluster.deployments.proxies import haproxy_binary
 
 KUBERNETES = "1.31"
 FILES = ("rayservice.yaml", "kubernetes-load-balancer.yaml", "kubernetes-monitoring.yaml")

@@ -10,12 +10,6 @@ from collections import Counter
 
 from prometheus_client.core import Metric
 
-from twostroke.router.admission import Admission
-from twostroke.router.metrics import RouterMetrics
-from twostroke.router.scaling import ScalingCollector
-from twostroke.router.slo import SLOConfig
-from twostroke.router.slo_metrics import SLOMetrics
-from twostroke.router.worker_metrics import ejected_family, worker_families
 from tests.deploy.monitored import (
     PROMETHEUS,
     RULES,
@@ -27,6 +21,11 @@ from tests.deploy.monitored import (
     rules,
 )
 from tests.deploy.programs import needed
+from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scaling import ScalingCollector
+from twostroke.router.observe.worker_metrics import SLOMetrics, ejected_family, worker_families
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
 
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import ray
 
-from twostroke.cluster.haproxy import BINARY_VARIABLE
-from twostroke.cluster.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from tests.deploy.files import DEPLOY, INSTALLED, ray_env
+from twostroke.cluster.deployments.proxies import BINARY_VARIABLE
+from twostroke.cluster.local.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 
 
 def test_it_has_every_switch_that_replicas_count_on() -> None:
@@ -28,7 +28,7 @@ def test_haproxy_is_started_by_the_script_that_the_project_installs() -> None:
     script = Path(ray_env()[BINARY_VARIABLE])
     assert script.parent == INSTALLED / "bin"
     scripts = (DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'{script.name} = "twostroke.cluster.haproxy:main"' in scripts
+    assert f'{script.name} = "twostroke.cluster.deployments.proxies:main"' in scripts
 
 
 def test_a_shell_reads_it_as_systemd_and_docker_do() -> None:

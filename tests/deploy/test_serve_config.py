@@ -8,10 +8,10 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from twostroke.cluster.config import ClusterConfig, read_config
-from twostroke.cluster.serve_app import build_app
-from twostroke.router.tenants import new_key
 from tests.deploy.files import DEPLOY, LABEL, ROLES, SETTINGS, serve_config
+from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.deployments.serve_app import build_app
+from twostroke.router.http.tenants import new_key
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def config() -> ClusterConfig:
 
 def test_serve_takes_the_file() -> None:
     schema = ServeDeploySchema.model_validate(serve_config())
-    assert [application.import_path for application in schema.applications] == ["twostroke.cluster.serve_app:build_app"]
+    assert [application.import_path for application in schema.applications] == [
+        "twostroke.cluster.deployments.serve_app:build_app"
+    ]
 
 
 def test_the_application_is_built_from_it(arguments: dict[str, Any]) -> None:
@@ -81,11 +83,10 @@ def test_what_pip_installs_on_the_nodes_has_every_package() -> None:
     root = DEPLOY.parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     listed = project["tool"]["setuptools"]["packages"]
-    tops = {name.partition(".")[0] for name in listed}
+    tops = {name.split(".")[1] for name in listed}
     there = {
-        ".".join(path.parent.relative_to(root).parts)
+        ".".join(("twostroke", *path.parent.relative_to(root).parts))
         for top in tops
         for path in (root / top).rglob("*.py")
-        if path.parent.name != "peers"  # other servers, to be compared with from a checkout
     }
     assert there == set(listed)

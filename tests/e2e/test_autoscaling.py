@@ -6,10 +6,10 @@ import random
 import urllib.request
 from pathlib import Path
 
-from twostroke.cluster.bench.stream_client import random_prompt, stream_completion, whole_answer
-from twostroke.cluster.server_process import ServerProcess
-from twostroke.loadtests.generator.completions import Exchange, completion_body
 from tests.e2e.conftest import MODEL, Server, eventually
+from twostroke.benchmarks.serving import random_prompt, stream_completion, whole_answer
+from twostroke.cluster.local.server_process import ServerProcess
+from twostroke.loadtests.generator.http_stream import Exchange, completion_body
 
 CLIENTS = 24
 LONG_ANSWERS = 2

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.e2e.conftest import MODEL, Server, eventually, serving
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
-from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 16

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import yaml
 
-from twostroke.cluster.descendants import descendants
-from twostroke.cluster.haproxy import BINARY_VARIABLE, haproxy_binary
-from twostroke.cluster.local_ray import haproxy_switches
-from twostroke.router.tenants import new_key
 from tests.deploy.files import LABEL, ROLES, ray_env, serve_config
 from tests.e2e.conftest import MODEL, alive, eventually
+from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, haproxy_binary
+from twostroke.cluster.local.processes import descendants
+from twostroke.cluster.local.ray import haproxy_switches
+from twostroke.router.http.tenants import new_key
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent.parent

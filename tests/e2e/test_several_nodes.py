@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import pytest
 
-from twostroke.cluster.commands.cluster_demo import ISOLATED_PORT, choose_machines
-from twostroke.cluster.commands.doctor import fetch_report
-from twostroke.cluster.local_nodes.load import Answer, Request, ask
-from twostroke.cluster.local_nodes.machines import Machines
-from twostroke.cluster.local_nodes.ray_nodes import Node, NodeSpec, RayNodes
-from twostroke.cluster.local_nodes.site import Site, Worker, node_for, settings
-from twostroke.cluster.local_ray import free_ports
 from tests.e2e.conftest import MODEL
+from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.local.ray import free_ports
+from twostroke.tools.nodes.demo import ISOLATED_PORT, choose_machines
+from twostroke.tools.nodes.load import Answer, Request, ask
+from twostroke.tools.nodes.machines import Machines
+from twostroke.tools.nodes.ray_nodes import Node, NodeSpec, RayNodes
+from twostroke.tools.nodes.site import Site, Worker, node_for, settings
 
 SHORT = Request(MODEL, max_tokens=16)
 LONG = Request(MODEL, max_tokens=1000)  # some seconds: a worker tells twice a second that it is busy

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.requests import Address, Peer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

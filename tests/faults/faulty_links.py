@@ -14,7 +14,7 @@ from injection import Faults
 from twostroke.kvtransfer.digest import chunk_seal
 from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 
 class FaultyTransport:

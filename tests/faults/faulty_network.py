@@ -5,7 +5,7 @@ from injection import Faults
 from twostroke.kvtransfer.digest import chunk_seal
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
-from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.requests import Address, Peer
 
 
 class FaultyNetwork:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from terms import LAYOUT, NUM_BLOCKS
 
-from twostroke.model.shared_memory import SharedMemory
+from twostroke.model.cache.shared_memory import SharedMemory
 
 
 class PatternStore:

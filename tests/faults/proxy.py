@@ -5,7 +5,7 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from twostroke.protocol.tickets import Address
+from twostroke.protocol.requests import Address
 
 Mangle = Callable[[int, bytes], bytes | None]
 """(how many bytes have gone before, bytes) -> what goes on in their place; None: the connection is cut."""

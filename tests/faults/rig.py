@@ -11,7 +11,7 @@ import msgspec
 from children import LIMIT_S, Child, Nursery, Report, WorkerLost
 from terms import SECRET
 
-from twostroke.protocol.tickets import Address, Ticket, mint_ticket
+from twostroke.protocol.requests import Address, Ticket, mint_ticket
 
 NUM_TOKENS = 1000  # 4 layers of 63 blocks, the last one not full: 4 MB, 8 chunks or more
 BYSTANDER_TOKENS = 250

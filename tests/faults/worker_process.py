@@ -27,8 +27,8 @@ from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer, Ticket
 
 JOIN_TIMEOUT_S = 2.0
 OPERATION_TIMEOUT_S = 2 * CONFIG.lease_s

@@ -10,8 +10,8 @@ import torch
 from tests.model.conftest import write_checkpoint
 
 if TYPE_CHECKING:
-    from twostroke.model.cuda_backend import CudaBackend
     from tests.kernels.reference_backend import ReferenceBackend
+    from twostroke.model.cuda.backend import CudaBackend
 
 __all__ = ["write_checkpoint"]
 
@@ -26,7 +26,7 @@ def _gpu() -> None:
 
 @pytest.fixture
 def backend(_gpu: None) -> "CudaBackend":
-    from twostroke.model.cuda_backend import CudaBackend
+    from twostroke.model.cuda.backend import CudaBackend
 
     return CudaBackend()
 

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import torch
 
+from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import load_model_config
-from twostroke.model.cuda_graphs import CudaGraphSteps, batch_sizes
-from twostroke.model.decoder import Decoder, Drawing
-from twostroke.model.decoder_weights import load_decoder_weights
-from twostroke.model.kernels.sampling import DrawBatch, TorchSampling, row_keys
-from twostroke.model.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
 from twostroke.model.load import EngineConfig, LoadedEngine, load_engine
-from twostroke.model.quantization import Quantization
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
-from twostroke.model.swap_space import SwapSpace
-from twostroke.model.tensor_parallel import SingleRank
-from twostroke.model.weights import Checkpoint
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
 if TYPE_CHECKING:
-    from twostroke.model.cuda_backend import CudaBackend
+    from twostroke.model.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 64
@@ -77,7 +77,7 @@ def decodes(count: int, offset: int, tokens: Sequence[int] | None) -> list[Seque
 
 
 def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunner:
-    from twostroke.model.device_sampler import DeviceSampler
+    from twostroke.model.sampling.device_sampler import DeviceSampler
 
     decoder, cache = made
     captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST) if is_captured else None
@@ -159,7 +159,7 @@ def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made:
 
 
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
-    from twostroke.model.kernels.device_sampling import DrawParameters, draw_on_device
+    from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
 
     cases = [
         (temperature, top_k, top_p, min_p)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Backend
 from tests.kernels.paged_cases import make_layout, paged_case
+from twostroke.model.backend import Backend
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.quantization import quantize
+from twostroke.model.checkpoint.quantization import quantize
 
 if TYPE_CHECKING:
-    from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
+    from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +25,9 @@ MakeLinear = Callable[[Tensor, Bits, Tensor | None], "CudaLinear | CudaQuantized
 
 @pytest.fixture
 def make_linear(_gpu: None) -> MakeLinear:
-    from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
-    from twostroke.model.kernels.launch import Target
-    from twostroke.model.kernels.split_k import SplitWorkspace
+    from twostroke.model.cuda.kernels.launch import Target
+    from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
+    from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
 
     device = torch.device("cuda", torch.cuda.current_device())
     target, workspace = Target.of_device(device), SplitWorkspace(device)

@@ -66,7 +66,7 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
     from twostroke.kvtransfer.transports.device_units import DeviceUnits
-    from twostroke.model.kernels.kv_digest import digest_reference
+    from twostroke.model.cuda.kernels.kv_digest import digest_reference
 
     source, target = Store(layout_of(), seed=1), Store(layout_of())
     cut = Cut(source.layout, first, heads, tokens, encoding)
@@ -170,7 +170,7 @@ async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytes
 
 
 def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> None:
-    from twostroke.model.layer_announcer import LayerAnnouncer
+    from twostroke.model.cache.kv_cache import LayerAnnouncer
 
     values = [torch.zeros(1 << 20, device="cuda") for _ in range(6)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from twostroke.router.tokenizer import TextTokenizer
 from tests.http_fuzz.virtual_site import MODEL_FOLDER, Answer, VirtualSite
 from tests.simulation.virtual_loop import VirtualLoop
+from twostroke.router.text.tokenizer import TextTokenizer
 
 Ask = Callable[[str, str, dict[str, str], bytes], Answer]
 
@@ -23,7 +23,7 @@ def _quiet_logs(caplog: pytest.LogCaptureFixture) -> None:
 def ask() -> Iterator[Ask]:
     """Asks the server (method, URL, headers, body) and waits for the whole answer. What is left behind fails."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("twostroke.router.tokenizer.OFF_LOOP_CHARS", sys.maxsize)  # virtual time knows of no threads
+        patch.setattr("twostroke.router.text.tokenizer.OFF_LOOP_CHARS", sys.maxsize)  # virtual time knows of no threads
         with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s=1e6)) as runner:
             site = runner.run(_entered())
             yield lambda method, url, headers, body: runner.run(site.ask(method, url, headers, body))

@@ -14,10 +14,10 @@ import schemathesis
 from jsonschema import Draft202012Validator
 from schemathesis import Case, Response
 
-from twostroke.router.openapi import document
 from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 from tests.http_fuzz.conftest import Ask
 from tests.http_fuzz.virtual_site import MODEL, Answer
+from twostroke.router.http.openapi import document
 
 SCHEMA = schemathesis.openapi.from_dict(document(version="fuzzed", model=MODEL, has_keys=False))
 

@@ -14,24 +14,23 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from twostroke.decode_worker.config import DecodeConfig
-from twostroke.model.step import SequenceStep
-from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.probe import ProbeTimes
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Peer, Ticket
-from twostroke.router.app import build_app
-from twostroke.router.config import PipelineConfig
-from twostroke.router.doctor import Doctor
-from twostroke.router.pipeline import Pipeline
-from twostroke.router.service import RouterService, ServiceConfig
-from twostroke.router.token_channels import TokenChannels
-from twostroke.router.tokenizer import TextTokenizer
 from tests.simulation.fake_model import VOCAB, FakeEngine
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.scenario import make_scenario
 from tests.simulation.sim_fleet import SECRET, SimFleet
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.model.step import SequenceStep
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import Peer, SampledToken, Ticket
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.http.app import build_app
+from twostroke.router.http.doctor import Doctor
+from twostroke.router.http.service import RouterService, ServiceConfig
+from twostroke.router.text.tokenizer import TextTokenizer
 
 MODEL = "fake"
 MODEL_FOLDER = Path(__file__).parents[2] / "model" / "bundled"

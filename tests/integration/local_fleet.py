@@ -8,31 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twostroke.cluster.config_sections import ModelSection, WorkerResources
-from twostroke.cluster.rank_process import start_processes
-from twostroke.cluster.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.worker_settings import WorkerSettings
+from twostroke.cluster.config.sections import ModelSection, WorkerResources
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
+from twostroke.cluster.ranks.rank_process import start_processes
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports
-from twostroke.model.block_pool import BlockPool
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.clock import draw_epoch
-from twostroke.protocol.probe import ProbeTimes
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SamplingParams
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer, Ticket
-from twostroke.router.config import PipelineConfig
-from twostroke.router.pipeline import Pipeline
-from twostroke.router.stages import Stages
-from twostroke.router.token_channels import TokenChannels
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.observe.stages import Stages
+from twostroke.worker.block_pool import BlockPool
 
 SECRET = b"a secret of these tests"
 HOST = "127.0.0.1"

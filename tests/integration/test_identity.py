@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 
-from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.config import load_model_config
-from twostroke.protocol.requests import SamplingParams
-from twostroke.protocol.stats import Role
 from tests.integration.local_fleet import Served, Shape, serve
 from tests.model.test_conformance import (
     NEW_TOKENS,
@@ -24,6 +20,10 @@ from tests.model.test_conformance import (
     random_prompts,
     reference,
 )
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.config import load_model_config
+from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.stats import Role
 
 GREEDY = SamplingParams(temperature=0.0)
 

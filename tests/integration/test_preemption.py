@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.protocol.requests import SamplingParams
 from tests.integration.local_fleet import Served, Shape, serve
+from twostroke.protocol.requests import SamplingParams
 
 PLENTY = Shape(None, num_blocks=256, block_size=4, decode_step_tokens=64, decode={"run_ahead": False})
 TIGHT = replace(PLENTY, num_blocks=24)

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.prefill_worker.worker import PrefillWorker
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
-from twostroke.router.config import PipelineConfig
-from twostroke.router.stages import Stages
 from tests.integration.local_fleet import SECRET, Served, Shape, serve
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+from twostroke.worker.block_pool import BlockPool
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens

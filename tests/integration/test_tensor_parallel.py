@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.led_ranks import LedRanks, RankOrder
-from twostroke.cluster.rank_process import ProcessRanks, start_processes
-from twostroke.cluster.worker_parts import load_parts
-from twostroke.protocol.errors import WorkerLost
-from twostroke.protocol.requests import SamplingParams
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer
 from tests.integration.local_fleet import HOST, SECRET, Served, Shape, serve, worker_settings
+from twostroke.cluster.deployments.worker_parts import load_parts
+from twostroke.cluster.ranks.led_ranks import LedRanks, RankOrder
+from twostroke.cluster.ranks.rank_process import ProcessRanks, start_processes
+from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 96  # of the checkpoints that tests write

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from twostroke.kvtransfer.config import TransferConfig
-from twostroke.protocol.requests import SamplingParams
-from twostroke.protocol.tickets import Address
-from twostroke.router.stages import Stages
 from tests.integration.local_fleet import HOST, Served, Shape, serve
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.protocol.requests import Address, SamplingParams
+from twostroke.router.observe.stages import Stages
 
 GREEDY = SamplingParams(temperature=0.0)
 AN_HOUR_S = 3600.0
@@ -85,7 +84,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
     lines = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "twostroke.prefill_worker.sendings" and record.levelno == logging.WARNING
+        if record.name == "twostroke.prefill_worker.calls" and record.levelno == logging.WARNING
     ]
     assert len(lines) == 2
     assert all("was not sent" in line for line in lines)

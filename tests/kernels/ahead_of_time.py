@@ -28,15 +28,14 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostroke.model.backend import BatchLayout
-from twostroke.model.cuda_backend import CudaBackend
-from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
-from twostroke.model.kernels.device_sampling import DrawParameters, draw_on_device
-from twostroke.model.kernels.kv_digest import copy_and_digest_units, digest, digest_units
-from twostroke.model.kernels.kv_encode import decode_units, encode_units
-from twostroke.model.kernels.kv_pack import copy_units, packed_places, paged_places
-from twostroke.model.kernels.launch import A100, B200, H100, Target
-from twostroke.model.kernels.split_k import SplitWorkspace
-from twostroke.model.quantization import quantize
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest, digest_units
+from twostroke.model.cuda.kernels.kv_units import copy_units, decode_units, encode_units, packed_places, paged_places
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
+from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
+from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 _POINTERS = {

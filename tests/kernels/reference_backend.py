@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import BatchLayout, Linear
-from twostroke.model.kernels.prefill_attention import paged_attention_reference
-from twostroke.model.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from twostroke.model.kernels.rope_kv import rope_and_write_kv_reference
-from twostroke.model.kernels.silu_mul import silu_mul_reference
-from twostroke.model.linear import PlainLinear, embed
-from twostroke.model.quantization import Quantization
+from twostroke.model.backend import BatchLayout, Linear, PlainLinear, embed
+from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.cuda.kernels.elementwise import (
+    add_rms_norm_reference,
+    rms_norm_reference,
+    rope_and_write_kv_reference,
+    silu_mul_reference,
+)
+from twostroke.model.cuda.kernels.prefill_attention import paged_attention_reference
 
 
 class ReferenceBackend:

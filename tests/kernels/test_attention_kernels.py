@@ -1,15 +1,20 @@
 import pytest
 import torch
 
-from twostroke.model.kernels.decode_attention import DecodeConfig, decode_attention, decode_attention_reference, decode_config
-from twostroke.model.kernels.launch import A100, H100, Architecture, Target
-from twostroke.model.kernels.prefill_attention import (
+from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
+from twostroke.model.cuda.kernels.decode_attention import (
+    DecodeConfig,
+    decode_attention,
+    decode_attention_reference,
+    decode_config,
+)
+from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, Target
+from twostroke.model.cuda.kernels.prefill_attention import (
     PrefillConfig,
     paged_attention_reference,
     prefill_attention,
     prefill_config,
 )
-from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

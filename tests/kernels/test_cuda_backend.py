@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 from safetensors.torch import save_file
 
-from twostroke.model import cuda_backend
-from twostroke.model.backend import Backend
-from twostroke.model.config import load_model_config, parse_model_config
-from twostroke.model.cuda_backend import CudaBackend
-from twostroke.model.decoder import Decoder, Drawing
-from twostroke.model.decoder_weights import load_decoder_weights
-from twostroke.model.kernels.launch import A100, H100
-from twostroke.model.tensor_parallel import SingleRank
-from twostroke.model.weights import SINGLE_FILE, Checkpoint, expected_shapes
 from tests.kernels.paged_cases import assert_close, make_layout, paged_case
 from tests.kernels.reference_backend import ReferenceBackend
+from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.backend import Backend
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model.config import load_model_config, parse_model_config
+from twostroke.model.cuda import backend as cuda_backend
+from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.launch import A100, H100
+from twostroke.model.parallel.tensor_parallel import SingleRank
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.device_sampler import DeviceSampler
-from twostroke.model.kernels.device_sampling import DrawParameters, draw_on_device
-from twostroke.model.kernels.sampling import DrawBatch, TorchSampling, row_keys
-from twostroke.model.sampler import Sampler
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.sampling.device_sampler import DeviceSampler
+from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw
 from twostroke.protocol.requests import SamplingParams
 
@@ -123,7 +123,7 @@ def test_parameters_begin_where_no_number_of_rows_asks_for_kernels_of_its_own(
         given.append(parameters)
         return draw_on_device(logits, parameters)
 
-    monkeypatch.setattr("twostroke.model.device_sampler.draw_on_device", draw)
+    monkeypatch.setattr("twostroke.model.sampling.device_sampler.draw_on_device", draw)
     draws = [Draw(SamplingParams(seed=seed), [1], 1) for seed in range(rows)]
     DeviceSampler(20, torch.device("cpu")).launch(torch.randn(rows, 20), draws, [4] * rows)
     for field in dataclasses.fields(DrawParameters):

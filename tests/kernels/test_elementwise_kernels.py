@@ -1,10 +1,18 @@
 import pytest
 import torch
 
-from twostroke.model.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from twostroke.model.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_reference
-from twostroke.model.kernels.silu_mul import silu_mul, silu_mul_reference
 from tests.kernels.paged_cases import assert_close, make_layout
+from twostroke.model.cuda.kernels.elementwise import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+    rope_and_write_kv,
+    rope_and_write_kv_reference,
+    rope_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -3,12 +3,12 @@ from typing import Literal
 import pytest
 import torch
 
-from twostroke.model.cuda_linear import CudaLinear, CudaQuantizedLinear
-from twostroke.model.kernels.launch import H100
-from twostroke.model.kernels.packed_weight import pack
-from twostroke.model.kernels.split_k import SplitWorkspace
-from twostroke.model.kernels.vocab_embedding import vocab_embedding, vocab_embedding_reference
-from twostroke.model.quantization import quantize
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.cuda.kernels.elementwise import vocab_embedding, vocab_embedding_reference
+from twostroke.model.cuda.kernels.launch import H100
+from twostroke.model.cuda.kernels.quant_gemm import pack
+from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
+from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

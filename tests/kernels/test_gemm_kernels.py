@@ -5,11 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.cuda_linear import CudaLinear
-from twostroke.model.kernels.launch import A100, H100, Target
-from twostroke.model.kernels.skinny_gemm import linear_reference, skinny_config, skinny_gemm
-from twostroke.model.kernels.split_k import GemmConfig, SplitWorkspace, with_splits
 from tests.kernels.paged_cases import TOLERANCES, assert_close
+from twostroke.model.cuda.kernels.launch import A100, H100, Target
+from twostroke.model.cuda.kernels.skinny_gemm import (
+    GemmConfig,
+    SplitWorkspace,
+    linear_reference,
+    skinny_config,
+    skinny_gemm,
+    with_splits,
+)
+from twostroke.model.cuda.linear import CudaLinear
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

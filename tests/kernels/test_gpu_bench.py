@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twostroke.cluster.bench import gpu
-from twostroke.cluster.bench.gpu_limits import GpuLimits
-from twostroke.cluster.bench.gpu_sizes import GpuPlace, Row, Sizes
-from twostroke.cluster.cli import main
-from twostroke.model.config import parse_model_config
-from twostroke.model.kernels.launch import H100
 from tests.kernels.test_cuda_backend import CONFIG
 from tests.model.test_cuda_graphs import Repeating
+from twostroke.benchmarks.gpu import command as gpu
+from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.cluster.cli import main
+from twostroke.model.config import parse_model_config
+from twostroke.model.cuda.kernels.launch import H100
 
 TINY = Sizes(
     model=parse_model_config({**CONFIG, "num_hidden_layers": 1, "vocab_size": 32}, "test"),

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.model.kernels.cpu_kv_encode import decode_rows, encode_rows
-from twostroke.model.kernels.kv_encode import decode_units, encode_units
-from twostroke.model.kernels.kv_pack import address_tensor, packed_places, paged_places
+from twostroke.model.cpu.kernels.kv_encode import decode_rows, encode_rows
+from twostroke.model.cuda.kernels.kv_units import (
+    address_tensor,
+    decode_units,
+    encode_units,
+    packed_places,
+    paged_places,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 CPU = torch.device("cpu")

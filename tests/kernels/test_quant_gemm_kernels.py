@@ -5,13 +5,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.cuda_linear import CudaQuantizedLinear
-from twostroke.model.kernels.launch import H100
-from twostroke.model.kernels.packed_weight import PackedWeight, pack, unpack
-from twostroke.model.kernels.quant_gemm import quant_config, quant_gemm, quant_reference
-from twostroke.model.kernels.split_k import GemmConfig, SplitWorkspace
-from twostroke.model.quantization import QuantizedWeight, quantize
 from tests.kernels.paged_cases import assert_close
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
+from twostroke.model.cuda.kernels.launch import H100
+from twostroke.model.cuda.kernels.quant_gemm import (
+    PackedWeight,
+    pack,
+    quant_config,
+    quant_gemm,
+    quant_reference,
+    unpack,
+)
+from twostroke.model.cuda.kernels.skinny_gemm import GemmConfig, SplitWorkspace
+from twostroke.model.cuda.linear import CudaQuantizedLinear
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -116,7 +122,7 @@ def test_the_first_call_compiles_every_tile(bits: Literal[8, 4], monkeypatch: py
         launched.append((config.block_t, out_dtype))
         return torch.zeros(len(x), 8)
 
-    monkeypatch.setattr("twostroke.model.cuda_linear.quant_gemm", launch)
+    monkeypatch.setattr("twostroke.model.cuda.linear.quant_gemm", launch)
     linear = CudaQuantizedLinear(quantize(torch.zeros(8, 128), bits), None, H100, SplitWorkspace(torch.device("cpu")))
     for out_dtype in (torch.bfloat16, torch.float32):
         launched.clear()

@@ -1,10 +1,15 @@
 import pytest
 import torch
 
-from twostroke.model.kernels.launch import A100, B200, H100, Architecture, Target
-from twostroke.model.kernels.prefill_attention import paged_attention_reference
-from twostroke.model.kernels.tma_prefill import LEAST_QUERY_LEN, TmaPrefillConfig, tma_prefill_attention, tma_prefill_config
 from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, Architecture, Target
+from twostroke.model.cuda.kernels.prefill_attention import paged_attention_reference
+from twostroke.model.cuda.kernels.tma_prefill import (
+    LEAST_QUERY_LEN,
+    TmaPrefillConfig,
+    tma_prefill_attention,
+    tma_prefill_config,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 # Few enough programs that each works off several tiles.

@@ -7,8 +7,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from twostroke.model.kernels.kv_digest import PADDING, copy_and_digest_units, digest, digest_reference, digest_units
-from twostroke.model.kernels.kv_pack import (
+from twostroke.model.cuda.kernels.kv_digest import (
+    PADDING,
+    copy_and_digest_units,
+    digest,
+    digest_reference,
+    digest_units,
+)
+from twostroke.model.cuda.kernels.kv_units import (
     UnitPlaces,
     address_tensor,
     copy_units,
@@ -147,7 +153,7 @@ def test_a_digest_equals_its_reference(size: int, seal: int) -> None:
 
 
 def test_a_digest_over_more_tiles_than_programs_equals_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.model.kernels.kv_digest._MAX_PROGRAMS", 2)
+    monkeypatch.setattr("twostroke.model.cuda.kernels.kv_digest._MAX_PROGRAMS", 2)
     data = np.random.default_rng(3).integers(0, 256, 5 * 16384 + 24, np.uint8)
     assert digest_of(data, 5) == digest_reference(data, 5)
 

@@ -15,7 +15,7 @@ from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.protocol.messages import Hello, KVHello
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 NUM_TOKENS = 8

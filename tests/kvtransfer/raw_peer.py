@@ -13,7 +13,7 @@ from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.link import DataLink
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
 from twostroke.protocol.network import Connection
-from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.protocol.requests import Peer, Ticket
 
 NEIGHBOUR = Peer("prefill-1", 33)
 ANYBODY = b"x" * 16

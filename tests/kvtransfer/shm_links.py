@@ -13,8 +13,8 @@ import torch
 from twostroke.kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.link import DataLink
 from twostroke.kvtransfer.transports.shm import ShmTransport
+from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
-from twostroke.model.kv_cache import SharedKVCache, make_kv_cache
 
 NUM_LAYERS = 3
 

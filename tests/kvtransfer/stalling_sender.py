@@ -18,9 +18,8 @@ from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transpo
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import SampledToken, Ticket
 
 
 class StallingLink:

@@ -12,9 +12,8 @@ from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import Message, Offer, Ping
-from twostroke.protocol.network import Connection, Handler, Listener
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Address
+from twostroke.protocol.network import Connection, Handler, Listener, TcpNetwork
+from twostroke.protocol.requests import Address
 
 
 class DeafConnection:

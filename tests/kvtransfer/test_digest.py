@@ -5,7 +5,7 @@ import pytest
 
 from twostroke.kvtransfer.digest import DIGEST_BYTES, chunk_seal
 from twostroke.protocol.messages import Chunk, Run
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 CHUNK = Chunk(b"t" * 16, 3, 0, 1, (Run(2, 0, 4), Run(3, 0, 4)), 4096)
 SOURCE, TARGET = Peer("prefill-0", 2**63 + 5), Peer("decode-0", 9)

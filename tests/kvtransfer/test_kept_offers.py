@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
-from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Address, Ticket, mint_ticket
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
+from twostroke.protocol.requests import Address, SampledToken, Ticket, mint_ticket
 
 NUM_TOKENS, BLOCKS, TOKEN = 8, [0, 1], SampledToken(42)
 LONG_S = 20 * TRANSFERS.progress_s

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from transfer_harness import TOKEN, D, P
 
+from tests.simulation.virtual_loop import run_virtually
 from twostroke.kvtransfer.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.incoming_lane import IncomingLane
 from twostroke.kvtransfer.layout import Cut, Segment
@@ -12,8 +13,7 @@ from twostroke.kvtransfer.lifecycle import IllegalTransition, ReceiverState, Sen
 from twostroke.kvtransfer.outgoing_lane import OutgoingLane
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, Commit, Damaged, Verified
-from twostroke.protocol.tickets import Address, Ticket
-from tests.simulation.virtual_loop import run_virtually
+from twostroke.protocol.requests import Address, Ticket
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
 LAYOUT = KVLayout("m", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=6, block_size=4)

@@ -20,9 +20,8 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Run
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import mint_ticket
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import SampledToken, mint_ticket
 
 Array = np.ndarray[Any, np.dtype[np.uint16]]
 UP_TO_8 = range(1, 9)

@@ -27,8 +27,8 @@ from twostroke.protocol.messages import (
     StatsFrame,
     Verified,
 )
+from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tickets import Peer, mint_ticket
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,20 @@ import pytest
 from transfer_harness import SECRET, TOKEN, D, P, Pair, make_pair, settle
 
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
-from twostroke.protocol.messages import Awaited, Commit, Damaged, Grant, KVWelcome, LinkReady, Offer, Ping, Verified, Welcome
-from twostroke.protocol.network import Connection
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Ticket, mint_ticket
+from twostroke.protocol.messages import (
+    Awaited,
+    Commit,
+    Damaged,
+    Grant,
+    KVWelcome,
+    LinkReady,
+    Offer,
+    Ping,
+    Verified,
+    Welcome,
+)
+from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.requests import Ticket, mint_ticket
 
 
 @contextlib.asynccontextmanager

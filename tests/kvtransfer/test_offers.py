@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.protocol.tickets import Address, Peer, Ticket
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.protocol.requests import Address, Peer, Ticket
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 

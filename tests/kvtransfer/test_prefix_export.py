@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from twostroke.kvtransfer.prefix_export import PrefixExports
-from twostroke.model.block_pool import BlockPool
-from twostroke.protocol.block_hashes import chain_hashes
+from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.tickets import Address, Peer, Ticket
+from twostroke.protocol.requests import Address, Peer, Ticket
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.pulls import PrefixExports
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 TOKENS = tuple(range(12))

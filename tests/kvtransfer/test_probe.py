@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from transfer_harness import Pair, make_pair, settle
 
-from twostroke.kvtransfer.probe import LinkProbe
-from twostroke.model.block_pool import BlockPool
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.tickets import Peer, Ticket
+from twostroke.protocol.requests import Peer, Ticket
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.trials import LinkProbe
 
 SOURCE, TARGET = Peer("p0", 1), Peer("d0", 2)
 BLOCK = 4

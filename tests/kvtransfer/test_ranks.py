@@ -17,13 +17,11 @@ from twostroke.kvtransfer.ranked_sender import RankedOutgoing, RankedSender
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transfer_parts import TransferParts
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
-from twostroke.protocol.network import Connection
+from twostroke.protocol.network import Connection, TcpNetwork
 from twostroke.protocol.rank_messages import RankFailed, RankHello, RankLoaded, StepEnded
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Address, Peer
+from twostroke.protocol.requests import Address, Peer, SampledToken
 
 HOST = "127.0.0.1"
 TOKENS = 21

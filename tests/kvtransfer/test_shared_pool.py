@@ -13,7 +13,7 @@ import pytest
 from shm_links import NUM_LAYERS, assert_nothing_is_left, belongings, cuts, make_cache
 
 from twostroke.kvtransfer.transports.shared_pool import PoolDescription, receive_pool, send_pool
-from twostroke.model.kv_cache import SharedKVCache
+from twostroke.model.cache.kv_cache import SharedKVCache
 from twostroke.protocol.errors import ProtocolError
 
 

@@ -17,7 +17,7 @@ from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.tickets import Ticket
+from twostroke.protocol.requests import Ticket
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 

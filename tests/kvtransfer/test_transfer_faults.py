@@ -20,9 +20,8 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import KVWelcome, LinkReady, LinkWanted, Ping, Welcome
-from twostroke.protocol.network import Connection
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import mint_ticket
+from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.requests import mint_ticket
 
 # --- damage, and links that break ---
 

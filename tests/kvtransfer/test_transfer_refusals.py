@@ -10,7 +10,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Hello, KVHello, Refuse
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 
 # --- prefixes that are not there ---
 

@@ -21,10 +21,8 @@ from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Reach
-from twostroke.protocol.network import Network
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Address, Peer, Ticket, mint_ticket
+from twostroke.protocol.network import Network, TcpNetwork
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 
 SECRET = b"a secret of tests"
 P, D = Peer("prefill-0", 11), Peer("decode-0", 22)

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.model.block_changes import BlockChanges
-from twostroke.model.block_pool import BlockPool
-from twostroke.protocol.block_reports import NameChanges
+from twostroke.protocol.blocks import NameChanges
+from twostroke.worker.block_pool import BlockChanges, BlockPool
 
 NUM_BLOCKS = 6
 operations = st.lists(

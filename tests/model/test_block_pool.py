@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from twostroke.model.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
-from twostroke.protocol.block_hashes import BlockHash
+from twostroke.protocol.blocks import BlockHash
+from twostroke.worker.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
 
 
 def name(number: int) -> BlockHash:

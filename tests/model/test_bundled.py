@@ -9,10 +9,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.bundled.corpus import Document, Turn
-from twostroke.model.bundled.schedule import BLOCK_STEPS, Schedule
-from twostroke.model.bundled.stream import TokenStream
-from twostroke.model.bundled.vocabulary import encode_documents
+from twostroke.tools.bundled.corpus import Document, Turn
+from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream
+from twostroke.tools.bundled.vocabulary import encode_documents
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_the_chat_template_puts_each_turn_between_its_role_and_the_end_token(tok
 
 def test_the_card_says_what_the_model_learned_from_and_how_well() -> None:
     card = (BUNDLED_MODEL_DIR / "MODEL_CARD.md").read_text()
-    for word in ("PSF-2.0", "Apache-2.0", "Held-out loss", "Perplexity", "python -m twostroke.model.bundled.train"):
+    for word in ("PSF-2.0", "Apache-2.0", "Held-out loss", "Perplexity", "python -m twostroke.tools.bundled.train"):
         assert word in card
 
 

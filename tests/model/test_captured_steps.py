@@ -10,19 +10,19 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import load_model_config
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.cpu_captured_steps import CpuCapturedSteps
-from twostroke.model.decoder import Decoder
-from twostroke.model.decoder_weights import load_decoder_weights
-from twostroke.model.kernels.cpu_launch import Kernel, as_floats, as_integers, take_items
-from twostroke.model.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, take_items
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner, make_layout
-from twostroke.model.sampler import Sampler
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.tensor_parallel import SingleRank
-from twostroke.model.weights import Checkpoint
 from twostroke.protocol.requests import SamplingParams
 
 CPU = torch.device("cpu")

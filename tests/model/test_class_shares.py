@@ -2,8 +2,8 @@
 
 import pytest
 
-from twostroke.model.class_shares import LEAST_SHARE, ClassShares
 from twostroke.protocol.requests import Promise
+from twostroke.worker.queue_order import LEAST_SHARE, ClassShares
 
 HIGH = Promise("high", priority=2, share=0.5)
 LOW = Promise("low", priority=1, share=0.2)

@@ -13,17 +13,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import load_model_config
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.cpu_captured_steps import CpuCapturedSteps
-from twostroke.model.decoder import Decoder
-from twostroke.model.decoder_weights import load_decoder_weights
-from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampler import Sampler
-from twostroke.model.tensor_parallel import SingleRank
-from twostroke.model.weights import Checkpoint
+from twostroke.model.sampling.sampler import Sampler
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)

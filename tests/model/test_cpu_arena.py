@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from twostroke.model.kernels.cpu_arena import ALIGNMENT, CHUNK_BYTES, Arena
+from twostroke.model.cpu.kernels.program import ALIGNMENT, CHUNK_BYTES, Arena
 
 
 @pytest.mark.parametrize("seed", range(5))

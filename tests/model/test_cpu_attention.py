@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from twostroke.model.kernels import cpu_attention, cpu_reference
-from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.cpu import reference as cpu_reference
+from twostroke.model.cpu.kernels import attention as cpu_attention
+from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from twostroke.model.backend import BatchLayout
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.kernels import cpu_reference
+from twostroke.model.cpu import reference as cpu_reference
+from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 

@@ -8,13 +8,14 @@ import torch
 from numba import cfunc, types
 from torch import Tensor
 
-from twostroke.model import cpu_linear
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.cpu_linear import CpuLinear
-from twostroke.model.kernels import cpu_gemm, cpu_gemm_tile
-from twostroke.model.kernels.cpu_launch import WORDS, compiled
-from twostroke.model.kernels.cpu_launcher import Launcher
-from twostroke.model.quantization import Quantization
+from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.cpu import linear as cpu_linear
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.kernels import gemm as cpu_gemm
+from twostroke.model.cpu.kernels import gemm as cpu_gemm_tile
+from twostroke.model.cpu.kernels.launch import WORDS, compiled
+from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.linear import CpuLinear
 
 pytestmark = pytest.mark.skipif(
     not cpu_linear.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"

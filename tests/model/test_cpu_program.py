@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.kernels.cpu_launch import Kernel, as_integers, compiled, take_items
-from twostroke.model.kernels.cpu_launcher import Launcher, NotRecordable
-from twostroke.model.kernels.cpu_program import Program
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.kernels.launch import Kernel, as_integers, compiled, take_items
+from twostroke.model.cpu.kernels.program import Launcher, NotRecordable, Program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -136,7 +135,7 @@ def test_recording_does_not_import_torchs_compiler_which_takes_a_second() -> Non
     code = """
 import sys
 import torch
-from twostroke.model.kernels.cpu_launcher import Launcher
+from twostroke.model.cpu.kernels.program import Launcher
 launcher = Launcher()
 with launcher.recording():
     launcher.empty((2, 3), torch.float32).view(3, 2)

@@ -5,10 +5,10 @@ from typing import Literal
 import pytest
 import torch
 
-from twostroke.model import cpu_quant_linear
-from twostroke.model.cpu_quant_linear import CpuQuantizedLinear, TorchQuantizedLinear
-from twostroke.model.kernels.cpu_launcher import Launcher
-from twostroke.model.quantization import quantize
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.cpu import quant_linear as cpu_quant_linear
+from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.quant_linear import CpuQuantizedLinear, TorchQuantizedLinear
 
 needs_avx512_bf16 = pytest.mark.skipif(
     not cpu_quant_linear.is_supported(torch.bfloat16, 64), reason="needs AVX512-BF16 and AVX512-VBMI"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.cuda_graphs import CudaGraphSteps, Recorder, batch_sizes
-from twostroke.model.runner import ModelRunner
-from twostroke.model.sampler import Sampler
-from twostroke.model.step import SequenceStep
 from tests.model.test_captured_steps import CPU, MAX_CONTEXT, decodes, make_decoder
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.step import SequenceStep
 
 
 class NoEvent:

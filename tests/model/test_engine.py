@@ -12,8 +12,8 @@ import torch
 
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
-from twostroke.model.launched_step import DoneStep, LaunchedStep
 from twostroke.model.load import load_engine
+from twostroke.model.runner import DoneStep, LaunchedStep
 from twostroke.model.step import Draw, SequenceStep, with_drawn_tokens
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.requests import SampledToken, SamplingParams

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.giving_way import who_gives_way
-from twostroke.model.sequence import SequenceState
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.queue_order import who_gives_way
+from twostroke.worker.sequence import SequenceState
 
 
 @dataclass

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
-from twostroke.model.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 

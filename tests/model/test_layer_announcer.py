@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from twostroke.model.layer_announcer import LayerAnnouncer
+from twostroke.model.cache.kv_cache import LayerAnnouncer
 
 
 class Gate:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twostroke.model import memory
+from twostroke.model.cache import memory
 
 GIB = 2**30
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.model.memory_plan import (
+from twostroke.model.cache.memory import (
     CUDA_CONTEXT_BYTES,
     GpuMemory,
     MemoryNeed,
@@ -12,7 +12,7 @@ from twostroke.model.memory_plan import (
     check_memory_of_all,
     describe_cache,
 )
-from twostroke.model.peak_step import largest_batch
+from twostroke.model.load import largest_batch
 from twostroke.model.runner import check_batch
 from twostroke.protocol.errors import ConfigError
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from twostroke.model.quantization import quantize, weight_bytes
+from twostroke.model.checkpoint.quantization import quantize, weight_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -4,9 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from twostroke.model.class_shares import ClassShares
-from twostroke.model.queue_order import AGEING_TOKENS_PER_S, LEAST_AHEAD, NO_LIMIT, QueuePolicy, Turn, turn_of, turns
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.worker.queue_order import (
+    AGEING_TOKENS_PER_S,
+    LEAST_AHEAD,
+    NO_LIMIT,
+    ClassShares,
+    QueuePolicy,
+    Turn,
+    turn_of,
+    turns,
+)
 
 NOTHING = Promise()
 

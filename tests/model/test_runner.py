@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import load_model_config
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.decoder import Decoder
-from twostroke.model.decoder_weights import load_decoder_weights
-from twostroke.model.kv_cache import make_kv_cache
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner, make_layout
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.tensor_parallel import SingleRank
-from twostroke.model.weights import Checkpoint
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 CPU = torch.device("cpu")

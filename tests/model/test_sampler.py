@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from twostroke.model.kernels.cpu_sampling import CpuSampling, _uniform
-from twostroke.model.kernels.sampling import DrawBatch, TorchSampling, _gumbel, row_keys
-from twostroke.model.sampler import LEAST_LOGPROB, Sampler
+from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
+from twostroke.model.sampling.draws import DrawBatch, TorchSampling, _gumbel, row_keys
+from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler
 from twostroke.model.step import Draw
 from twostroke.protocol.requests import SampledToken, SamplingParams
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.model.block_pool import BlockPool, OutOfBlocks
-from twostroke.model.sequence import SequenceState
-from twostroke.protocol.block_hashes import chain_hashes
+from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.worker.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.sequence import SequenceState
 
 BLOCK_SIZE = 4
 STOP = (2, 3)

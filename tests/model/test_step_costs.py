@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.model.step import SequenceStep
-from twostroke.model.step_costs import COLD_STEPS, FIRST_SAMPLES, MEMORY, StepContent, StepCostFit, _least
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, MEMORY, StepContent, StepCostFit, _least
 
 GPU = StepCosts(6e-3, 1.6e-5, 1e-9, 4e-5, 8e-8)  # about 8B parameters on a large one
 CPU = StepCosts(15e-3, 6e-4, 4e-8, 9e-4, 2e-6)  # about 160M on two cores

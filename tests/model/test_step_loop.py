@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from twostroke.model.step_loop import StepLoop
-from twostroke.protocol.errors import WorkerLost
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.protocol.errors import WorkerLost
+from twostroke.worker.life import StepLoop
 
 
 def make_loop(

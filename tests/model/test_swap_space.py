@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.cache.swap_space import SwapSpace, consecutive_runs, copy_over_bus
 from twostroke.model.config import ModelConfig, load_model_config
 from twostroke.model.engine_config import EngineConfig
-from twostroke.model.kv_cache import make_kv_cache
 from twostroke.model.load import load_engine
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
-from twostroke.model.swap_space import SwapSpace, consecutive_runs, copy_over_bus
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.requests import SampledToken, SamplingParams
 

@@ -9,21 +9,28 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
+from twostroke.model.checkpoint.decoder_weights import DecoderWeights, load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import load_model_config
-from twostroke.model.cpu_backend import CpuBackend
-from twostroke.model.decoder import Decoder
-from twostroke.model.decoder_weights import DecoderWeights, load_decoder_weights
+from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
-from twostroke.model.group_ranks import DrawnElsewhere, GroupRanks, RankPlace, Rendezvous
-from twostroke.model.kv_cache import KVCache, make_kv_cache
-from twostroke.model.load import load_engine
-from twostroke.model.memory_plan import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
-from twostroke.model.peak_step import largest_batch
+from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.parallel.tensor_parallel import (
+    DrawnElsewhere,
+    GroupRanks,
+    RankPlace,
+    Rendezvous,
+    Shard,
+    SingleRank,
+    TensorParallel,
+    check_size,
+)
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampler import Sampler
+from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import SequenceStep
-from twostroke.model.tensor_parallel import Shard, SingleRank, TensorParallel, check_size
-from twostroke.model.weights import Checkpoint
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken
 

@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from twostroke.model.rank_connections import RankConnections
+from twostroke.model.parallel.ranked_engine import RankConnections, TensorParallelEngine
 from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep
-from twostroke.model.tensor_parallel_engine import TensorParallelEngine
 from twostroke.protocol.errors import WorkerLost
-from twostroke.protocol.network import Connection
+from twostroke.protocol.network import Connection, TcpNetwork
 from twostroke.protocol.rank_messages import RankHello, RankSequence, RankStep, StepEnded
-from twostroke.protocol.requests import SampledToken, SamplingParams
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer, SampledToken, SamplingParams
 
 WORKER = Peer("w", 5)
 DRAW = Draw(SamplingParams(), [1, 2], 2)

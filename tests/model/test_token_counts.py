@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.logit_adjustments import adjust
-from twostroke.model.sequence import SequenceState
-from twostroke.model.step import Draw
-from twostroke.model.token_counts import TokenCounts
+from twostroke.model.sampling.sampler import adjust
+from twostroke.model.step import Draw, TokenCounts
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.sequence import SequenceState
 
 VOCAB = 300
 

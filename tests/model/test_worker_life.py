@@ -2,9 +2,9 @@
 
 import asyncio
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.worker_life import WorkerCallbacks, WorkerLife
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.life import WorkerCallbacks, WorkerLife
 
 
 def test_what_never_started_drains_and_stops_at_once():

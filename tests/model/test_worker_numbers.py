@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from twostroke.model.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
-from twostroke.model.worker_numbers import queued_work
-from twostroke.protocol.requests import GenerateRequest, Promise
-from twostroke.protocol.stats import QueuedWork
-from twostroke.protocol.step_costs import LEAST_STRETCH
 from tests.simulation.worker_rig import Rig, a_request, begin, play
+from twostroke.protocol.requests import GenerateRequest, Promise
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork
+from twostroke.worker.numbers import queued_work
+from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.prefill_worker.jobs import PrefillJob
-from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 
 BLOCK = 4
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)

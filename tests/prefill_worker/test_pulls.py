@@ -7,10 +7,6 @@ import asyncio
 
 import pytest
 
-from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused
-from twostroke.protocol.messages import Cancel, SendPrefix
-from twostroke.protocol.requests import GenerateRequest, PrefillReply
-from twostroke.protocol.tickets import Peer, mint_ticket
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.prefix_source import SOURCE, source_beside
 from tests.simulation.worker_rig import (
@@ -25,6 +21,9 @@ from tests.simulation.worker_rig import (
     make_parts,
     play,
 )
+from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused
+from twostroke.protocol.messages import Cancel, SendPrefix
+from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, mint_ticket
 
 
 def is_right(reply: PrefillReply, request: GenerateRequest) -> bool:

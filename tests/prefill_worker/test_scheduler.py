@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.prefill_worker.jobs import Admission, PrefillJob, PrefillStep
-from twostroke.prefill_worker.scheduler import PrefillScheduler
+from twostroke.prefill_worker.scheduler import Admission, PrefillJob, PrefillScheduler, PrefillStep
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 
 BLOCK = 4
 NOTHING = Promise()

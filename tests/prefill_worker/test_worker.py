@@ -5,13 +5,19 @@ import contextlib
 
 import pytest
 
-from twostroke.protocol.errors import ConnectionLost, EpochMismatch, RequestError, TicketRefused, WorkerLeaving, WorkerLost
-from twostroke.protocol.messages import Cancel, Drain
-from twostroke.protocol.network import Connection
-from twostroke.protocol.requests import PrefillReply
-from twostroke.protocol.tickets import Address, Peer
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
+from twostroke.protocol.errors import (
+    ConnectionLost,
+    EpochMismatch,
+    RequestError,
+    TicketRefused,
+    WorkerLeaving,
+    WorkerLost,
+)
+from twostroke.protocol.messages import Cancel, Drain
+from twostroke.protocol.network import Connection
+from twostroke.protocol.requests import Address, Peer, PrefillReply
 
 NOWHERE = Address("nobody", 1)
 """A ticket for a decode worker there: the transfer fails as soon as the connection is refused."""

@@ -56,6 +56,7 @@ from twostroke.protocol.messages import (
     decode_message,
     encode_message,
 )
+from twostroke.protocol.network import TcpConnection
 from twostroke.protocol.rank_messages import (
     AbortTransfer,
     CommitTransfer,
@@ -75,10 +76,8 @@ from twostroke.protocol.rank_messages import (
     TransferEnded,
     TransferReady,
 )
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tcp_network import TcpConnection
-from twostroke.protocol.tickets import Address, Peer, Ticket
 from twostroke.protocol.verdicts import Verdict
 
 SECRET = b"the fuzzer's secret"

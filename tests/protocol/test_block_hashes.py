@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.protocol.block_hashes import (
+from twostroke.protocol.blocks import (
     HASH_BYTES,
     NAME_BYTES,
     chain_hashes,

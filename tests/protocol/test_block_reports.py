@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from twostroke.model.block_pool import BlockPool
-from twostroke.protocol import block_reports
-from twostroke.protocol.block_hashes import short_name, unpack_names
-from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
-from twostroke.protocol.requests import SampledToken, TokenEvent
-from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.protocol import blocks as block_reports
+from twostroke.protocol.blocks import short_name, unpack_names
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
+from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 
 WORKER = Peer("prefill-0", 7)
 PIECE = 8
@@ -250,7 +249,7 @@ def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(monkeypatch
         assert (router.changes, router.gaps) == (1, 0)
         assert router.names == scene.truth()
 
-    monkeypatch.setattr("twostroke.model.block_changes.BlockChanges.__init__.__kwdefaults__", {"most": 20})
+    monkeypatch.setattr("twostroke.worker.block_pool.BlockChanges.__init__.__kwdefaults__", {"most": 20})
     play(script)
 
 

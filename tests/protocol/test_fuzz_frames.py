@@ -9,10 +9,10 @@ from typing import get_args
 
 import pytest
 
+from tests.protocol.frame_fuzzer import CORPUS, DAMAGED, HOSTILE, KINDS, STRANGE_HELLO, fuzz
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import Message, decode_message
-from tests.protocol.frame_fuzzer import CORPUS, DAMAGED, HOSTILE, KINDS, STRANGE_HELLO, fuzz
 
 FRAMES = 1_000_000
 PROCESSES = 2

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.protocol.frame_fuzzer import CORPUS
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
@@ -46,11 +47,9 @@ from twostroke.protocol.messages import (
     encode_message,
 )
 from twostroke.protocol.rank_messages import RankMessage
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tickets import Address, Peer, Ticket
 from twostroke.protocol.verdicts import MOST_TOLD, Verdict
-from tests.protocol.frame_fuzzer import CORPUS
 
 P, D = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TICKET = Ticket(b"t" * 16, "request", P, D, (Address("127.0.0.1", 65535), Address("::1", 1)), 2, b"m" * 16)

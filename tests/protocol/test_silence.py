@@ -1,6 +1,6 @@
 import asyncio
 
-from twostroke.protocol.silence import Silence
+from twostroke.protocol.clock import Silence
 
 
 class Clock:

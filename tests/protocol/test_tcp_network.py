@@ -7,9 +7,8 @@ import pytest
 
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.messages import Cancel, Refuse
-from twostroke.protocol.network import Connection
-from twostroke.protocol.tcp_network import TcpConnection, TcpNetwork
-from twostroke.protocol.tickets import Address
+from twostroke.protocol.network import Connection, TcpConnection, TcpNetwork
+from twostroke.protocol.requests import Address
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from twostroke.protocol.errors import EpochMismatch, TicketRefused
-from twostroke.protocol.tickets import Address, Peer, mint_ticket, verify_ticket
+from twostroke.protocol.requests import Address, Peer, mint_ticket, verify_ticket
 
 P, D = Peer("p", 1), Peer("d", 2)
 HOME = (Address("127.0.0.1", 9),)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from twostroke.model.block_pool import BlockPool
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
+from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from twostroke.protocol.errors import ConfigError, ConnectionLost
 from twostroke.protocol.messages import (
     AskTurn,
@@ -25,13 +26,11 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tickets import Address, Peer, mint_ticket
-from twostroke.protocol.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 from twostroke.protocol.verdicts import Verdict
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.virtual_loop import VirtualLoop, run_virtually
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
 
 WORKER = Peer("decode-0", 7)
 CONFIG = TokenServerConfig(stats_interval_s=0.5, lease_s=3.0, max_unsent_bytes=100_000)

@@ -13,16 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, Role, WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.admission import Admission, Overloaded
-from twostroke.router.attainment import verdict_of
-from twostroke.router.decaying import DecayingSum
-from twostroke.router.estimate import Estimate
-from twostroke.router.policy import Path
-from twostroke.router.slo import SLOClass, SLOConfig
-from twostroke.router.stages import Stages
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.policy import Estimate, Path
+from twostroke.router.slo.admission import Admission, Overloaded
+from twostroke.router.slo.attainment import verdict_of
+from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.router.slo.demand import DecayingSum
 
 
 def worker(role: Role) -> WorkerInfo:

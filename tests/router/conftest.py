@@ -32,27 +32,29 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.network import Connection, Listener
+from twostroke.protocol.network import Connection, Listener, TcpNetwork
 from twostroke.protocol.requests import (
+    Address,
     DecodeReply,
     GenerateRequest,
+    Peer,
     PrefillReply,
     SampledToken,
+    Ticket,
     TokenEvent,
     finish_reason,
     forbidden_tokens,
+    verify_ticket,
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
-from twostroke.router.app import build_app
-from twostroke.router.config import PipelineConfig
-from twostroke.router.pipeline import Pipeline
-from twostroke.router.scaling import never_scaled
-from twostroke.router.service import RouterService, ServiceConfig
-from twostroke.router.token_channels import TokenChannels
-from twostroke.router.tokenizer import TextTokenizer
-from twostroke.router.worker_channel import TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.http.app import build_app
+from twostroke.router.http.service import RouterService, ServiceConfig
+from twostroke.router.observe.scaling import never_scaled
+from twostroke.router.text.tokenizer import TextTokenizer
 
 SECRET = b"the cluster's secret"
 VOCAB = 300

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing
 
-from twostroke.router.stages import Stages
+from twostroke.router.observe.stages import Stages
 
 
 async def collect(rig, request, stages=None):

@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
-from twostroke.router.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.observe.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
 
 SECRET = "the princess's whereabouts"
 ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -31,16 +31,14 @@ class _Lines(logging.Handler):
 def logged(caplog):
     """The JSON lines of all that our packages log."""
     handler = _Lines()
-    for package in ("router", "protocol"):
-        caplog.set_level("DEBUG", logger=package)
-        logging.getLogger(package).addHandler(handler)
+    caplog.set_level("DEBUG", logger="twostroke")
+    logging.getLogger("twostroke").addHandler(handler)
     yield handler.lines
-    for package in ("router", "protocol"):
-        logging.getLogger(package).removeHandler(handler)
+    logging.getLogger("twostroke").removeHandler(handler)
 
 
 def access(lines):
-    return [line for line in map(json.loads, lines) if line["logger"] == "twostroke.router.access_log"]
+    return [line for line in map(json.loads, lines) if line["logger"] == "twostroke.router.observe.access_log"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,15 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.stats import QueuedWork, WorkerStats
-from twostroke.protocol.tickets import Peer
-from twostroke.router.admission import PROBE_S, Admission, Overloaded
-from twostroke.router.estimate import Estimate
-from twostroke.router.policy import Path
-from twostroke.router.slo import SLOClass, SLOConfig
-from twostroke.router.stages import Stages
 from tests.router.admitted_load import DECODE, PREFILL, AdmittedLoad, percentile, request_of
+from twostroke.protocol.requests import GenerateRequest, Peer
+from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.policy import Estimate, Path
+from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
+from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 INTERACTIVE = SLOClass("interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)
 BATCH = SLOClass("batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)

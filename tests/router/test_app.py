@@ -4,7 +4,7 @@ import json
 import httpx
 import pytest
 
-from twostroke.router.app import build_app
+from twostroke.router.http.app import build_app
 
 
 async def complete(site, **asked):

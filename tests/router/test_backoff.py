@@ -1,6 +1,6 @@
 """Pauses between attempts."""
 
-from twostroke.router.backoff import Backoff
+from twostroke.router.generate.retries import Backoff
 
 
 def test_pauses_double_up_to_the_longest():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.parsing import MAX_CONTAINERS, MAX_MEMBERS, parse, parse_json, prompts_of
-from twostroke.router.schemas import ChatRequest, CompletionRequest
+from twostroke.router.openai.parsing import MAX_CONTAINERS, MAX_MEMBERS, parse, parse_json, prompts_of
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.protocol.block_hashes import pack_names
+from twostroke.protocol.blocks import pack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
-from twostroke.protocol.tickets import Peer
-from twostroke.router import block_index
-from twostroke.router.block_index import BlockIndex
+from twostroke.protocol.requests import Peer
+from twostroke.router.routing import block_index
+from twostroke.router.routing.block_index import BlockIndex
 
 A, B, C = (Peer(name, 1) for name in "abc")
 

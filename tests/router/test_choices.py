@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
-from twostroke.router.choices import ChoiceWriter, Delta, run_choices
-from twostroke.router.jobs import Job
+from twostroke.router.openai.choices import ChoiceWriter, Delta, run_choices
+from twostroke.router.openai.jobs import Job
 
 
 def job(index=0, group=0, *, stop=(), min_tokens=0, logprobs=None):

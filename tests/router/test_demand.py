@@ -4,13 +4,11 @@ import msgspec
 import pytest
 
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from twostroke.protocol.step_costs import StepCosts
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.demand import ASKED_S, Demand, fleet_numbers
-from twostroke.router.slo import SLOClass, SLOConfig
-from twostroke.router.stages import Stages
+from twostroke.protocol.requests import Address, Peer, Promise
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.router.slo.demand import ASKED_S, Demand, fleet_numbers
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 DECODE = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024, max_batch=32)

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from twostroke.router.detokenizer import ByteDetokenizer, StopStrings, WindowDetokenizer, new_detokenizer
-from twostroke.router.tokenizer import TextTokenizer
+from twostroke.router.text.detokenizer import ByteDetokenizer, StopStrings, WindowDetokenizer, new_detokenizer
+from twostroke.router.text.tokenizer import TextTokenizer
 
 
 def sentencepiece_like() -> TextTokenizer:

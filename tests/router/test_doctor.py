@@ -12,12 +12,12 @@ import pytest
 
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.probe import ProbeTimes
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Address, Peer, Ticket, verify_ticket
-from twostroke.router import doctor as module
-from twostroke.router.app import build_app
-from twostroke.router.doctor import MAX_BYTES, Doctor, possible_pairs
+from twostroke.router.http import doctor as module
+from twostroke.router.http.app import build_app
+from twostroke.router.http.doctor import MAX_BYTES, Doctor, possible_pairs
 
 SECRET = b"the cluster's secret"
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # K and V, layers, heads, head_dim, bytes of bf16

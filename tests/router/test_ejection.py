@@ -3,7 +3,7 @@
 import pytest
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.ejection import Ejection, EjectionConfig
+from twostroke.router.health.ejection import Ejection, EjectionConfig
 
 ALL = ["a", "b", "c", "d"]
 

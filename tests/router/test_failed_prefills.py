@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from tests.router.reading_tokens import allow, collect, nth_token
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.stages import Stages
-from tests.router.reading_tokens import allow, collect, nth_token
+from twostroke.router.observe.stages import Stages
 
 
 @pytest.mark.parametrize("failure", [WorkerLost("gone"), RequestError("draining", status=503), ValueError("a bug")])

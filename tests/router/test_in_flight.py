@@ -1,7 +1,7 @@
 import pytest
 
-from twostroke.protocol.tickets import Peer
-from twostroke.router.in_flight import InFlight, Load, Place
+from twostroke.protocol.requests import Peer
+from twostroke.router.routing.in_flight import InFlight, Load, Place
 
 P, D = Peer("p", 1), Peer("d", 1)
 

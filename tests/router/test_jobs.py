@@ -1,8 +1,8 @@
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.jobs import JobMaker
-from twostroke.router.schemas import ChatRequest, CompletionRequest
+from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.limits import KeyLimits, NotYet, RateLimited, TokenBucket
+from twostroke.router.http.tenants import KeyLimits, NotYet, RateLimited, TokenBucket
 
 
 class Clock:

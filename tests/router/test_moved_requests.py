@@ -6,11 +6,11 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
+from tests.router.reading_tokens import allow, collect, nth_token
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import SampledToken, TokenEvent
-from twostroke.router.config import PipelineConfig
-from twostroke.router.stages import Stages
-from tests.router.reading_tokens import allow, collect, nth_token
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
 
 
 @pytest.mark.parametrize("sent", [1, 2, 7, 11])
@@ -32,7 +32,7 @@ async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, 
 
 
 async def test_a_stream_that_goes_on_elsewhere_is_told(fleet_of, a_request, expected, caplog):
-    caplog.set_level("INFO", logger="twostroke.router.pipeline")
+    caplog.set_level("INFO", logger="twostroke.router.generate.pipeline")
     async with fleet_of(0, 2) as rig:
         for name in ("d0", "d1"):
             allow(rig[name], 3)

@@ -3,9 +3,9 @@
 import pytest
 from jsonschema import Draft202012Validator
 
-from twostroke.router.app import build_app
-from twostroke.router.openapi import OPERATIONS, document
-from twostroke.router.schemas import ChatRequest, CompletionRequest
+from twostroke.router.http.app import build_app
+from twostroke.router.http.openapi import OPERATIONS, document
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.fixture

@@ -5,14 +5,20 @@ import numpy as np
 import pytest
 
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from twostroke.protocol.step_costs import StepCosts
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.in_flight import Load
-from twostroke.router.path_costs import HOP_S, Need, decode_costs, prompt_cost, prompt_costs, queue_s, transfer_s
-from twostroke.router.service_classes import ServiceClasses
-from twostroke.router.worker_table import AVAILABLE, WorkerTable
+from twostroke.protocol.requests import Address, Peer, Promise
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from twostroke.router.routing.fleet_view import AVAILABLE, WorkerTable
+from twostroke.router.routing.in_flight import Load
+from twostroke.router.routing.path_costs import (
+    HOP_S,
+    Need,
+    decode_costs,
+    prompt_cost,
+    prompt_costs,
+    queue_s,
+    transfer_s,
+)
+from twostroke.router.slo.classes import ServiceClasses
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=1e-6)

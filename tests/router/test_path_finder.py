@@ -3,19 +3,26 @@
 import msgspec
 import pytest
 
-from twostroke.protocol.block_hashes import chain_hashes, pack_hashes
+from twostroke.protocol.blocks import chain_hashes, pack_hashes
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, SampledToken, SamplingParams, TokenEvent
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.step_costs import StepCosts
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.config import PipelineConfig
-from twostroke.router.fleet_view import median_costs
-from twostroke.router.path_finder import PathFinder
-from twostroke.router.policy import NoPath
-from twostroke.router.token_channels import TokenChannels
+from twostroke.protocol.requests import (
+    Address,
+    DecodeReply,
+    GenerateRequest,
+    Peer,
+    PrefillReply,
+    SampledToken,
+    SamplingParams,
+    TokenEvent,
+)
+from twostroke.protocol.stats import StepCosts, WorkerInfo, WorkerStats
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.path_finder import PathFinder
+from twostroke.router.routing.fleet_view import median_costs
+from twostroke.router.routing.policy import NoPath
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0, num_samples=100)

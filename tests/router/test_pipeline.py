@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from twostroke.protocol.errors import RequestError
-from twostroke.router.config import PipelineConfig
-from twostroke.router.policy import NoPath
-from twostroke.router.stages import Stages
 from tests.router.reading_tokens import allow, collect, nth_token
+from twostroke.protocol.errors import RequestError
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.policy import NoPath
 
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
@@ -158,7 +158,7 @@ async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_reque
 
 
 async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_request, until, monkeypatch):
-    monkeypatch.setattr("twostroke.router.token_stream.MAX_UNREAD", 20)
+    monkeypatch.setattr("twostroke.router.channels.token_stream.MAX_UNREAD", 20)
     async with fleet_of(0, 1) as rig:
         allow(rig["d0"], 1)
         events, _ = await nth_token(rig, a_request(max_tokens=500), 1)

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerLeaving
-from twostroke.router.stages import Stages
+from twostroke.router.observe.stages import Stages
 
 POISON = (66, 6, 6)
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.policy import Candidate, NoPath, choose_source, least_loaded, round_robin
+from twostroke.router.routing.policy import Candidate, NoPath, choose_source, least_loaded, round_robin
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 

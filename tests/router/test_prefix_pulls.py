@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.config import PipelineConfig
-from twostroke.router.policy import Path
-from twostroke.router.prefix_pulls import PrefixPulls
-from twostroke.router.stages import Stages
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.path_finder import PrefixPulls
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.policy import Path
 
 PROMPT = tuple(range(130))
 

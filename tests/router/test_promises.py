@@ -4,10 +4,9 @@ import pytest
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.limits import KeyLimits
-from twostroke.router.promises import promise_of
-from twostroke.router.slo import SLOClass, SLOConfig
-from twostroke.router.tenants import Tenant
+from twostroke.router.http.tenants import KeyLimits, Tenant
+from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.router.slo.promises import promise_of
 
 GOLD = SLOClass("gold", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3)
 PLAIN = SLOClass("plain", ttft_s=2.0, priority=5)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.protocol.block_hashes import chain_hashes, short_name
-from twostroke.router import prompt_names
-from twostroke.router.prompt_names import PromptNames
+from twostroke.protocol.blocks import chain_hashes, short_name
+from twostroke.router.routing import block_index as prompt_names
+from twostroke.router.routing.block_index import PromptNames
 
 
 def names_of(token_ids, block_size, salt=b""):

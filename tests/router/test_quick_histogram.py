@@ -5,7 +5,7 @@ import random
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.samples import Sample
 
-from twostroke.router.quick_histogram import QuickHistogram
+from twostroke.router.observe.metrics import QuickHistogram
 
 BOUNDS = (0.001, 0.01, 0.1, 1, 10)
 

@@ -3,9 +3,7 @@
 import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.router.backoff import Backoff
-from twostroke.router.retries import Retries
-from twostroke.router.retry_budget import RetryBudget
+from twostroke.router.generate.retries import Backoff, Retries, RetryBudget
 
 
 def retries(*, most: int = 3, floor: int = 0) -> Retries:

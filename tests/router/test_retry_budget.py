@@ -1,6 +1,6 @@
 """How many retries the router may add."""
 
-from twostroke.router.retry_budget import RetryBudget
+from twostroke.router.generate.retries import RetryBudget
 
 
 def test_retries_are_a_share_of_the_traffic_beyond_the_floor():

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.suspect_turns import OtherRouters, SuspectTurns
-from twostroke.router.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig
+from twostroke.router.health.suspect_turns import OtherRouters, SuspectTurns
+from twostroke.router.health.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig
 
 P, D0, D1, D2 = (Peer(name, 1) for name in ("p", "d0", "d1", "d2"))
 

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.requests import Peer
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
+from twostroke.router.health.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
 
 D0, D1, D2 = Peer("d0", 1), Peer("d1", 1), Peer("d2", 1)
 

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from twostroke.protocol.errors import ConfigError, RequestError
-from twostroke.router.tenants import AuthConfig, KeyConfig, Tenants, new_key
+from twostroke.router.http.tenants import AuthConfig, KeyConfig, Tenants, new_key
 
 SECRET = b"the cluster's secret"
 
@@ -55,7 +55,7 @@ def test_a_given_key_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatc
         compared.append(one)
         return one == other
 
-    monkeypatch.setattr("twostroke.router.tenants.hmac.compare_digest", compare)
+    monkeypatch.setattr("twostroke.router.http.tenants.hmac.compare_digest", compare)
     tenants().of("Bearer key-a")
     assert len(compared) == 2
 

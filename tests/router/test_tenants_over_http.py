@@ -5,10 +5,10 @@ import json
 import httpx
 import pytest
 
-from twostroke.router.admission import Overloaded
-from twostroke.router.openapi import OPERATIONS
-from twostroke.router.slo import SLOClass, SLOConfig
-from twostroke.router.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.http.openapi import OPERATIONS
+from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.slo.admission import Overloaded
+from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 KEY, HASH = new_key()
 ADMIN, ADMIN_HASH = new_key()

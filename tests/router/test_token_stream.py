@@ -2,7 +2,7 @@ import pytest
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken, TokenEvent
-from twostroke.router.token_stream import join_fresh
+from twostroke.router.channels.token_stream import join_fresh
 
 
 def event(index, *tokens, finish=None):

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from twostroke.protocol.errors import ConfigError, RequestError
-from twostroke.router.tokenizer import TextTokenizer
+from twostroke.router.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture

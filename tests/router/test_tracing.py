@@ -15,14 +15,14 @@ from opentelemetry.trace import StatusCode
 
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Address, Peer
-from twostroke.router.exchange import Exchange
-from twostroke.router.jobs import Job
-from twostroke.router.opentelemetry_traces import OpenTelemetryTraces
-from twostroke.router.policy import Path
-from twostroke.router.stages import Stages
-from twostroke.router.tracing import TracingConfig, request_traces
+from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
+from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.tracing import TracingConfig, request_traces
+from twostroke.router.openai.jobs import Job
+from twostroke.router.routing.policy import Path
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ASKED = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -146,7 +146,7 @@ def test_a_setting_that_cannot_be_meant_is_refused_by_name(config, names):
 
 def test_without_an_endpoint_nothing_that_traces_is_imported():
     code = (
-        "import sys; from twostroke.router.app import build_app; from twostroke.router.tracing import *;"
+        "import sys; from twostroke.router.http.app import build_app; from twostroke.router.observe.tracing import *;"
         "assert request_traces(TracingConfig(), replica='r') is None;"
         "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]"
     )
@@ -155,7 +155,7 @@ def test_without_an_endpoint_nothing_that_traces_is_imported():
 
 def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.delitem(sys.modules, "twostroke.router.opentelemetry_traces")
+    monkeypatch.delitem(sys.modules, "twostroke.router.observe.opentelemetry_traces")
     with pytest.raises(ConfigError, match=r"install twostroke\[tracing\]"):
         request_traces(TracingConfig("http://localhost:4318/v1/traces"), replica="r")
 

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from twostroke.model.step_costs import StepContent, StepCostFit
-from twostroke.protocol.step_costs import StepCosts
-from twostroke.router.trials import TRY_S
 from tests.router.test_path_finder import Rig, request
+from twostroke.protocol.stats import StepCosts
+from twostroke.router.routing.trials import TRY_S
+from twostroke.worker.step_costs import StepContent, StepCostFit
 
 TRUE = StepCosts(2e-3, 6e-5, 1.6e-8, 1e-4, 1e-7, 100)
 SLOW = msgspec.structs.replace(TRUE, token_s=30 * TRUE.token_s)

@@ -6,11 +6,11 @@ import pytest
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import AskTurn, Cancel, Convicted, EndTurn, GiveTurn, Ping, Welcome
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.token_channels import TokenChannels
-from twostroke.router.worker_channel import VerdictExchange
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.worker_channel import VerdictExchange
 
 SECRET = b"the cluster's secret"
 GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)

@@ -18,12 +18,11 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.tcp_network import TcpNetwork
-from twostroke.protocol.tickets import Peer
-from twostroke.router.token_channels import TokenChannels
-from twostroke.router.worker_channel import ChannelListener, TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.worker_channel import ChannelListener, TokenChannelConfig
 
 SECRET = b"the cluster's secret"
 
@@ -78,7 +77,7 @@ async def test_a_dropped_channel_fails_its_streams_after_what_had_come(fleet_of,
 
 
 async def test_a_dropped_channel_is_told_once_and_each_further_attempt_for_debugging_alone(fleet_of, until, caplog):
-    caplog.set_level("DEBUG", logger="twostroke.router.worker_channel")
+    caplog.set_level("DEBUG", logger="twostroke.router.channels.worker_channel")
 
     def told():
         return [record.levelname for record in caplog.records if "dropped" in record.message]

@@ -7,13 +7,13 @@ import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Address, Peer
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.config import PipelineConfig
-from twostroke.router.policy import Path
-from twostroke.router.suspects import PoisonRequest
-from twostroke.router.worker_records import WorkerRecords
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.health.suspects import PoisonRequest
+from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.routing.policy import Path
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from twostroke.protocol.messages import AskTurn, EndTurn
-from twostroke.router.worker_turn import WorkerTurn
+from twostroke.router.health.suspect_turns import WorkerTurn
 
 
 class Scene:

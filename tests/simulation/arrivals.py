@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from tests.simulation.fake_model import POISON, VOCAB, expected_tokens
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 
 MAX_PROMPT = 200
 

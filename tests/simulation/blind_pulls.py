@@ -3,17 +3,15 @@
 import random
 from collections.abc import Sequence
 
-from twostroke.protocol.messages import SendPrefix
-from twostroke.protocol.probe import ProbeTimes
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.messages import ProbeTimes, SendPrefix
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
-from twostroke.router.fleet import Fleet
-from twostroke.router.token_channels import TokenChannels
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.routing.fleet import Fleet
 
 
 class BlindPulls:
-    """A `twostroke.router.fleet.Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
+    """A `Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
 
     Mostly from one that has been sent the same beginning, whatever has become of it there. `secret` signs the tickets.
     What a router's own index finds is pulled as ever.

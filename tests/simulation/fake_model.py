@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import xxhash
 
-from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
-from twostroke.model.token_counts import is_penalised
-from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, Grip
+from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, is_penalised, with_drawn_tokens
+from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 
 VOCAB = 61
 POISON = 2**32 - 1

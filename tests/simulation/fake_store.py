@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from twostroke.kvtransfer.layout import Cut
-from twostroke.model.block_pool import BlockPool
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.kv_layout import KVLayout
+from twostroke.worker.block_pool import BlockPool
 
 KV_HEADS = 2
 GARBAGE = 0xEEEE

@@ -4,14 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
-from twostroke.protocol.stats import Role
 from tests.simulation.fault_plan import Fault
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.scenario import ROUTER_LEASE_S
 from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
 from tests.simulation.sim_router import SimRouter
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
+from twostroke.protocol.stats import Role
 
 SHORT_S = (0.05, 0.4, 1.0)
 LONG_S = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Message, decode_message, encode_message
 from twostroke.protocol.network import Handler
-from twostroke.protocol.tickets import Address
+from twostroke.protocol.requests import Address
 
 HIGH_WATER_BYTES = 64 * 1024
 KERNEL_BYTES = 16 * 1024

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import xxhash
 
+from tests.simulation.fake_store import FakeStore, Grip
 from twostroke.kvtransfer.digest import DIGEST_BYTES
 from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import LinkParams, Transport
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Reach
-from tests.simulation.fake_store import FakeStore, Grip
 
 KINDS = ("memory_pull", "memory")  # as real workers prefer them
 

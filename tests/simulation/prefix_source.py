@@ -4,12 +4,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.prefix_export import PrefixExports
-from twostroke.model.sequence import SequenceState
-from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.worker_rig import BLOCK, SECRET, Parts, Rig, make_parts
+from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, mint_ticket
+from twostroke.worker.pulls import PrefixExports
+from twostroke.worker.sequence import SequenceState
 
 SOURCE = Peer("source-9", 99)
 

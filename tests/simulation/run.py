@@ -13,11 +13,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostroke.protocol.block_hashes import short_name
-from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.protocol.requests import TokenEvent
-from twostroke.router.stages import Stages
-from twostroke.router.suspects import PoisonRequest
 from tests.simulation.arrivals import Arrival
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.fault_plan import DEADLY_FAULTS
@@ -29,6 +24,11 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import describe, run_virtually
+from twostroke.protocol.blocks import short_name
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.requests import TokenEvent
+from twostroke.router.health.suspects import PoisonRequest
+from twostroke.router.observe.stages import Stages
 
 MOST_WAIT_S = 45.0
 """Nobody waits longer for an answer, faults included: the longest of those lasts 15 s."""

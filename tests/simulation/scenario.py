@@ -3,12 +3,12 @@
 import random
 from dataclasses import dataclass
 
-from twostroke.decode_worker.config import DecodeConfig
-from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.token_server import TokenServerConfig
-from twostroke.router.config import PipelineConfig
 from tests.simulation.arrivals import Arrival, asked_again, make_arrivals, poisoned
 from tests.simulation.fault_plan import DECODE_FAULTS, Fault, make_faults
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.worker.token_server import TokenServerConfig
 
 MAX_CONTEXT = 240
 ROUTER_LEASE_S = 4.0

@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
+from tests.simulation.memory_transport import LinkFabric, memory_transports
+from tests.simulation.scenario import Scenario
+from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -16,16 +22,9 @@ from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
-from twostroke.protocol.probe import ProbeTimes
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo
-from twostroke.protocol.tickets import Peer, Ticket
-from tests.simulation.fake_model import FakeEngine
-from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
-from tests.simulation.memory_transport import LinkFabric, memory_transports
-from tests.simulation.scenario import Scenario
-from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 SECRET = b"the simulation's secret"
 NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
@@ -77,7 +76,7 @@ class SimProcess:
 
 
 class SimFleet:
-    """A `twostroke.router.fleet.Fleet` over processes in this very event loop.
+    """A `twostroke.router.routing.fleet.Fleet` over processes in this very event loop.
 
     A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
     and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.

@@ -5,16 +5,16 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from twostroke.protocol.block_hashes import ShortName
-from twostroke.protocol.tickets import Peer
-from twostroke.router.admission import Admission
-from twostroke.router.config import PipelineConfig
-from twostroke.router.pipeline import Pipeline
-from twostroke.router.slo import SLOConfig
-from twostroke.router.token_channels import TokenChannels
 from tests.simulation.blind_pulls import BlindPulls
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
+from twostroke.protocol.blocks import ShortName
+from twostroke.protocol.requests import Peer
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
 
 PROMISE_NOTHING = SLOConfig(admission=False)
 

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from twostroke.model.sequence import SequenceState
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.worker.sequence import SequenceState
 
 REQUEST = GenerateRequest(
     request_id="r",

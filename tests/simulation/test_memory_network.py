@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.simulation.memory_network import HIGH_WATER_BYTES, KERNEL_BYTES, MemoryConnection, MemoryFabric
+from tests.simulation.virtual_loop import run_virtually
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.network import Connection
-from tests.simulation.memory_network import HIGH_WATER_BYTES, KERNEL_BYTES, MemoryConnection, MemoryFabric
-from tests.simulation.virtual_loop import run_virtually
 
 Scene = Callable[[MemoryFabric, MemoryConnection, MemoryConnection], Awaitable[None]]
 

@@ -7,12 +7,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from twostroke.decode_worker.config import DecodeConfig
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.protocol.token_server import TokenServerConfig
-from twostroke.router.config import PipelineConfig
-from twostroke.router.stages import Stages
-from twostroke.router.suspects import PoisonRequest, SuspectsConfig
 from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
@@ -21,6 +15,12 @@ from tests.simulation.scenario import ROUTER_LEASE_S, Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, virtual_loop
 from tests.simulation.sim_router import SimRouter
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.health.suspects import PoisonRequest, SuspectsConfig
+from twostroke.router.observe.stages import Stages
+from twostroke.worker.token_server import TokenServerConfig
 
 NUM_WORKERS = 4
 CONFIG = PipelineConfig(suspects=SuspectsConfig(refuse_s=30.0))

@@ -12,35 +12,33 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from twostroke.router import attempt
+from tests.simulation.run import run_scenario
+from tests.simulation.scenario import Scenario, make_scenario
 from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
-from twostroke.decode_worker.offered_prefixes import OfferedPrefixes
+from twostroke.decode_worker.preemption import SwappedBlocks
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.standings import Standings
-from twostroke.decode_worker.swapped_blocks import SwappedBlocks
+from twostroke.decode_worker.standings import OfferedPrefixes, Standings
 from twostroke.kvtransfer.incoming_lane import IncomingLane
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.model.block_pool import BlockPool
-from twostroke.model.sequence import SequenceState
 from twostroke.model.step import BlockCopy
-from twostroke.model.worker_life import WorkerLife
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
-from twostroke.protocol.requests import GenerateRequest, SampledToken, TokenEvent
-from twostroke.protocol.tickets import Peer, Ticket
-from twostroke.protocol.token_server import TokenServer
+from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.turns import Turns
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.attempt import Attempt
-from twostroke.router.block_index import BlockIndex
-from twostroke.router.pipeline import Pipeline
-from twostroke.router.stages import Stages
-from twostroke.router.suspects import Case, Suspects
-from twostroke.router.worker_records import WorkerRecords
-from tests.simulation.run import run_scenario
-from tests.simulation.scenario import Scenario, make_scenario
+from twostroke.router.generate import attempt
+from twostroke.router.generate.attempt import Attempt
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.health.suspects import Case, Suspects
+from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.block_index import BlockIndex
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.life import WorkerLife
+from twostroke.worker.sequence import SequenceState
+from twostroke.worker.token_server import TokenServer
 
 MOST_SEEDS = 4000
 MOST_RUNS = 400

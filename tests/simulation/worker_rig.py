@@ -7,6 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
+from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
+from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
@@ -16,15 +21,19 @@ from twostroke.kvtransfer.transports import Transports
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.messages import Convicted, Hello, KVHello, KVNotSent, Offer, Reach, StatsFrame, TokenFrame, Welcome
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.messages import (
+    Convicted,
+    Hello,
+    KVHello,
+    KVNotSent,
+    Offer,
+    Reach,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.tickets import Address, Peer, Ticket, mint_ticket
-from tests.simulation.fake_model import FakeEngine
-from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
-from tests.simulation.virtual_loop import describe, run_virtually
 
 SECRET = b"a secret of tests"
 PREFILL, DECODE, ROUTER = Peer("prefill-0", 11), Peer("decode-0", 22), "router-0"

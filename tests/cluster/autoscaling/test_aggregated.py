@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from twostroke.cluster.autoscaling.reasons import Reason
-from twostroke.cluster.autoscaling.signals import RoleSignals
-from twostroke.protocol.step_costs import StepCosts
 from tests.cluster.autoscaling.load import COSTS, MINUTE_S, System
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.readings import Reason, RoleSignals
+from twostroke.protocol.stats import StepCosts
 
 CONFIG = AutoscalingConfig(prefill=RoleLimits(0, 0), decode=RoleLimits(1, 16), cooldown_s=300.0)
 

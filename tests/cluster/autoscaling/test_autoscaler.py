@@ -10,9 +10,7 @@ from twostroke.cluster.autoscaling import autoscaler
 from twostroke.cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
 from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.policy import Memory
-from twostroke.cluster.autoscaling.readings import Reading
-from twostroke.cluster.autoscaling.reasons import Reason
-from twostroke.cluster.autoscaling.signals import Decision, Signals
+from twostroke.cluster.autoscaling.readings import Decision, Reading, Reason, Signals
 
 ORDER = ScalingOrder(
     AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 4), decode=RoleLimits(1, 4), interval_s=2, cooldown_s=10),

@@ -8,7 +8,7 @@ from ray.exceptions import RpcError
 
 from twostroke.cluster.autoscaling import decision_watch
 from twostroke.cluster.autoscaling.decision_watch import STALE_S, DecisionWatch
-from twostroke.router.scaling import RoleScaling, Scaling
+from twostroke.router.observe.scaling import RoleScaling, Scaling
 
 NOW = 10_000.0
 

@@ -6,13 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from twostroke.cluster.autoscaling.changes import HOUR_S
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from twostroke.cluster.autoscaling.policy import decide
-from twostroke.cluster.autoscaling.reasons import Reason
-from twostroke.cluster.autoscaling.signals import Arrived, Signals
-from twostroke.protocol.step_costs import StepCosts, typical
 from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.policy import HOUR_S, decide
+from twostroke.cluster.autoscaling.readings import Arrived, Reason, Signals
+from twostroke.protocol.stats import StepCosts, typical
 
 
 def test_demand_is_what_arrives_even_when_nothing_ends() -> None:

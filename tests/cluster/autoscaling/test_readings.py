@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from twostroke.cluster.autoscaling.readings import Counted, Reading, count, signals_of
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import StepCosts
 
 BEGUN = 1000.0
 

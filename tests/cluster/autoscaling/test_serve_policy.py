@@ -14,13 +14,13 @@ from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingContext
 from ray.serve.schema import ServeApplicationSchema
 
-from twostroke.cluster.autoscaling import publication, serve_policy
+from twostroke.cluster.autoscaling import decision_watch as publication
+from twostroke.cluster.autoscaling import serve_policy
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits, WorkerCounts
 from twostroke.cluster.autoscaling.deployment_options import replica_options
 from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION, MissingPolicy, joint_policy, readings_of
-from twostroke.cluster.autoscaling.worker_counts import WorkerCounts
-from twostroke.router.scaling import Scaling
+from twostroke.router.observe.scaling import Scaling
 
 ORDER = ScalingOrder(
     AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 2), decode=RoleLimits(2, 4)), {}, ("prefill", "decode")

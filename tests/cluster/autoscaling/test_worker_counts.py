@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.config import read_config
+from twostroke.cluster.config.config import read_config
 from twostroke.protocol.errors import ConfigError
 
 SCALED = {"enabled": True, "prefill": {"min": 0, "max": 2}, "decode": {"min": 1, "max": 3}}

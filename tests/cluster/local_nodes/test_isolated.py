@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.descendants import descendants
-from twostroke.cluster.local_nodes.isolated import IsolatedMachine, IsolatedMachines, why_not
-from twostroke.cluster.local_nodes.machines import Machine
 from tests.e2e.conftest import alive, eventually
+from twostroke.cluster.local.processes import descendants
+from twostroke.tools.nodes.machines import IsolatedMachine, IsolatedMachines, Machine, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -96,7 +95,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     script = (
         "import os, time\n"
         "from pathlib import Path\n"
-        "from twostroke.cluster.local_nodes.isolated import IsolatedMachines\n"
+        "from twostroke.tools.nodes.machines import IsolatedMachines\n"
         "with IsolatedMachines() as machines:\n"
         f"    machines.add().start(['sh', '-c', 'echo up; sleep 1000'], os.environ, Path({str(tmp_path / 'log')!r}))\n"
         "    time.sleep(1000)\n"

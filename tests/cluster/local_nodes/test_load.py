@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from twostroke.cluster.local_nodes.load import Request, SteadyLoad, ask
 from tests.loadtests.generator.scripted_server import HEAD, end, event, scripted_server, token_event
+from twostroke.tools.nodes.load import Request, SteadyLoad, ask
 
 REQUEST = Request("m", num_prompts=3, prompt_tokens=4, max_tokens=2)
 PROMPTS = [REQUEST.body(number)["prompt"] for number in range(3)]

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from twostroke.cluster.descendants import descendants
-from twostroke.cluster.local_nodes.loopback import LoopbackMachines
 from tests.e2e.conftest import alive, eventually
+from twostroke.cluster.local.processes import descendants
+from twostroke.tools.nodes.machines import LoopbackMachines
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,7 @@ def test_its_processes_are_told_to_end_when_the_owner_is_killed(tmp_path: Path) 
     script = (
         "import os, time\n"
         "from pathlib import Path\n"
-        "from twostroke.cluster.local_nodes.loopback import LoopbackMachines\n"
+        "from twostroke.tools.nodes.machines import LoopbackMachines\n"
         "with LoopbackMachines() as machines:\n"
         f"    machines.add().start(['sleep', '1000'], os.environ, Path({str(tmp_path / 'log')!r}))\n"
         "    print('up', flush=True)\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.local_nodes import ray_nodes
+from twostroke.tools.nodes import ray_nodes
 
 
 def test_folders_of_processes_that_are_gone_are_removed_and_nobody_elses(

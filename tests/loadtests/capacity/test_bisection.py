@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.capacity.bisection import (
+from twostroke.loadtests.capacity import (
     Crossing,
     Measured,
     Search,

@@ -6,15 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from twostroke.loadtests.capacity.bisection import Search
-from twostroke.loadtests.capacity.capacity_sweep import Sweep, SweepEnded
+from tests.loadtests.capacity.test_bisection import curve
+from twostroke.loadtests.capacity import Search, Sweep, SweepEnded
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Gamma, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.report.observations import Validity
 from twostroke.loadtests.report.sweep import read_sweep
-from twostroke.loadtests.report.validity import Validity
-from tests.loadtests.capacity.test_bisection import curve
 
 PLAN = Plan("http://127.0.0.1:1", "m", 4096, Gamma(1.0, 2.0), Fixed(10, 10), SLO(ttft_s=1.0), seconds=60.0, seed=100)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from twostroke.loadtests.commands.plan_arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
+from tests.cluster.command_line import answering
+from twostroke.loadtests.commands.arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import (
     SLO,
@@ -28,7 +29,6 @@ from twostroke.loadtests.plan import (
     TraceFile,
     Workload,
 )
-from tests.cluster.command_line import answering
 
 
 def arguments(*words: str) -> argparse.Namespace:

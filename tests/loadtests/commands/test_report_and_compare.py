@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.loadtests.report.runs import drawn, facts, plan, write_run
 from twostroke.loadtests.commands import compare, report
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.run_folder import RunFolder
-from tests.loadtests.report.runs import drawn, facts, plan, write_run
 
 
 def parsed(command: str, *arguments: object) -> argparse.Namespace:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.loadtests.report.runs import drawn, facts, plan, write_run
 from twostroke.loadtests.commands import run
 from twostroke.loadtests.errors import RunLost
 from twostroke.loadtests.plan import Plan
-from tests.loadtests.report.runs import drawn, facts, plan, write_run
 
 
 def lose_after(monkeypatch: pytest.MonkeyPatch, num_requests: int, folder: Path) -> argparse.Namespace:

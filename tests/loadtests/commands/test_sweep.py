@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.capacity import slowdown
-from twostroke.loadtests.commands import slo_multiple, sweep
+from tests.loadtests.capacity.test_capacity_sweep import PLAN, summary_of
+from twostroke.loadtests import capacity as slowdown
+from twostroke.loadtests.commands import arguments as slo_multiple
+from twostroke.loadtests.commands import sweep
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary
+from twostroke.loadtests.report.observations import Validity
 from twostroke.loadtests.report.sweep import read_sweep
-from twostroke.loadtests.report.validity import Validity
 from twostroke.loadtests.run_folder import RunFolder
-from tests.loadtests.capacity.test_capacity_sweep import PLAN, summary_of
 
 NO_SLO = Plan("http://127.0.0.1:1", "m", 4096, PLAN.arrivals, PLAN.workload, SLO(), seconds=20.0, seed=100)
 

@@ -1,14 +1,14 @@
-"""Answers on virtual time, for conversations: what `twostroke.loadtests.generator.http_stream.stream` does, without a socket."""
+"""Answers on virtual time, for conversations: what `http_stream.stream` does, without a socket."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostroke.loadtests.generator.completions import Exchange
-from twostroke.loadtests.generator.conversation import Line
-from twostroke.loadtests.records import Record
 from tests.loadtests.generator.scripted_server import HEAD, end, event, token_event
 from tests.loadtests.generator.virtual_crew import VirtualCrew
+from twostroke.loadtests.generator.conversation import Line
+from twostroke.loadtests.generator.http_stream import Exchange
+from twostroke.loadtests.records import Record
 
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from twostroke.loadtests.generator.answers import PIECES_AT_ONCE, Usage, read_stream
-from twostroke.loadtests.generator.completions import Exchange
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, token_event
+from twostroke.loadtests.generator.answers import PIECES_AT_ONCE, Usage, read_stream
+from twostroke.loadtests.generator.http_stream import Exchange
 
 HEAD_WITH_ID = HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: r7\r\n\r\n")
 

@@ -3,9 +3,9 @@
 import socket
 import time
 
-from twostroke.loadtests.generator.answers import read_stream
-from twostroke.loadtests.generator.completions import completion_body, exchange
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
+from twostroke.loadtests.generator.answers import read_stream
+from twostroke.loadtests.generator.http_stream import completion_body, exchange
 
 
 async def test_a_request_asks_for_greedy_tokens_of_a_fixed_number_and_for_usage() -> None:

@@ -5,13 +5,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.conversation import Conversation, check_prompts
-from twostroke.loadtests.plan import SLO, Chat, Fixed, Plan, Poisson
-from twostroke.loadtests.schedule import Piece, Session, Turn
-from twostroke.loadtests.workloads.prompts import text, token_ids
 from tests.loadtests.generator.fake_server import FakeServer
 from tests.loadtests.generator.virtual_crew import VirtualCrew
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.conversation import Conversation, check_prompts
+from twostroke.loadtests.plan import SLO, Chat, Fixed, Piece, Plan, Poisson, Session, Turn
+from twostroke.loadtests.workloads.prompts import text, token_ids
 
 PLAN = Plan(
     url="http://nowhere",

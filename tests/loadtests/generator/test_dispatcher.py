@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.loadtests.generator.fake_server import FakeServer
+from tests.loadtests.generator.virtual_crew import VirtualCrew
 from twostroke.loadtests.generator.conversation import Conversation
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
 from twostroke.loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Poisson, Workload
 from twostroke.loadtests.workloads.sessions import sessions
-from tests.loadtests.generator.fake_server import FakeServer
-from tests.loadtests.generator.virtual_crew import VirtualCrew
 
 ALL = Share(0, 1)
 BEGAN = 100.0

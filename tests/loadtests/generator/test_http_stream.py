@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
-from twostroke.loadtests.generator.completions import Exchange
-from twostroke.loadtests.generator.http_stream import Endpoint, endpoint_of, stream
-from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
+from twostroke.loadtests.generator.http_stream import Endpoint, Exchange, endpoint_of, stream
 
 
 async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[Exchange, StreamedAnswer]:

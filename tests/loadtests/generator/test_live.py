@@ -3,8 +3,17 @@
 import msgspec
 import pytest
 
-from twostroke.loadtests.generator.live import LEAST_S, Histogram, LiveFigures, Second, count, met, percentile
-from twostroke.loadtests.generator.live_series import WINDOW_S, series
+from twostroke.loadtests.generator.live import (
+    LEAST_S,
+    WINDOW_S,
+    Histogram,
+    LiveFigures,
+    Second,
+    count,
+    met,
+    percentile,
+    series,
+)
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.records import Record
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from flask import Flask
 
-from twostroke.loadtests.generator import live_page
+from tests.cluster.command_line import answering
+from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.live import Second
 from twostroke.loadtests.generator.locust_head import Head
 from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
 from twostroke.loadtests.run_folder import RunFolder
-from tests.cluster.command_line import answering
 
 
 def head_of(folder: Path) -> Head:

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.cluster.command_line import answering
 from twostroke.loadtests.generator.live import Second
 from twostroke.loadtests.generator.locust_head import Head
-from twostroke.loadtests.generator.locust_messages import BEGIN, PREPARE, Prepared, PrepareOrder, Report
+from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
-from tests.cluster.command_line import answering
 
 MODELS = {"data": [{"id": "m", "owned_by": "twostroke"}]}
 STATUS = {"workers": [{"role": "prefill"}, {"role": "decode"}]}

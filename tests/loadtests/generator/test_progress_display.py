@@ -1,7 +1,6 @@
 """The line that tells how a run goes."""
 
-from twostroke.loadtests.generator.progress import Progress
-from twostroke.loadtests.generator.progress_display import line_of
+from twostroke.loadtests.generator.progress import Progress, line_of
 
 BEGINNING = Progress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, error=None)
 

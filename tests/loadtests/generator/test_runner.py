@@ -11,13 +11,12 @@ import psutil
 import pytest
 
 from twostroke.loadtests.errors import LoadTestError, RunLost
-from twostroke.loadtests.generator.progress import Progress
-from twostroke.loadtests.generator.progress_display import ProgressDisplay
+from twostroke.loadtests.generator.progress import Progress, ProgressDisplay
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.records import read_records
 from twostroke.loadtests.run_folder import RunFolder
-from twostroke.loadtests.selfcheck.stub_process import MODEL, VOCABULARY, stub_server
+from twostroke.loadtests.selfcheck.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests.workloads.sessions import sessions
 
 PLAN = Plan(

@@ -7,10 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.run_facts import api_key
-from twostroke.loadtests.generator.served_model import ServedModel, served_model
 from tests.cluster.command_line import answering
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.run_facts import ServedModel, api_key, served_model
 
 VOCABULARY = 4097
 

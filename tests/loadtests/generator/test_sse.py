@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.loadtests.generator.sse import BadResponse, Event, events_of, response_of
+from twostroke.loadtests.generator.http_stream import BadResponse, Event, events_of, response_of
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

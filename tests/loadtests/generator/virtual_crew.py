@@ -8,7 +8,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 
 class VirtualCrew:
-    """twostroke.loadtests.generator.dispatcher.Crew. Time goes on when all wait; whoever sleeps wakes `late_s` after its time."""
+    """The dispatcher's Crew. Time goes on when all wait; whoever sleeps wakes `late_s` after its time."""
 
     def __init__(self, late_s: float = 0.0):
         self._time = 0.0

@@ -2,10 +2,9 @@
 
 import pytest
 
-from twostroke.loadtests.generator.completions import Exchange
-from twostroke.loadtests.generator.sse import BadResponse
-from twostroke.loadtests.peers.answers import read_answer
 from tests.loadtests.generator.scripted_server import HEAD, end, event, token_event
+from twostroke.benchmarks.peers.compare_servers import read_answer
+from twostroke.loadtests.generator.http_stream import BadResponse, Exchange
 
 
 def answer_of(*pieces: tuple[float, bytes], broken: str | None = None) -> Exchange:

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from twostroke.loadtests.peers.compare_servers import Plan, has_errors, measure, report_of, rotated, table, target
-from twostroke.loadtests.peers.figures import Turn
-from twostroke.loadtests.peers.http_workload import Target
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
+from twostroke.benchmarks.peers.compare_servers import (
+    Plan,
+    Target,
+    Turn,
+    has_errors,
+    measure,
+    report_of,
+    rotated,
+    table,
+    target,
+)
 
 TARGETS = [Target("ours", "http://a/v1"), Target("one", "http://b/v1"), Target("two", "http://c/v1")]
 

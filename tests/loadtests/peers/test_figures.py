@@ -2,8 +2,7 @@
 
 import pytest
 
-from twostroke.loadtests.peers.answers import Answer
-from twostroke.loadtests.peers.figures import Ratio, Turn, medians, ratio, summarise, worst
+from twostroke.benchmarks.peers.compare_servers import Answer, Ratio, Turn, medians, ratio, summarise, worst
 
 
 def turn(out_tok_s: float | None = None, itl_p99_s: float | None = None, errors: int = 0) -> Turn:

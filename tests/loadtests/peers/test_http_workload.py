@@ -2,8 +2,8 @@
 
 import pytest
 
-from twostroke.loadtests.peers.http_workload import Length, Row, Target, prompts, rows, send_row
 from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
+from twostroke.benchmarks.peers.compare_servers import Length, Row, Target, prompts, rows, send_row
 
 
 def by_name(name: str) -> Row:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.peers.server_process import Command, ServerFailed, ServerProcess
+from twostroke.benchmarks.peers.server_process import Command, ServerFailed, ServerProcess
 
 # Answers any request, and leaves a child in a session of its own, which no signal to the group would reach.
 SERVER = """

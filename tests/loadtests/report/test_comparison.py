@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report import words
@@ -28,7 +29,6 @@ from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.report.run_plots import Times, tail_plot
 from twostroke.loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
 from twostroke.loadtests.report.sweep_report import read_summary
-from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
 
 
 @pytest.mark.parametrize(

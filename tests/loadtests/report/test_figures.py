@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.records import Record
 from twostroke.loadtests.report.figures import FrequentError, Summary, num_workers, summarise, summary_of
 from twostroke.loadtests.report.observations import read_observations
 from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
-from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 
 
 def summary(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.report.files import write
-from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.run_folder import RunFolder, write
 
 
 def test_text_and_bytes_are_written_and_what_can_t_be_is_named(tmp_path: Path) -> None:

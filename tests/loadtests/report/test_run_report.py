@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.records import Record
 from twostroke.loadtests.report.figures import Summary, summary_of
 from twostroke.loadtests.report.observations import read_observations
 from twostroke.loadtests.report.run_report import page, write_report
 from twostroke.loadtests.run_folder import RunFolder, Sample
-from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 
 # What makes a browser fetch something.
 FETCHING = re.compile(

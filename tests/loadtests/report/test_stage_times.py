@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.report.stage_times import CLIENT_PARTS, SERVER_PARTS, mean_parts, server_parts
+from twostroke.loadtests.report.figures import CLIENT_PARTS, SERVER_PARTS, mean_parts, server_parts
 
 DISAGGREGATED = {
     "admit_s": 0.01,

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.loadtests.report.runs import drawn, facts, write_run
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.report.run_report import REPORT_FILE
 from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
 from twostroke.loadtests.report.sweep_report import capacity_words, read_summary, tone, verdicts, write_sweep_report
-from tests.loadtests.report.runs import drawn, facts, write_run
 
 
 def sweep(folder: Path, rates: tuple[float, ...] = (10.0, 20.0, 20.0, 40.0)) -> SweepResult:

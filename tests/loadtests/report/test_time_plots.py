@@ -2,10 +2,10 @@
 
 import pytest
 
-from twostroke.loadtests.report.observations import read_observations
-from twostroke.loadtests.report.time_plots import bin_edges, by_moment, requests_in_flight
-from twostroke.loadtests.run_folder import Sample
 from tests.loadtests.report.runs import answer, miss
+from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.run_plots import bin_edges, by_moment, requests_in_flight
+from twostroke.loadtests.run_folder import Sample
 
 
 @pytest.mark.parametrize(

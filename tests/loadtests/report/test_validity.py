@@ -5,13 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.loadtests.report.runs import answer, facts, miss, plan
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.records import Record
 from twostroke.loadtests.report.figures import judged_rows
-from twostroke.loadtests.report.observations import read_observations
-from twostroke.loadtests.report.validity import Validity, judge
+from twostroke.loadtests.report.observations import Validity, judge, read_observations
 from twostroke.loadtests.run_folder import GeneratorHealth
-from tests.loadtests.report.runs import answer, facts, miss, plan
 
 
 def verdict(*records: Record, run_plan: Plan | None = None, **fields: Any) -> Validity:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from twostroke.loadtests.run_folder import RunFolder
-from twostroke.loadtests.selfcheck.checks import MIXED_RATE, check_attainment
-from twostroke.loadtests.selfcheck.comparison import scripts
+from twostroke.loadtests.selfcheck.checks import MIXED_RATE, check_attainment, scripts
 from twostroke.loadtests.workloads.sessions import sessions
 
 

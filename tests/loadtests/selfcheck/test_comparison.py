@@ -5,9 +5,8 @@ import pytest
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.records import Record
-from twostroke.loadtests.selfcheck.comparison import rate_error, timing_errors
-from twostroke.loadtests.selfcheck.script import SCENARIOS, Script, key_of, script_of
-from twostroke.loadtests.selfcheck.stub_server import Served
+from twostroke.loadtests.selfcheck.checks import rate_error, timing_errors
+from twostroke.loadtests.selfcheck.stub_server import SCENARIOS, Script, Served, key_of, script_of
 
 SLO_OF_BOTH = SLO(ttft_s=1.0, tpot_s=0.1)
 

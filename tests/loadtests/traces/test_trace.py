@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.schedule import Turn
+from twostroke.loadtests.plan import Turn
 from twostroke.loadtests.traces.trace import Trace, open_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"

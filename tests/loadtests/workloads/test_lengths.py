@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.workloads.lengths import LogNormal, Quantiles, normal_pair, scale_to
+from twostroke.loadtests.workloads.synthetic import LogNormal, Quantiles, normal_pair, scale_to
 
 
 def test_a_table_gives_its_own_quantiles_and_lengths_in_between() -> None:

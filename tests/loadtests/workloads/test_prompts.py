@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.schedule import Piece
+from twostroke.loadtests.plan import Piece
 from twostroke.loadtests.workloads.prompts import WORDS, text, token_ids
 
 pieces = st.lists(st.builds(Piece, st.integers(0, 2**63 - 1), st.integers(1, 200)), min_size=1, max_size=4)

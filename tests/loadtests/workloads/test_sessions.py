@@ -16,15 +16,16 @@ from twostroke.loadtests.plan import (
     Constant,
     Fixed,
     LongPrompts,
+    Piece,
     Plan,
     Poisson,
     Replay,
+    Session,
     SharedPrompt,
     Synthetic,
     TraceFile,
     Workload,
 )
-from twostroke.loadtests.schedule import Piece, Session
 from twostroke.loadtests.workloads.sessions import sessions
 
 WORKLOADS: list[Workload] = [

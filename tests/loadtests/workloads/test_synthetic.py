@@ -6,8 +6,8 @@ from statistics import mean, median, pvariance
 
 import pytest
 
-from twostroke.loadtests.workloads.synthetic import SHAPES, shape_times, shape_turns
 from tests.loadtests.workloads.test_sessions import hit_rate
+from twostroke.loadtests.workloads.synthetic import SHAPES, shape_times, shape_turns
 
 WHOLE = 200_000  # a context that everything fits into
 

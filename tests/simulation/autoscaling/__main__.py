@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, fleet_in_hindsight, serve
 from tests.simulation.autoscaling.fleet import Scaler
 from tests.simulation.autoscaling.kinds import H100, ONE_B, SMALL
 from tests.simulation.autoscaling.outcome import Outcome
 from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
 from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 
 STARTUP_S = 45.0
 MOST = 48, 16

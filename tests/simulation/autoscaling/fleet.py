@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from twostroke.cluster.autoscaling.signals import Arrived, RoleSignals, Signals
 from tests.simulation.autoscaling.aggregated import AggregatedWorker
 from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
+from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
 
 TRANSFER_S = 0.002
 LAYERS = 32

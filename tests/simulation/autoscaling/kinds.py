@@ -1,8 +1,8 @@
 """Kinds of workers to simulate with."""
 
-from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.workers import Kind
 from tests.simulation.policies.calibration import SMALL_MODEL
+from twostroke.protocol.stats import StepCosts
 
 SMALL = Kind(
     name="160m on 2 cores",

@@ -12,10 +12,10 @@ from ray.serve.autoscaling_policy import (
 from ray.serve.config import AutoscalingConfig as RayAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 
+from tests.simulation.autoscaling.fleet import Fleet
 from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.policy import Memory, decide
-from twostroke.cluster.autoscaling.signals import Decision
-from tests.simulation.autoscaling.fleet import Fleet
+from twostroke.cluster.autoscaling.readings import Decision
 
 
 @dataclass

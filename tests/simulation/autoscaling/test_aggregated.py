@@ -4,14 +4,14 @@ from collections import deque
 
 import pytest
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
-from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.aggregated import SAFETY, AggregatedWorker
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, serve, serve_with_fleet
 from tests.simulation.autoscaling.kinds import SMALL
 from tests.simulation.autoscaling.scalers import Fixed, Ours
 from tests.simulation.autoscaling.traffic import diurnal, steps
 from tests.simulation.autoscaling.workers import Kind, Request
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.protocol.stats import StepCosts
 
 TPOT_S = 0.05
 COSTS = StepCosts(base_s=5e-3, token_s=1e-4, pair_s=0.0, row_s=1e-3, context_s=1e-6)

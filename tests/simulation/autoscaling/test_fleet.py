@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from twostroke.protocol.step_costs import StepCosts
 from tests.simulation.autoscaling.compare import Setting, serve_with_fleet
 from tests.simulation.autoscaling.fleet import Fleet, run
 from tests.simulation.autoscaling.kinds import SMALL
@@ -16,6 +15,7 @@ from tests.simulation.autoscaling.outcome import reversals
 from tests.simulation.autoscaling.scalers import Fixed
 from tests.simulation.autoscaling.traffic import bursts, steps
 from tests.simulation.autoscaling.workers import DecodeWorker, Kind, Request
+from twostroke.protocol.stats import StepCosts
 
 TOKEN_S = 1e-5
 

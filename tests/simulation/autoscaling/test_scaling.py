@@ -2,12 +2,12 @@
 
 import pytest
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, serve, serve_with_fleet
 from tests.simulation.autoscaling.kinds import SMALL
 from tests.simulation.autoscaling.outcome import Outcome
 from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 
 SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
 

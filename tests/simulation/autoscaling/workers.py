@@ -11,7 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import StepCosts
 
 
 @dataclass(slots=True)

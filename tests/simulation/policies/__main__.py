@@ -11,11 +11,11 @@ import json
 from dataclasses import asdict
 from typing import get_args
 
-from twostroke.router.config import Policy
 from tests.simulation.policies.deployment import DECODE_CACHE_TOKENS, PREFILL_CACHE_TOKENS, serve
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES
 from tests.simulation.run import quiet_logs
+from twostroke.router.generate.config import Policy
 
 
 def main() -> None:

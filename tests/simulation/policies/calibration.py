@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.step_costs import StepCosts
+from twostroke.protocol.stats import StepCosts
 
 
 @dataclass(frozen=True)

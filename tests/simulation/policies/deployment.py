@@ -6,14 +6,6 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from twostroke.decode_worker.config import DecodeConfig
-from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.protocol.stats import Role
-from twostroke.router.config import PipelineConfig, Policy
-from twostroke.router.slo import SLOConfig
-from twostroke.router.stages import Stages
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.policies.calibration import SMALL_MODEL
@@ -23,6 +15,14 @@ from tests.simulation.scenario import Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import PROMISE_NOTHING, SimRouter
 from tests.simulation.virtual_loop import run_virtually
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.protocol.stats import Role
+from twostroke.router.generate.config import PipelineConfig, Policy
+from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.classes import SLOConfig
 
 PREFILL_CACHE_TOKENS = 32_000
 """Of each prefill worker: less than all conversations that are under way, so that it matters who gets which."""

@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostroke.protocol.requests import Promise
-from twostroke.router.slo import SLOClass, SLOConfig
 from tests.simulation.policies.deployment import Run, Served, serve
 from tests.simulation.policies.results import percentile
 from tests.simulation.policies.traffic import TracedRequest, strangers
+from twostroke.protocol.requests import Promise
+from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 CAPACITY_PER_S = 15.0
 """The highest rate at which nine of ten requests get what they were promised."""

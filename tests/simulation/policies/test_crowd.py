@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from twostroke.decode_worker.handovers import Handovers
+from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
+from twostroke.decode_worker.transfers import Handovers
 from twostroke.kvtransfer.outgoing_lane import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver
-from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
 
 
 def num_computed_twice() -> int:

@@ -1,9 +1,9 @@
 """The routing policies on two prefill and two decode workers; `python -m tests.simulation.policies` tells more."""
 
-from twostroke.router.config import Policy
 from tests.simulation.policies.deployment import serve
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES
+from twostroke.router.generate.config import Policy
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
-from twostroke.protocol.requests import SampledToken
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace
 from tests.simulation.policies.calibration import SMALL_MODEL
 from tests.simulation.policies.traffic import ANSWER
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.protocol.requests import SampledToken
 
 
 class TimedEngine(FakeEngine):

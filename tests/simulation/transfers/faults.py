@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from typing import Protocol
 
-from twostroke.protocol.messages import Damaged, LinkReady, LinkWanted, Message
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import Damage, LinkFabric
 from tests.simulation.transfers.mangler import Mangler
@@ -21,6 +20,7 @@ from tests.simulation.transfers.plan import (
 )
 from tests.simulation.transfers.process import Process
 from tests.simulation.virtual_loop import VirtualLoop
+from twostroke.protocol.messages import Damaged, LinkReady, LinkWanted, Message
 
 TOO_LONG = 1.6
 """Leases of silence after which nobody holds on to a connection any more."""

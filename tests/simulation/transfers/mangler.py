@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from tests.simulation.memory_network import MemoryConnection
+from tests.simulation.memory_transport import LinkFabric
 from twostroke.kvtransfer.digest import chunk_seal
 from twostroke.protocol.messages import (
     Abort,
@@ -30,9 +32,7 @@ from twostroke.protocol.messages import (
     Verified,
     Welcome,
 )
-from twostroke.protocol.tickets import Peer, Ticket
-from tests.simulation.memory_network import MemoryConnection
-from tests.simulation.memory_transport import LinkFabric
+from twostroke.protocol.requests import Peer, Ticket
 
 _LIES = ("lie in messages", "alter retries")
 FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)

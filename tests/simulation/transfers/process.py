@@ -6,17 +6,17 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
-from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.tickets import Address, Peer
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryFabric, MemoryNetwork
 from tests.simulation.memory_transport import LinkFabric, MemoryTransport, memory_transports
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan
 from tests.simulation.virtual_loop import PROCESS
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
 
 SECRET = b"the simulation's secret"
 NUM_BLOCKS = 64

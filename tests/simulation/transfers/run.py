@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.protocol.tickets import Peer, Ticket, mint_ticket
 from tests.simulation.fake_store import Array
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
@@ -30,6 +29,7 @@ from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferP
 from tests.simulation.transfers.process import SECRET, Process
 from tests.simulation.transfers.sides import Side, Sides
 from tests.simulation.virtual_loop import describe, run_virtually
+from twostroke.protocol.requests import Peer, Ticket, mint_ticket
 
 END_S = 4 * PROGRESS_S + 2 * LEASE_S
 """How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
-from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken
-from twostroke.protocol.tickets import Ticket, mint_ticket
 from tests.simulation.fake_store import Array, FakeStore
 from tests.simulation.memory_network import Trace
 from tests.simulation.transfers.plan import PROGRESS_S, Plan, TransferPlan
 from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import SampledToken, Ticket, mint_ticket
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.simulation.transfers.plan import make_plan
+from tests.simulation.transfers.run import run_plan
 from twostroke.kvtransfer import lifecycle, outgoing_lane, receiver, source_links, target_links
 from twostroke.kvtransfer.deadline import Deadline
 from twostroke.kvtransfer.endings import all_ended
@@ -27,9 +29,7 @@ from twostroke.kvtransfer.source_links import SourceLinks
 from twostroke.kvtransfer.used_tickets import UsedTickets
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
-from twostroke.protocol.tickets import Peer, Ticket, verify_ticket
-from tests.simulation.transfers.plan import make_plan
-from tests.simulation.transfers.run import run_plan
+from twostroke.protocol.requests import Peer, Ticket, verify_ticket
 
 MOST_SEEDS = 1000
 

@@ -1,0 +1,111 @@
+"""`twostroke bench accuracy`: what quantising its weights costs a model, as perplexity of held-out text.
+
+Each quantisation runs on this CPU's own kernels, over the same windows of Python's standard library that the bundled
+model never read; another model reads the same text in its own tokens.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from twostroke.benchmarks.arguments import positive
+from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.config import load_model_config
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.engine_config import resolve_dtype
+from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.runner import make_layout
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.errors import ConfigError
+from twostroke.tools.bundled.corpus import is_held_out, source_files
+from twostroke.tools.bundled.evaluate import held_out_windows
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `twostroke bench accuracy`."""
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL_DIR, metavar="DIR", help="default: the bundled one")
+    parser.add_argument("--windows", type=positive, default=100, help="stretches of text, evenly spread")
+    parser.add_argument("--length", type=positive, default=512, help="tokens of each")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; the last line of stdout is one JSON object. Returns the exit code. Raises ConfigError."""
+    load_model_config(args.model)  # so that a folder that is none is told as such
+    windows = held_out_text(args.model, args.length, args.windows)
+    losses: dict[Quantization, list[float]] = {}
+    for quantization in get_args(Quantization):
+        print(f"{quantization}: {len(windows)} windows of {args.length} tokens", file=sys.stderr, flush=True)
+        losses[quantization] = window_losses(args.model, windows, quantization)
+    plain = losses["none"]
+    result: dict[str, float] = {"perplexity": round(math.exp(statistics.fmean(plain)), 4)}
+    print(f"{'':8}{'perplexity':>12}{'ratio':>10}{'+- of the ratio':>18}")
+    for quantization, found in losses.items():
+        perplexity = math.exp(statistics.fmean(found))
+        ratio = perplexity / math.exp(statistics.fmean(plain))
+        differences = [a - b for a, b in zip(found, plain, strict=True)]
+        error = ratio * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+        print(f"{quantization:8}{perplexity:>12.4f}{ratio:>10.4f}{error:>18.4f}")
+        if quantization != "none":
+            result |= {f"{quantization}_over_plain": round(ratio, 5), f"{quantization}_error": round(error, 5)}
+    print(json.dumps(result))
+    return 0
+
+
+def held_out_text(folder: Path, length: int, limit: int, files: int | None = None) -> list[Tensor]:
+    """`limit` windows int64 [length + 1] of the first `files` files (None: of all), in the tokens of `folder`'s model.
+
+    Raises ConfigError.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ConfigError(f"{folder / 'tokenizer.json'} can't be read: {error}") from error
+    texts = itertools.islice((text for name, text in source_files() if is_held_out(name)), files)
+    return held_out_windows((tokenizer.encode(text).ids for text in texts), length, limit)
+
+
+def window_losses(folder: Path, windows: Sequence[Tensor], quantization: Quantization) -> list[float]:
+    """Mean cross-entropy in nats of the tokens of each window, all of one length. Raises ConfigError."""
+    length = len(windows[0]) - 1
+    config = load_model_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    dtype = resolve_dtype("auto", checkpoint.dtype, CPU)
+    backend = CpuBackend()
+    weights = load_decoder_weights(checkpoint, config, dtype, CPU, length, backend, quantization)
+    decoder = Decoder(config, weights, backend, SingleRank())
+    blocks = range(-(-length // BLOCK_SIZE))
+    cache = make_kv_cache(
+        config, num_blocks=len(blocks), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, model_digest="accuracy"
+    )
+    every_row = Drawing(rows=torch.arange(length), sequences=torch.zeros(length, dtype=torch.int64))
+    losses: list[float] = []
+    try:
+        with torch.inference_mode():
+            for window in windows:
+                tokens = window[:-1].contiguous()
+                layout = make_layout([SequenceStep(tokens.tolist(), 0, blocks, None)], BLOCK_SIZE, CPU)
+                logits = decoder.forward(tokens, layout, cache.tensors, every_row)
+                assert logits is not None  # every row draws
+                losses.append(functional.cross_entropy(logits, window[1:]).item())
+    finally:
+        cache.close()
+    return losses

@@ -1,0 +1,372 @@
+"""`twostroke bench engine`: prefill and decode speed of one CPU engine, as shares of what this machine can do.
+
+A shared machine's memory bandwidth jumps several-fold within a minute, so absolute figures mislead. Limit and subject
+are measured in turns (limit, subject, limit, ...), each subject is divided by the limits on both sides of it, and the
+median of these ratios is what counts. The floor of a step is max(bytes / read bandwidth, operations / GEMM rate); the
+GEMM rate that prefill is held against is measured with the model's own projections. What quantisation gains at batch 1
+is measured in turns too, step by step, with one engine for each kind of weights.
+
+The random models that `bench engine` measures: what speed depends on is their shape.
+
+What an engine's step can't do without, and what the machine can do: the two sides of the floor.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from twostroke.benchmarks.arguments import positive
+from twostroke.model.checkpoint.quantization import INT4_GROUP, Quantization, of_lm_head
+from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
+from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+MODELS: Mapping[str, dict[str, Any]] = {
+    "160m": {  # GPT-2 small's layers, with grouped-query attention: 125 million parameters
+        **_LLAMA,
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "1.2b": {  # Llama-3.2-1B
+        **_LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+}
+_DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
+
+
+def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 4096) -> None:
+    """A bf16 checkpoint of a shape in MODELS; small weights, so that nothing overflows."""
+    (folder / "config.json").write_text(json.dumps({**MODELS[name], "max_position_embeddings": max_position}))
+    values = (torch.randn(_DISTINCT, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor, shape in expected_shapes(load_model_config(folder)):
+        count = math.prod(shape)
+        tensors[tensor] = values.repeat(-(-count // _DISTINCT))[:count].view(shape)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+GEMM_SIZE = 2048  # [1024, 2048] x [2048, 2048], three times: 26 GFLOP
+READ_BYTES = 512 * 2**20  # far more than any cache holds
+BYTES_A_WEIGHT = {"none": 2.0, "int8": 1.0, "int4": 0.5 + 2 / INT4_GROUP}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine did just now."""
+
+    gemm: float  # bf16 operations a second
+    read: float  # bytes a second
+
+    def mean(self, other: "Limits") -> "Limits":
+        return Limits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step can't do without."""
+
+    tokens: int  # tokens that count
+    operations: float
+    bytes: float  # weights and cached KV that must be read
+
+    def floor_s(self, limits: Limits) -> float:
+        """Seconds that the step takes at least."""
+        return max(self.operations / limits.gemm, self.bytes / limits.read)
+
+
+def prefill_work(config: ModelConfig, tokens: int, quantization: Quantization) -> Work:
+    """A prompt in one chunk that draws one token: only one row needs the last layer's output and the logits."""
+    attention, mlp, head = _matrix_sizes(config)
+    kv = config.hidden_size * 2 * config.kv_size
+    last_layer = tokens * (kv + config.hidden_size * config.q_size) + (attention - kv + mlp)
+    products = tokens * (config.num_layers - 1) * (attention + mlp) + last_layer + head
+    scores = config.num_layers * config.q_size * tokens * tokens  # causal: half of 2 x 2 x tokens^2
+    return Work(tokens, 2.0 * products + 2.0 * scores, _weight_bytes(config, quantization))
+
+
+def decode_work(config: ModelConfig, batch: int, context: float, quantization: Quantization) -> Work:
+    """One decode step of `batch` sequences with `context` tokens each."""
+    attention, mlp, head = _matrix_sizes(config)
+    products = batch * (config.num_layers * (attention + mlp) + head)
+    scores = batch * config.num_layers * 2 * config.q_size * context
+    kv_bytes = batch * config.num_layers * 2 * config.kv_size * context * 2
+    return Work(batch, 2.0 * (products + scores), _weight_bytes(config, quantization) + kv_bytes)
+
+
+def _matrix_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Weights of a layer's attention, of its MLP, and of the LM head."""
+    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
+    return attention, 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
+
+
+def _weight_bytes(config: ModelConfig, quantization: Quantization) -> float:
+    attention, mlp, head = _matrix_sizes(config)
+    layers = config.num_layers * (attention + mlp)
+    return BYTES_A_WEIGHT[quantization] * layers + BYTES_A_WEIGHT[of_lm_head(quantization)] * head
+
+
+class Machine:
+    """Measures the limits with torch's own kernels, on as many threads as torch uses here."""
+
+    def __init__(self, shapes: list[tuple[int, int, int]] | None = None):
+        """`shapes`: (rows, columns in, columns out) of the products that the GEMM rate is measured with."""
+        self._products = [
+            (torch.randn(rows, inner).to(torch.bfloat16), torch.randn(outer, inner).to(torch.bfloat16))
+            for rows, inner, outer in shapes or [(1024, GEMM_SIZE, GEMM_SIZE)]
+        ]
+        self._operations = 2.0 * sum(left.numel() * len(right) for left, right in self._products)
+        self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        self.measure()
+
+    def measure(self) -> Limits:
+        """Of now; the best of a few passes each."""
+        gemm_s = min(_timed(self._multiply) for _ in range(3))
+        read_s = min(_timed(lambda: self._memory.sum()) for _ in range(2))
+        return Limits(gemm=self._operations / gemm_s, read=READ_BYTES / read_s)
+
+    def _multiply(self) -> None:
+        for left, right in self._products:
+            functional.linear(left, right)
+
+
+def prefill_machine(config: ModelConfig, tokens: int) -> Machine:
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
+    hidden = config.hidden_size
+    shapes = [
+        (hidden, config.q_size + 2 * config.kv_size),
+        (config.q_size, hidden),
+        (hidden, 2 * config.intermediate_size),
+        (config.intermediate_size, hidden),
+    ]
+    return Machine([(tokens, inner, outer) for inner, outer in shapes])
+
+
+def _timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+BLOCK_SIZE = 16
+BATCHES = (1, 8, 32)
+KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over all turns."""
+
+    tokens_per_s: float
+    over_floor: float  # floor / time
+    over_gemm: float  # operations / time / GEMM rate
+    over_read: float  # bytes / time / read bandwidth
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `twostroke bench engine`."""
+    parser.add_argument("--model", choices=MODELS, default="160m", help="the shape of the random model")
+    parser.add_argument("--quantization", choices=KINDS, default="none", help="of the engine that is measured whole")
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
+    parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
+    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="length of the prompt that prefill reads")
+    parser.add_argument("--context", type=positive, default=256, help="tokens of context of each decoding sequence")
+    parser.add_argument("--steps", type=positive, default=16, help="decode steps a turn")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; the last line of stdout is one JSON object. Returns the exit code."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        _say(f"writing a random model of the shape {args.model}")
+        write_random_model(Path(folder), args.model, max_position=max(4096, args.prompt_tokens))
+        engine = _load(Path(folder), args.quantization, args)
+        try:
+            results = asyncio.run(_measure_all(engine, args))
+            gains = asyncio.run(_compare_kinds(engine, Path(folder), args))
+        finally:
+            engine.engine.close()
+    _print(results, gains, args)
+    return 0
+
+
+def _load(folder: Path, quantization: Quantization, args: argparse.Namespace) -> LoadedEngine:
+    most_tokens = max(args.prompt_tokens, max(BATCHES) * (args.context + args.steps + BLOCK_SIZE))
+    return load_engine(
+        EngineConfig(
+            folder,
+            dtype="bfloat16",
+            quantization=quantization,
+            threads=args.threads,
+            block_size=BLOCK_SIZE,
+            num_blocks=-(-most_tokens // BLOCK_SIZE) + 1,
+        )
+    )
+
+
+async def _measure_all(loaded: LoadedEngine, args: argparse.Namespace) -> dict[str, Result]:
+    config = loaded.model_config
+    prompt = [1 + i % 31000 for i in range(args.prompt_tokens)]
+    table = range(-(-args.prompt_tokens // BLOCK_SIZE))
+    prefill = [SequenceStep(prompt, 0, table, Draw(GREEDY, prompt, len(prompt)))]
+    machine = prefill_machine(config, args.prompt_tokens)
+    work = prefill_work(config, args.prompt_tokens, args.quantization)
+    results = {"prefill": await _in_turns("prefill", machine, loaded, [prefill], work, args.rounds)}
+    machine = Machine()
+    for batch in BATCHES:
+        work = decode_work(config, batch, args.context + args.steps / 2, args.quantization)
+        results[f"decode_b{batch}"] = await _in_turns(
+            f"decode at batch {batch}", machine, loaded, _decode_steps(batch, args), work, args.rounds
+        )
+    return results
+
+
+def _decode_steps(batch: int, args: argparse.Namespace) -> list[list[SequenceStep]]:
+    return [decode_batch(batch, args.context + i, args.context + args.steps) for i in range(args.steps)]
+
+
+def decode_batch(batch: int, position: int, end: int) -> list[SequenceStep]:
+    """One decode step of `batch` sequences, each with its own blocks. What the cache holds doesn't change the speed."""
+    width = -(-(end + 1) // BLOCK_SIZE)
+    history = [1] * (position + 1)
+    return [
+        SequenceStep([1 + row], position, range(row * width, (row + 1) * width), Draw(GREEDY, history, 1))
+        for row in range(batch)
+    ]
+
+
+async def _in_turns(
+    name: str,
+    machine: Machine,
+    loaded: LoadedEngine,
+    steps: Sequence[Sequence[SequenceStep]],
+    work: Work,
+    rounds: int,
+) -> Result:
+    results: list[Result] = []
+    await _step_s(loaded, steps[:2])
+    before = machine.measure()
+    for turn in range(rounds):
+        _say(f"{name}: turn {turn + 1} of {rounds}")
+        step_s = await _step_s(loaded, steps)
+        after = machine.measure()
+        limits = before.mean(after)
+        before = after
+        results.append(
+            Result(
+                tokens_per_s=work.tokens / step_s,
+                over_floor=work.floor_s(limits) / step_s,
+                over_gemm=work.operations / step_s / limits.gemm,
+                over_read=work.bytes / step_s / limits.read,
+            )
+        )
+
+    def median(of: Callable[[Result], float]) -> float:
+        return statistics.median(of(result) for result in results)
+
+    return Result(
+        median(lambda r: r.tokens_per_s),
+        median(lambda r: r.over_floor),
+        median(lambda r: r.over_gemm),
+        median(lambda r: r.over_read),
+    )
+
+
+async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """How many times as fast as bf16 each quantisation decodes at batch 1."""
+    engines: dict[Quantization, LoadedEngine] = {args.quantization: measured}
+    try:
+        for kind in KINDS:
+            if kind not in engines:
+                engines[kind] = _load(folder, kind, args)
+        steps = _decode_steps(1, args)
+        ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for turn in range(-1, 2 * args.rounds):
+            _say(f"bf16, int8 and int4 at batch 1: turn {turn + 1} of {2 * args.rounds}")
+            times = {kind: await _step_s(engine, steps) for kind, engine in engines.items()}
+            for kind, step_s in times.items():
+                if turn >= 0:  # the first warms up
+                    ratios[kind].append(times["none"] / step_s)
+    finally:
+        for engine in engines.values():
+            if engine is not measured:
+                engine.engine.close()
+    return {kind: statistics.median(ratios[kind]) for kind in KINDS if kind != "none"}
+
+
+async def _step_s(loaded: LoadedEngine, steps: Sequence[Sequence[SequenceStep]]) -> float:
+    """Seconds a step."""
+    begin = time.perf_counter()
+    for batch in steps:
+        await loaded.engine.step(batch)
+    return (time.perf_counter() - begin) / len(steps)
+
+
+def _print(results: Mapping[str, Result], gains: Mapping[str, float], args: argparse.Namespace) -> None:
+    print(f"{args.model}, {'bf16' if args.quantization == 'none' else args.quantization}")
+    print(f"{'':12}{'tokens/s':>12}{'of floor':>10}{'of GEMM':>10}{'of read':>10}")
+    for name, result in results.items():
+        shares = "".join(f"{share:>10.2f}" for share in (result.over_floor, result.over_gemm, result.over_read))
+        print(f"{name:12}{result.tokens_per_s:>12.1f}{shares}")
+    for kind, gain in gains.items():
+        print(f"batch 1 in {kind}: {gain:.2f} times as fast as in bf16")
+    print(
+        json.dumps(
+            {
+                "prefill_over_gemm": round(results["prefill"].over_gemm, 3),
+                "decode_b1_over_bandwidth": round(results["decode_b1"].over_read, 3),
+                "decode_b8_over_floor": round(results["decode_b8"].over_floor, 3),
+                "decode_b32_over_floor": round(results["decode_b32"].over_floor, 3),
+                **{f"{kind}_b1_over_bf16": round(gain, 3) for kind, gain in gains.items()},
+                "prefill_tok_s": round(results["prefill"].tokens_per_s, 1),
+                **{f"decode_b{b}_tok_s": round(results[f"decode_b{b}"].tokens_per_s, 1) for b in BATCHES},
+            }
+        )
+    )
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m twostroke.benchmarks.engine", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What a GPU can do, measured in the run that holds the engine against it, and how its time is taken.
+
+How large the work of `twostroke bench gpu` is, and where it is done.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from twostroke.benchmarks.engine import MODELS
+from twostroke.model.config import ModelConfig, parse_model_config
+from twostroke.model.cuda.graphs import Recorder
+from twostroke.model.cuda.kernels.launch import Target
+
+MEASURED_S = 0.02  # that each repetition calls the subject for, roughly
+REPETITIONS = 5
+
+
+class Clock(Protocol):
+    """Seconds of work on a device."""
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """What one call takes, of many that are queued one behind the other: the least of some repetitions."""
+
+    def queued_seconds(self, run: Callable[[], object]) -> float:
+        """What the device takes for one call when the host has launched all of it before the device begins."""
+
+
+class CudaClock:
+    """Implements Clock by events on the current stream."""
+
+    SLEEP_CYCLES = 40_000_000  # about 20 ms, in which the host launches what is to be timed
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        run()  # compiles
+        count = max(1, min(1000, int(MEASURED_S / max(1e-6, self._elapsed_s(run, 1)))))
+        return min(self._elapsed_s(run, count) for _ in range(REPETITIONS)) / count
+
+    def queued_seconds(self, run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(REPETITIONS):
+            torch.cuda._sleep(self.SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            times.append(self._elapsed_s(run, 1))
+        return statistics.median(times)
+
+    def _elapsed_s(self, run: Callable[[], object], count: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """What the GPU did just now."""
+
+    read: float  # bytes a second
+    copy: float  # bytes a second, each counted once
+    gemm: float  # bf16 operations a second
+
+
+def measure_limits(clock: Clock, device: torch.device, num_bytes: int, size: int) -> GpuLimits:
+    """`num_bytes` are read and copied, more than caches hold; matrices of the product are [size, size]."""
+    read, copy = _bandwidths(clock, device, num_bytes)
+    return GpuLimits(read, copy, _gemm_rate(clock, device, size))
+
+
+def _bandwidths(clock: Clock, device: torch.device, num_bytes: int) -> tuple[float, float]:
+    words = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(words)
+    copy_s = clock.seconds(lambda: target.copy_(words))
+    # The fastest that torch has: none is always the best. A copy moves its bytes twice.
+    read_s = min(clock.seconds(words.sum), clock.seconds(words.amax), copy_s / 2)
+    return num_bytes / read_s, num_bytes / copy_s
+
+
+def _gemm_rate(clock: Clock, device: torch.device, size: int) -> float:
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    return 2.0 * size**3 / clock.seconds(lambda: torch.mm(left, right))
+
+
+_LLAMA_8B = parse_model_config(
+    {
+        **MODELS["1.2b"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
+    "the 8B shape",
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. The defaults are PERF's table: Llama-3.1-8B's shape on a GPU of 80 GB."""
+
+    model: ModelConfig = _LLAMA_8B
+    block_size: int = 128  # tokens
+    read_bytes: int = 2**31
+    gemm_size: int = 8192
+    attention_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    attention_tokens: int = 16384  # of a batch of prompts that short
+    prefix: int = 6144  # tokens that are cached before a chunk
+    chunk: int = 2048
+    prompts: tuple[int, ...] = (1024, 4096, 8192)
+    decode_batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    decode_context: int = 1024
+    decode_steps: int = 32
+    long_decodes: tuple[tuple[int, int], ...] = ((32, 4096), (32, 16384), (128, 4096))  # batch, context
+    sampled_rows: tuple[int, ...] = (1, 32, 256)
+    pack_blocks: tuple[int, ...] = (16, 32, 64, 128)
+    pack_bytes: int = 2**28
+
+    @property
+    def max_context(self) -> int:
+        """In whole blocks."""
+        most = max(*self.prompts, self.decode_context + self.decode_steps)
+        return -(-most // self.block_size) * self.block_size
+
+
+@dataclass(frozen=True)
+class GpuPlace:
+    """The device, and what a test replaces on a host without one."""
+
+    device: torch.device
+    target: Target
+    clock: Clock
+    recorder: Callable[[], Recorder]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    ratio: float  # of what it is held against: 1 is as good
+    aim: float | None  # of the ratio
+    figure: str  # the absolute figure, with its unit
+    against: str  # what the ratio is of
+
+
+Measure = Callable[[Sizes, GpuPlace, GpuLimits], list[Row]]

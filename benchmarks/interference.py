@@ -1,0 +1,218 @@
+"""`twostroke bench interference`: what running streams feel of a long prompt that the same decode worker computes.
+
+One decode worker in a process of its own, with a random model; the streams come off its token channel. In turns: the
+streams alone for a while, then with a long prompt until its first token has come, and so on, so that both see the same
+machine. Each turn with a prompt is divided by the turns without one on both sides of it.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twostroke.benchmarks.arguments import positive
+from twostroke.benchmarks.engine import MODELS, write_random_model
+from twostroke.benchmarks.workers.fleet import WorkerProcess
+from twostroke.benchmarks.workers.process import Settings
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.channels.token_channels import TokenChannels
+
+SECRET = "a secret of this bench alone"
+BLOCK_SIZE = 16
+STREAM_TOKENS = 8192  # more than any stream writes while the bench lasts
+WARM_UP_TURNS = 1  # the worker learns what its steps take
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One stretch of time, and the gaps between the tokens of all streams that ended in it."""
+
+    seconds: float
+    gaps_s: tuple[float, ...]
+
+    def at(self, percent: float) -> float:
+        """A percentile of the gaps, in seconds. Raises ConfigError where there are none."""
+        value = percentile(self.gaps_s, percent)
+        if value is None:
+            raise ConfigError("no stream got a token in one of the turns: make --alone-s longer")
+        return value
+
+
+@dataclass
+class Stream:
+    """When a stream's tokens came, in seconds of CLOCK_MONOTONIC."""
+
+    times: list[float] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def came(self, num_tokens: int) -> None:
+        """Some more tokens are there."""
+        self.times.extend([time.monotonic()] * num_tokens)
+        self.has_begun.set()
+
+    def gaps(self, begin: float, end: float) -> Iterable[float]:
+        """Those between tokens that ended between two moments."""
+        for before, after in itertools.pairwise(self.times):
+            if begin < after <= end:
+                yield after - before
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="160m", help="shape of the random model (%(default)s)")
+    parser.add_argument("--threads", type=positive, default=None, help="cores of the worker; default: all")
+    parser.add_argument("--streams", type=positive, default=16, help="that run all the time (%(default)s)")
+    parser.add_argument("--context", type=positive, default=512, help="tokens of the streams' prompts (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=positive, default=16384, help="of the long prompt (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="long prompts, one after the other (%(default)s)")
+    parser.add_argument("--alone-s", type=float, default=15.0, help="seconds without one in between (%(default)s)")
+    parser.add_argument("--tpot-ms", type=float, default=None, help="promised to the streams; default: nothing")
+    parser.add_argument("--stall-factor", type=float, default=DecodeConfig.stall_factor, help="decode.stall_factor")
+    parser.add_argument(
+        "--no-limit", action="store_true", help="fill each step up to decode.max_step_tokens, whatever it takes"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; the last line of stdout is one JSON object. Raises WorkerLost where the worker ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_model(Path(folder), arguments.model, max_position=arguments.prompt_tokens + STREAM_TOKENS)
+        alone, beside = asyncio.run(_measure(Path(folder), arguments))
+    print(json.dumps(summarise(alone, beside)))
+    return 0
+
+
+def summarise(alone: list[Turn], beside: list[Turn]) -> dict[str, float]:
+    """`alone` are the turns around those `beside` a prompt: one more than these."""
+    neighbours = list(itertools.pairwise(alone))
+    return {
+        f"itl_p{percent}_{name}": statistics.median(turn.at(percent) for turn in turns)
+        for percent in (50, 99)
+        for name, turns in (("without_s", alone), ("with_s", beside))
+    } | {
+        "ratio": statistics.median(
+            turn.at(99) / statistics.fmean((before.at(99), after.at(99)))
+            for turn, (before, after) in zip(beside, neighbours, strict=True)
+        ),
+        "prompt_s": statistics.median(turn.seconds for turn in beside),
+    }
+
+
+async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    most_tokens = arguments.streams * (arguments.context + STREAM_TOKENS) + 2 * arguments.prompt_tokens
+    factor = 1e9 if arguments.no_limit else arguments.stall_factor
+    worker = WorkerProcess(
+        Settings(
+            role="decode",
+            model=str(folder),
+            dtype="bfloat16",
+            num_blocks=most_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            transport="auto",
+            secret=SECRET,
+            threads=arguments.threads or len(os.sched_getaffinity(0)),
+            decode=DecodeConfig(stall_factor=factor),
+        )
+    )
+    router = Peer("bench", draw_epoch())
+    channels = TokenChannels(network=TcpNetwork(SECRET.encode()), peer=router, clock=time.monotonic)
+    try:
+        info = await worker.start()
+        await channels.ensure(info)
+        return await _take_turns(_Client(worker, info, channels, router), arguments)
+    finally:
+        await channels.close()
+        await worker.end()
+
+
+async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    draw = random.Random(0)
+    streams = [Stream() for _ in range(arguments.streams)]
+    promise = Promise(tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1e3)
+    alone: list[Turn] = []
+    beside: list[Turn] = []
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(client.read(_prompt(draw, arguments.context), STREAM_TOKENS, stream, promise))
+            for stream in streams
+        ]
+        await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+        for turn in range(WARM_UP_TURNS + arguments.rounds):
+            _say(f"turn {turn + 1} of {WARM_UP_TURNS + arguments.rounds}: alone")
+            alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
+            _say(f"turn {turn + 1}: P99 {alone[-1].at(99) * 1e3:.1f} ms; now with a prompt")
+            prompt = client.read(_prompt(draw, arguments.prompt_tokens), 1, Stream(), Promise())
+            beside.append(await _turn(streams, prompt))
+            _say(f"turn {turn + 1}: P99 {beside[-1].at(99) * 1e3:.1f} ms, prompt {beside[-1].seconds:.1f} s")
+        alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
+        for task in running:
+            task.cancel()
+    return alone[WARM_UP_TURNS:], beside[WARM_UP_TURNS:]
+
+
+async def _turn(streams: Sequence[Stream], until: Awaitable[None]) -> Turn:
+    begin = time.monotonic()
+    await until
+    end = time.monotonic()
+    return Turn(end - begin, tuple(gap for stream in streams for gap in stream.gaps(begin, end)))
+
+
+@dataclass
+class _Client:
+    """Asks one worker and reads its tokens."""
+
+    worker: WorkerProcess
+    info: WorkerInfo
+    channels: TokenChannels
+    router: Peer
+    num_requests: int = 0
+
+    async def read(self, prompt: tuple[int, ...], max_tokens: int, answer: Stream, promise: Promise) -> None:
+        """Run one greedy request; notes when each of its tokens came. Raises WorkerLost where it fails."""
+        self.num_requests += 1
+        request = GenerateRequest(
+            f"bench-{self.num_requests}",
+            self.router.worker_id,
+            prompt,
+            len(prompt),
+            SamplingParams(temperature=0.0),
+            max_tokens,
+            promise=promise,
+        )
+        events = self.channels.subscribe(self.info.peer, request.request_id, max_tokens=max_tokens)
+        call = asyncio.create_task(self.worker.call(request))
+        try:
+            async for event in events:
+                if event.error is not None:
+                    raise WorkerLost(event.error)
+                answer.came(len(event.tokens))
+                if event.finish_reason is not None:
+                    break
+        finally:
+            events.close()
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await call
+
+
+def _prompt(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(1, 31000) for _ in range(length))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,243 @@
+"""`twostroke bench routing`: how long a router takes to choose a path, by the number of workers and of indexed blocks.
+
+The router's own PathFinder is asked, as for a request; the workers exist only as the numbers and block names that they
+would tell. Prompts begin with one of a few system prompts that many workers hold, go on with a conversation that one
+worker of each role holds, and end with something new. Hashing a prompt is timed apart: it is done once a request.
+
+Times are the thread's own, which stand still while neighbours have the core: nothing here waits.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from twostroke.benchmarks.arguments import positive
+from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import BlocksHeld
+from twostroke.protocol.network import Connection, Handler, Listener
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.worker_channel import ChannelListener
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.path_finder import PathFinder
+from twostroke.router.routing.block_index import BlockIndex, PromptNames
+from twostroke.router.routing.in_flight import Hold
+
+WORKERS = (4, 16, 64, 256, 1000)
+BLOCKS = (10_000, 100_000, 1_000_000)
+BLOCK_SIZE = 16
+VOCAB = 100_000
+NUM_SYSTEM_PROMPTS = 4
+LAYOUT = KVLayout("bench", "bfloat16", 32, 8, 128, BLOCK_SIZE)
+NEVER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians, in seconds."""
+
+    decide_s: float  # from the request to the places held, its prompt hashed already
+    find_s: float  # of that, asking the index
+    hash_s: float  # naming the blocks of a prompt
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's options."""
+    parser.add_argument("--workers", nargs="+", type=positive, default=list(WORKERS), help="half of them prefill")
+    parser.add_argument("--blocks", nargs="+", type=positive, default=list(BLOCKS), help="in all workers' caches")
+    parser.add_argument("--prompt-tokens", type=positive, default=4096)
+    parser.add_argument("--requests", type=positive, default=300, help="of each case; medians are reported")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; the last line of stdout is one JSON object."""
+    most_blocks = max(args.blocks)
+    cases = [(workers, most_blocks) for workers in args.workers]
+    cases += [(64, blocks) for blocks in args.blocks if blocks != most_blocks]
+    measured: dict[tuple[int, int], Times] = {}
+    print(f"prompts of {args.prompt_tokens} tokens, three quarters of them cached somewhere; medians in microseconds")
+    print(f"{'workers':>8}{'blocks':>10}{'decide':>10}{'find':>8}{'hash':>8}")
+    for workers, blocks in cases:
+        times = asyncio.run(measure(workers, blocks, args.prompt_tokens, args.requests))
+        measured[workers, blocks] = times
+        numbers = f"{times.decide_s * 1e6:>10.0f}{times.find_s * 1e6:>8.0f}{times.hash_s * 1e6:>8.0f}"
+        print(f"{workers:>8}{blocks:>10}{numbers}", flush=True)
+    report: dict[str, object] = {
+        f"decide_{workers}_s": round(measured[workers, most_blocks].decide_s, 7) for workers in args.workers
+    }
+    largest = measured[max(args.workers), most_blocks]
+    report |= {"hash_s": round(largest.hash_s, 7), "find_s": round(largest.find_s, 7), "blocks": most_blocks}
+    report["decide_64_s_by_blocks"] = {
+        blocks: round(times.decide_s, 7) for (number, blocks), times in measured.items() if number == 64
+    }
+    print(json.dumps(report))
+    return 0
+
+
+async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_requests: int) -> Times:
+    """Time `num_requests` decisions, each for another prompt, with the numbers of some workers renewed between them."""
+    draw = random.Random(0)
+    infos = [_info(number) for number in range(num_workers)]
+    channels = _Channels()
+    finder = PathFinder(workers=lambda: infos, channels=channels, clock=time.monotonic, config=PipelineConfig())
+    prompts = _prompts(draw, prompt_tokens, num_requests)
+    requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
+    for info in infos:
+        channels.tell(info.peer, _stats(draw))
+    cached = _caches(draw, infos, prompts, num_blocks)
+    for peer, names in cached.items():
+        channels.tell_blocks(peer, _held(names))
+
+    decide_s: list[float] = []
+    hash_s: list[float] = []
+    hold: Hold | None = None
+    for request in requests:
+        begin = time.thread_time()
+        PromptNames().of(request.token_ids, request.cache_salt, BLOCK_SIZE)
+        hash_s.append(time.thread_time() - begin)
+        finder.choose(request)  # hashes the prompt
+        for info in draw.sample(infos, max(1, num_workers // 100)):
+            channels.tell(info.peer, _stats(draw))
+        if hold is not None:
+            hold.release()  # now, so that this decision has to take in what has changed at two workers
+        begin = time.thread_time()
+        _, hold = await finder.find(request, (), ())
+        decide_s.append(time.thread_time() - begin)
+    find_s = _time_index(cached, prompts)
+    return Times(statistics.median(decide_s), find_s, statistics.median(hash_s))
+
+
+def _time_index(cached: dict[Peer, list[int]], prompts: Sequence[tuple[int, ...]]) -> float:
+    index = BlockIndex(clock=time.monotonic, max_blocks=PipelineConfig().index_blocks, expected_s=NEVER_S)
+    for peer, names in cached.items():
+        index.heard(peer, _held(names))
+    times: list[float] = []
+    for prompt in prompts:
+        names = [short_name(one) for one in chain_hashes(prompt, BLOCK_SIZE, b"")]
+        begin = time.thread_time()
+        index.find(names)
+        times.append(time.thread_time() - begin)
+    return statistics.median(times)
+
+
+def _prompts(draw: random.Random, num_tokens: int, count: int) -> list[tuple[int, ...]]:
+    """A quarter of each is a system prompt, half a conversation of its own, the rest new."""
+    systems = [_tokens(draw, num_tokens // 4) for _ in range(NUM_SYSTEM_PROMPTS)]
+    return [(*draw.choice(systems), *_tokens(draw, num_tokens - num_tokens // 4)) for _ in range(count)]
+
+
+def _caches(
+    draw: random.Random, infos: Sequence[WorkerInfo], prompts: Sequence[tuple[int, ...]], num_blocks: int
+) -> dict[Peer, list[int]]:
+    """What each worker holds: the prompts' beginnings at some, and names of other prompts up to `num_blocks` in all."""
+    held: dict[Peer, set[int]] = {info.peer: set() for info in infos}
+    roles = [[info.peer for info in infos if info.role == role] for role in ("prefill", "decode")]
+    for prompt in prompts:
+        names = [short_name(one) for one in chain_hashes(prompt, BLOCK_SIZE, b"")]
+        for peers in roles:
+            for peer in draw.sample(peers, max(1, len(peers) // 2)):
+                held[peer].update(names[: len(names) // 4])
+            held[draw.choice(peers)].update(names[: 3 * len(names) // 4])
+    missing = num_blocks - len(set().union(*held.values()))
+    for number in range(max(0, missing)):
+        held[infos[number % len(infos)].peer].add(draw.getrandbits(64))
+    return {peer: list(names) for peer, names in held.items()}
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(VOCAB) for _ in range(count))
+
+
+def _request(number: int, prompt: tuple[int, ...]) -> GenerateRequest:
+    return GenerateRequest(f"request-{number}", "router", prompt, len(prompt), SamplingParams(), 256)
+
+
+def _info(number: int) -> WorkerInfo:
+    return WorkerInfo(
+        role="decode" if number % 2 else "prefill",
+        peer=Peer(f"worker-{number:04}", number),
+        token_address=Address("127.0.0.1", 1),
+        transfer_addresses=(Address("127.0.0.1", 2),),
+        layout=LAYOUT,
+        num_blocks=30_000,
+        max_context=131_072,
+    )
+
+
+def _stats(draw: random.Random) -> WorkerStats:
+    """A worker at work, of two SLO classes."""
+    running, waiting = draw.randrange(32), draw.randrange(4)
+    slow = draw.uniform(0.9, 1.1)
+    return WorkerStats(
+        num_waiting=waiting,
+        num_running=running,
+        num_waiting_tokens=waiting * 2000,
+        free_blocks=draw.randrange(5_000, 25_000),
+        total_blocks=30_000,
+        queued=(
+            QueuedWork("interactive", 10, 0.0, waiting * 500, waiting),
+            QueuedWork("batch", 0, 0.1, waiting * 1500, waiting),
+        ),
+        context_tokens=running * 2000,
+        tightest_tpot_s=0.05,
+        costs=StepCosts(0.008 * slow, 6e-5 * slow, 2e-9 * slow, 5e-5 * slow, 4e-8 * slow, 1000),
+    )
+
+
+def _held(names: Sequence[int]) -> BlocksHeld:
+    return BlocksHeld(pack_names(names), is_first=True, is_last=True, sequence=0)
+
+
+class _Channels(TokenChannels):
+    """Channels to workers that exist nowhere: what they would tell is put into their mouths."""
+
+    def __init__(self) -> None:
+        super().__init__(network=_NoNetwork(), peer=Peer("router", 1), clock=time.monotonic)
+        self._told: dict[Peer, WorkerStats] = {}
+        self._ears: ChannelListener | None = None
+
+    def listen(self, listener: ChannelListener) -> None:
+        """As TokenChannels.listen."""
+        self._ears = listener
+        super().listen(listener)
+
+    def follow(self, workers: Iterable[WorkerInfo]) -> None:
+        """Nobody is to be reached."""
+
+    async def ensure(self, info: WorkerInfo) -> None:
+        """Nobody is called."""
+
+    def stats(self, worker: Peer) -> WorkerStats | None:
+        """As they were told last."""
+        return self._told.get(worker)
+
+    def tell(self, worker: Peer, stats: WorkerStats) -> None:
+        """As if the worker had sent these numbers."""
+        self._told[worker] = stats
+        if self._ears is not None:
+            self._ears.told(worker, stats)
+
+    def tell_blocks(self, worker: Peer, held: BlocksHeld) -> None:
+        """As if the worker had sent these names."""
+        if self._ears is not None and self._ears.blocks is not None:
+            self._ears.blocks(worker, held)
+
+
+class _NoNetwork:
+    """A network that nothing is sent over."""
+
+    async def connect(self, address: Address) -> Connection:
+        """Raises ConnectionLost."""
+        raise ConnectionLost(f"nobody is at {address}")
+
+    async def listen(self, host: str, handler: Handler) -> Listener:
+        """Raises ConnectionLost."""
+        raise ConnectionLost(f"{host} can't be listened on")

@@ -1,0 +1,179 @@
+"""The whole configuration, from one YAML file: the sections together, and what follows from them.
+
+Imports no torch: the router's process reads it too.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from twostroke.cluster.autoscaling.config import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
+from twostroke.cluster.config.api_keys import KEYS_LEAST, check_classes, check_names, with_keys_of_its_file
+from twostroke.cluster.config.sections import (
+    NOT_AT_ONCE_S,
+    DecodeSection,
+    ModelSection,
+    PrefillSection,
+    RouterSection,
+    TransferSection,
+    TransportChoice,
+    WorkerResources,
+    parse_cores,
+)
+from twostroke.cluster.config.settings import bounds_within, read_settings
+from twostroke.cluster.local.process_logs import LoggingConfig
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
+from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.http.tenants import AuthConfig
+from twostroke.router.slo.classes import MOST_PRIORITY, SLOConfig
+from twostroke.worker.token_server import TokenServerConfig
+
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64
+"""The least that Hopper's attention kernel copies by TMA."""
+
+_LEAST_INTERVAL_S = 0.5  # of autoscaling: routers and Serve's controller talk at this pace
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Everything that `twostroke serve` and the Serve application are told."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    router: RouterSection = field(default_factory=RouterSection)
+    kv_transfer: TransferSection = field(default_factory=TransferSection)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    slo: SLOConfig = field(
+        default_factory=SLOConfig,
+        metadata=bounds_within(classes={"priority": -MOST_PRIORITY}, max_queue_s=NOT_AT_ONCE_S),
+    )
+    auth: AuthConfig = field(
+        default_factory=AuthConfig,
+        metadata=bounds_within(**KEYS_LEAST),
+    )
+    autoscaling: AutoscalingConfig = field(
+        default_factory=AutoscalingConfig, metadata=bounds_within(interval_s=_LEAST_INTERVAL_S)
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sections that contradict each other."""
+        check_classes(self.auth.keys, self.slo)
+        for role, workers in (("prefill", self.prefill.worker), ("decode", self.decode.worker)):
+            _check_signs_of_life(role, workers.token_channel, self.router.token_channel)
+        check_counts(self.autoscaling, self.counts, self.gpus_each)
+
+    @property
+    def counts(self) -> Mapping[Role, WorkerCounts]:
+        """How many workers each role may have."""
+        return {
+            "prefill": worker_counts(self.autoscaling, "prefill", self.prefill.replicas),
+            "decode": worker_counts(self.autoscaling, "decode", self.decode.replicas),
+        }
+
+    @property
+    def gpus_each(self) -> Mapping[Role, float]:
+        """What a worker of each role takes, all ranks together."""
+        return {
+            "prefill": self.prefill.resources.num_gpus * self.prefill.resources.tensor_parallel,
+            "decode": self.decode.resources.num_gpus * self.decode.resources.tensor_parallel,
+        }
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether there are prefill workers, or may be; otherwise decode workers read all prompts themselves."""
+        return self.counts["prefill"].most > 0
+
+    @property
+    def num_workers(self) -> int:
+        """That there may be at most."""
+        return sum(of_role.most for of_role in self.counts.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, at most, that run an engine or a part of one."""
+        prefill = self.counts["prefill"].most * self.prefill.resources.tensor_parallel
+        return prefill + self.counts["decode"].most * self.decode.resources.tensor_parallel
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the workers compute. Raises ConfigError where that is not the same for all."""
+        sections = [self.decode.resources, *([self.prefill.resources] if self.has_prefill else [])]
+        with_gpu = [resources.num_gpus > 0 for resources in sections]
+        if self.model.device == "cpu":
+            return "cpu"
+        if all(with_gpu):
+            return "cuda"
+        if any(with_gpu):
+            raise ConfigError(
+                "prefill.num_gpus and decode.num_gpus: give GPUs to both kinds of workers or to none, since KV does "
+                "not travel between GPU and host memory"
+            )
+        if self.model.device == "cuda":
+            raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
+        return "cpu"
+
+    @property
+    def default_block_size(self) -> int:
+        """Tokens of a block where a worker has no size of its own."""
+        if self.model.block_size is not None:
+            return self.model.block_size
+        return GPU_BLOCK_SIZE if self.device == "cuda" else CPU_BLOCK_SIZE
+
+    @property
+    def transport(self) -> TransportChoice:
+        """How KV is to travel. Raises ConfigError where it can't between these workers, or encoded as they would."""
+        chosen = self.kv_transfer.transport
+        elsewhere = {"cpu": ("cuda_ipc",), "cuda": ("tcp", "shm")}[self.device]
+        if chosen in elsewhere:
+            others = ", ".join(name for name in get_args(TransportChoice) if name not in elsewhere)
+            raise ConfigError(f"kv_transfer.transport: {chosen} can't reach a cache on {self.device}: use {others}")
+        encoding = self.kv_transfer.transfer.encoding
+        if chosen in ("shm", "cuda_ipc") and encoding != "raw":
+            raise ConfigError(
+                f"kv_transfer.encoding: {chosen} moves KV as it is stored, not as {encoding}: set encoding to raw, or "
+                "transport to auto"
+            )
+        return chosen
+
+    def threads(self, resources: WorkerResources) -> int:
+        """Cores for the steps of one worker's rank: what is asked for, else an equal share of this machine's."""
+        if resources.cores is not None:
+            return len(parse_cores(resources.cores))
+        return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+
+
+def read_config(raw: object, *, has_own_key: bool = False) -> ClusterConfig:
+    """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault.
+
+    `has_own_key`: it was not written by people alone, and a key of the server's own is among theirs.
+    """
+    config = read_settings(ClusterConfig, raw)
+    try:
+        if not has_own_key:
+            check_names(config.auth.keys)
+    except ConfigError as error:
+        raise ConfigError(f"auth.{error}") from error
+    return config
+
+
+def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the keys of `auth.keys_file` beside its own. Raises ConfigError."""
+    return replace(config, auth=with_keys_of_its_file(config.auth, config.slo))
+
+
+def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:
+    """Raises ConfigError where one side of a token channel takes the other for lost between two signs of life."""
+    if router.silence_s < 2 * worker.stats_interval_s:
+        raise ConfigError(
+            f"router.token_channel.silence_s: {router.silence_s:g} must be at least twice "
+            f"{role}.token_channel.stats_interval_s ({worker.stats_interval_s:g}): lower that, or raise this"
+        )
+    if router.ping_s > worker.lease_s / 3:
+        raise ConfigError(
+            f"router.token_channel.ping_s: {router.ping_s:g} must be at most a third of "
+            f"{role}.token_channel.lease_s ({worker.lease_s:g}): raise that, or lower this"
+        )

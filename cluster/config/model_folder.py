@@ -1,0 +1,52 @@
+"""Where a model lies: bundled with the package, in a folder, or on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from twostroke.cluster.config.sections import BUNDLED_MODEL, ModelSection
+from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.protocol.errors import ConfigError
+
+# Weights as safetensors, and everything that is JSON or text: never pickles, never code.
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def check_model_path(path: str) -> Path | None:
+    """The folder that `path` names, or None for a hub id. Raises ConfigError for a folder that does not exist."""
+    if path == BUNDLED_MODEL:
+        return BUNDLED_MODEL_DIR
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.is_absolute() or path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path: folder {path} does not exist")
+    return None
+
+
+def resolve_model_folder(path: str) -> Path:
+    """The folder that `path` names; downloads a hub id. Raises ConfigError with one line that a user can act on."""
+    return check_model_path(path) or _download(path)
+
+
+def served_name(model: ModelSection, folder: Path) -> str:
+    """What clients write in `model`."""
+    if model.name is not None:
+        return model.name
+    return "twostroke-bundled" if model.path == BUNDLED_MODEL else folder.name
+
+
+def _download(hub_id: str) -> Path:
+    # Neither is needed, nor imported, for a folder.
+    from httpx import HTTPError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.path: {hub_id} is no folder here, and the Hugging Face hub did not give it: {reason}"
+        ) from error

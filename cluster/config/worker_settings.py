@@ -1,0 +1,87 @@
+"""What a worker is told of the configuration."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.sections import (
+    DecodeSection,
+    ModelSection,
+    PrefillSection,
+    TransportChoice,
+    WorkerResources,
+    kv_cache_size,
+    parse_cores,
+)
+from twostroke.cluster.local.process_logs import LoggingConfig
+from twostroke.kvtransfer.config import TransferConfig
+
+if TYPE_CHECKING:
+    from twostroke.model.engine_config import EngineConfig
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker of either role is told. Travels from the process that deploys to the worker's ranks."""
+
+    model: ModelSection
+    resources: WorkerResources
+    max_step_tokens: int
+    max_batch: int
+    block_size: int  # tokens
+    tensor_parallel: int  # ranks
+    device: Literal["cpu", "cuda"]
+    threads: int
+    transport: TransportChoice
+    tcp_streams: int
+    tcp_max_bytes_per_s: int | None
+    transfer: TransferConfig
+    swap_bytes: int = 0  # of host memory, on each rank
+    announces_layers: bool = False  # in every step
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @classmethod
+    def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
+        return cls(
+            model=config.model,
+            resources=section.resources,
+            max_step_tokens=section.worker.max_step_tokens,
+            max_batch=section.worker.max_batch,
+            block_size=section.block_size or config.default_block_size,
+            tensor_parallel=section.resources.tensor_parallel,
+            device=config.device,
+            threads=config.threads(section.resources),
+            transport=config.transport,
+            tcp_streams=config.kv_transfer.tcp_streams,
+            tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
+            transfer=config.kv_transfer.transfer,
+            swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
+            announces_layers=isinstance(section, PrefillSection),
+            logging=config.logging,
+        )
+
+    def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
+        """What each rank's engine is told; `gpu` is the number of its own, of those in sight."""
+        from twostroke.model.cache.memory import StepBounds
+        from twostroke.model.engine_config import EngineConfig
+
+        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
+        return EngineConfig(
+            model_dir=folder,
+            device=self.device,
+            gpu=gpu,
+            dtype=self.model.dtype,
+            quantization=self.model.quantization,
+            tensor_parallel=self.tensor_parallel,
+            block_size=self.block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+            swap_bytes=self.swap_bytes,
+            gpu_memory_share=self.resources.gpu_memory_share,
+            bounds=StepBounds(self.max_step_tokens, self.max_batch),
+            captures_decodes=not self.announces_layers,
+            threads=self.threads,
+            cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
+            max_context=self.model.max_context,
+        )

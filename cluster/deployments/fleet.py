@@ -1,0 +1,134 @@
+"""The workers as the router's pipeline sees them, over Serve's handles.
+
+A worker that Serve takes down gets no new calls; those that it has go on until they end, or until its grace is over.
+Serve itself ends its process only once it has no call any more, or after a time of its own, which is longer.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from twostroke.cluster.deployments.directory import Departure, WorkerDirectory, directory_of
+from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
+from twostroke.protocol.stats import WorkerInfo
+
+
+class ServeFleet:
+    """A `twostroke.router.routing.fleet.Fleet`. Made and used on one event loop, the router replica's."""
+
+    def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle, *, grace_s: float):
+        """`prefill` is None in aggregated mode. What a leaving worker has under way may take `grace_s`."""
+        self._loop = asyncio.get_running_loop()
+        self._grace_s = grace_s
+        self._calls: dict[Peer, set[asyncio.Future[WorkerLost]]] = {}
+        # Touching a method initialises the handle: from now on Serve tells it of the replicas.
+        self._prefill = prefill.prefill if prefill is not None else None
+        self._decode = decode.decode
+        handles = [decode] if prefill is None else [prefill, decode]
+        self._handles = [(handle, directory_of(handle.deployment_name)) for handle in handles]
+        for _, directory in self._handles:
+            directory.watch(self._on_departed)
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return [info for _, directory in self._handles for info in directory.workers()]
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        if self._prefill is None:
+            raise WorkerLost("there are no prefill workers in this application")
+        reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket, pull)
+        return reply
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        reply: DecodeReply = await self._call(self._decode, self._handles[-1][1], worker, request, ticket, pull)
+        return reply
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        handle, directory = self._home(worker)
+        times: ProbeTimes = await self._call(handle.probe_source, directory, worker, tickets, num_tokens)
+        return times
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        handle, directory = self._home(worker)
+        await self._call(handle.probe_target, directory, worker, tickets, num_tokens)
+
+    def _home(self, worker: Peer) -> tuple[DeploymentHandle, WorkerDirectory]:
+        """The deployment that the worker is a replica of. Raises WorkerLeaving where it is in none."""
+        for handle, directory in self._handles:
+            if worker in directory:
+                return handle, directory
+        raise WorkerLeaving(f"worker {worker.worker_id} is gone")
+
+    async def _call(self, method: DeploymentHandle, directory: WorkerDirectory, worker: Peer, *arguments: Any) -> Any:
+        """Call `method` on exactly `worker`.
+
+        Raises WorkerLost as soon as Serve tells that it has died, WorkerLeaving where it is not to be called any more.
+        """
+        departed: asyncio.Future[WorkerLost] = self._loop.create_future()
+        calls = self._calls.setdefault(worker, set())
+        calls.add(departed)
+        response = None
+        try:
+            # After the future is in place: a departure from here on is seen.
+            if worker not in directory:
+                raise WorkerLeaving(f"worker {worker.worker_id} is gone")
+            response = method.remote(worker, *arguments)
+            answer = asyncio.ensure_future(_result(response))
+            try:
+                await asyncio.wait((answer, departed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not answer.done():
+                    # Cancelling our wait alone would leave the method running in the replica.
+                    response.cancel()
+                    answer.cancel()
+            if not answer.done():
+                raise departed.result()
+            return answer.result()
+        finally:
+            calls.discard(departed)
+            if not calls and self._calls.get(worker) is calls:
+                del self._calls[worker]
+
+    def _on_departed(self, workers: frozenset[Peer], how: Departure) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self._part_with, workers, how)
+
+    def _part_with(self, workers: frozenset[Peer], how: Departure) -> None:
+        for worker in workers & self._calls.keys():
+            if how is Departure.DIED:
+                self._fail_calls(worker, WorkerLost(f"worker {worker.worker_id} has died"))
+            else:
+                self._loop.call_later(self._grace_s, self._end_grace, worker)
+
+    def _end_grace(self, worker: Peer) -> None:
+        if any(worker in directory for _, directory in self._handles):
+            return  # Serve has named it again
+        self._fail_calls(worker, WorkerLeaving(f"worker {worker.worker_id} is taken down, and its grace is over"))
+
+    def _fail_calls(self, worker: Peer, error: WorkerLost) -> None:
+        for departed in self._calls.get(worker, ()):
+            if not departed.done():
+                departed.set_result(error)
+
+
+async def _result(response: Any) -> Any:
+    """The call's result. Raises RequestError where the worker refuses, TransferFailed, WorkerLost where it is gone, and
+    WorkerFailed for all else."""
+    try:
+        return await response
+    except Exception as error:
+        # Serve's two ways to carry a call differ: actor calls wrap the worker's exception, gRPC brings it bare.
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RequestError | TransferFailed | WorkerLost):
+            raise cause from None
+        is_gone = isinstance(cause, RayError)  # Ray's own word: the actor died, or can't be reached
+        lost = WorkerLost if is_gone else WorkerFailed
+        raise lost(f"the worker's call failed: {type(cause).__name__}: {cause}") from error

@@ -1,0 +1,257 @@
+"""The router as a Serve deployment: the application's ingress. Its process never imports torch.
+
+The numbers of the router's other replicas, for a scrape that has reached this one.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
+from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.config.sections import ModelSection, RouterSection
+from twostroke.cluster.deployments.directory import directory_of
+from twostroke.cluster.deployments.fleet import ServeFleet
+from twostroke.cluster.local.preflight import exposure_warning
+from twostroke.cluster.local.process_logs import LoggingConfig, log_as_replica
+from twostroke.cluster.local.ray_switches import forgotten_switches
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer
+from twostroke.protocol.stats import Role
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.http.app import build_app
+from twostroke.router.http.doctor import Doctor
+from twostroke.router.http.scrape import RouterReading, no_other_routers
+from twostroke.router.http.service import RouterService, ServiceConfig
+from twostroke.router.http.tenants import KeyConfig, Tenants
+from twostroke.router.observe.scaling import Scaling
+from twostroke.router.observe.tracing import request_traces
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.text.tokenizer import TextTokenizer
+
+ANSWER_S = 1.0
+"""A router that takes longer is left out of the scrape: Prometheus, too, waits only so long."""
+
+
+class OtherRouters:
+    """Asks all replicas of the deployment behind `routers`, of which `own` is the one that asks."""
+
+    def __init__(self, routers: DeploymentHandle, own: str):
+        self._routers = routers
+        self._own = own
+
+    async def readings(self) -> Sequence[RouterReading]:
+        """Of those that answer in time."""
+        try:
+            # What is public waits for all replicas, or fails with any of them.
+            calls = await asyncio.wait_for(
+                self._routers.broadcast("reading")._fetch_replica_results_async(), timeout=ANSWER_S
+            )
+        except (RayError, RayServeException, TimeoutError) as error:
+            _log.warning("the other routers' numbers are missing in a scrape: %s", error or type(error).__name__)
+            return ()
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(call.get_async(), timeout=ANSWER_S) for call in calls), return_exceptions=True
+        )
+        readings: list[RouterReading] = []
+        for answer in answers:
+            if isinstance(answer, RouterReading):
+                if answer.router != self._own:
+                    readings.append(answer)
+            elif isinstance(answer, BaseException):
+                _log.warning("a router's numbers are missing in a scrape: %s", answer or type(answer).__name__)
+        return readings
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What a router replica is told."""
+
+    model: ModelSection
+    router: RouterSection
+    expected: dict[Role, int]  # how many workers of each role are to be there, to begin with
+    least: dict[Role, int]  # and at any time
+    scaling_interval_s: float | None = None  # between the autoscaler's decisions; None: the number of workers is fixed
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    keys: tuple[KeyConfig, ...] = ()
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "RouterSettings":
+        return cls(
+            model=config.model,
+            router=config.router,
+            expected={role: counts.first for role, counts in config.counts.items()},
+            least={role: counts.least for role, counts in config.counts.items()},
+            scaling_interval_s=config.autoscaling.interval_s if config.autoscaling.enabled else None,
+            slo=config.slo,
+            keys=config.auth.keys,
+            logging=config.logging,
+        )
+
+
+@serve.ingress()
+class RouterReplica:
+    """One router: HTTP in, token channels and Serve calls out."""
+
+    _service: RouterService | None = None
+    _doctor: Doctor | None = None
+    _decisions: DecisionWatch | None = None
+    _is_draining = False
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        settings: RouterSettings,
+        secret: bytes,
+        decode: DeploymentHandle,
+        prefill: DeploymentHandle | None = None,
+    ):
+        self._notice_s = settings.router.drain_notice_s
+        folder = resolve_model_folder(settings.model.path)
+        replica = serve.get_replica_context()
+        peer = Peer(replica.replica_id.unique_id, draw_epoch())
+        log_as_replica(settings.logging, "router", peer)
+        fleet = ServeFleet(prefill, decode, grace_s=settings.router.drain_grace_s)
+        channels = TokenChannels(
+            network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
+        )
+        replicas = settings.router.replicas
+        admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
+        others = OtherRouters(serve.get_deployment_handle(replica.deployment, replica.app_name), own=peer.worker_id)
+        await asyncio.to_thread(_warn_of_exposure, has_keys=bool(settings.keys))
+        forgotten = forgotten_switches(os.environ)
+        if forgotten is not None:
+            _log.warning(forgotten)
+        if settings.scaling_interval_s is not None:
+            self._decisions = DecisionWatch(
+                partial(published, replica.app_name), interval_s=settings.scaling_interval_s
+            )
+            await self._decisions.look()  # a router that is new knows how many workers there are to be
+            self._decisions.start()
+            for handle in (decode, prefill):
+                if handle is not None:  # a worker that leaves may do so because of a decision
+                    directory_of(handle.deployment_name).watch(lambda _workers, _how: self._look_soon())
+        self._expected = settings.expected
+        self._service = RouterService(
+            config=ServiceConfig(
+                model_name=served_name(settings.model, folder),
+                expects_prefill=settings.least["prefill"] > 0,
+                max_body_bytes=int(settings.router.max_body_mib * 2**20),
+                max_choices_in_flight=settings.router.max_choices_in_flight,
+                router_id=peer.worker_id,
+            ),
+            tokenizer=TextTokenizer.load(folder),
+            fleet=fleet,
+            channels=channels,
+            pipeline=Pipeline(
+                fleet=fleet,
+                channels=channels,
+                secret=secret,
+                clock=time.monotonic,
+                router=peer,
+                config=settings.router.pipeline,
+                admit=admission.admit,
+            ),
+            slo=settings.slo,
+            admission=admission,
+            tenants=Tenants(settings.keys, secret=secret, clock=time.monotonic, num_routers=replicas),
+            traces=request_traces(settings.router.tracing, replica=peer.worker_id),
+            other_routers=others.readings if replicas > 1 else no_other_routers,
+            expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
+            scaling=self._scaling,
+        )
+        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
+        await self._service.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this after the constructor, and serves what it returns."""
+        app = build_app()
+        app.state.service = self._service
+        app.state.doctor = self._doctor
+        return app
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for this where there is an autoscaler, and hands it to the policy.
+
+        A coroutine, since Serve would call a plain method on another thread, while the numbers change.
+        """
+        return {} if self._service is None else self._service.demand()
+
+    def _look_soon(self) -> None:
+        if self._decisions is not None:
+            self._decisions.look_soon()
+
+    def _scaling(self) -> Scaling | None:
+        return None if self._decisions is None else self._decisions.latest()
+
+    def _workers(self) -> Mapping[Role, int]:
+        """How many of each role there are to be now."""
+        scaling = self._scaling()
+        return self._expected if scaling is None else {**self._expected, **scaling.targets}
+
+    async def reading(self) -> RouterReading | None:
+        """This router's numbers, for another one's scrape; None until it has any."""
+        return None if self._service is None else self._service.reading()
+
+    async def drain(self) -> int:
+        """Be not ready, and soon take nothing new; returns how many choices are under way. May be called again."""
+        if self._service is None:
+            return 0
+        if not self._is_draining:
+            self._is_draining = True
+            self._service.gate.drain(self._notice_s)
+        return self._service.gate.num_choices
+
+    async def cut(self) -> int:
+        """End what is under way, with an error; returns how many choices that is."""
+        return 0 if self._service is None else self._service.gate.cut()
+
+    async def __del__(self) -> None:
+        """Serve awaits this once the replica has drained."""
+        if self._decisions is not None:
+            await self._decisions.close()
+        if self._service is not None:
+            await self._service.close()
+
+
+def _warn_of_exposure(*, has_keys: bool) -> None:
+    """Where Serve's proxies listen, no public function tells."""
+    client = _get_global_client()
+    warning = None if client is None else exposure_warning(client.http_config.host or "", has_keys=has_keys)
+    if warning is not None:
+        _log.warning(warning)
+
+
+def router_options(router: RouterSection) -> dict[str, Any]:
+    """Serve's options for the router's deployment, but for how many replicas it has."""
+    return {
+        # A stream holds its place for as long as it runs; the router itself refuses what is too much.
+        "max_ongoing_requests": 100_000,
+        "ray_actor_options": {"num_cpus": 0, **router.placement.actor_options()},
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        # Nobody can go on with a stream whose router ends: they get more time than those of workers.
+        "graceful_shutdown_timeout_s": router.stream_grace_s,
+        "max_constructor_retry_count": 2,
+        "logging_config": {"enable_access_log": False},
+    }

@@ -1,0 +1,209 @@
+"""The two kinds of worker as Serve deployments: one replica is one worker with one engine.
+
+Serve starts, watches and calls them; tokens and KV go their own ways. All heavy imports are inside the constructors,
+since the process that deploys and the router's process load this module too.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.directory import worker_metadata
+from twostroke.cluster.deployments.placement import Placement
+from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
+from twostroke.cluster.local.process_logs import log_as_replica
+from twostroke.cluster.ranks.tensor_parallel_ranks import own_gpu, rank_options, start_actors
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import EpochMismatch, WorkerLost
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.network import Network, TcpNetwork
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
+from twostroke.protocol.stats import Role
+
+if TYPE_CHECKING:
+    from twostroke.decode_worker.worker import DecodeWorker
+    from twostroke.prefill_worker.worker import PrefillWorker
+    from twostroke.worker.trials import LinkProbe
+
+
+_log = logging.getLogger(__name__)
+
+ENDING_S = 10.0
+"""What a replica needs to end once it has no calls any more, beyond which Serve ends its process."""
+
+DRAIN_S = 6.0
+"""How much of that transfers under way may take, whose calls have returned."""
+
+
+class _WorkerReplica:
+    """What both kinds have in common. A constructor that raises leaves `_worker` unset, and Serve starts it again."""
+
+    _worker: "PrefillWorker | DecodeWorker | None" = None
+
+    _role: Role
+
+    async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
+        self._peer = _this_peer()
+        log_as_replica(settings.logging, self._role, self._peer)
+        self._network = self._make_network(secret)
+        self._parts = await load_parts(
+            settings,
+            self._peer,
+            self._network,
+            secret,
+            host=ray.util.get_node_ip_address(),
+            start_ranks=start_actors,
+            gpu=own_gpu(),
+        )
+        return self._parts
+
+    def _make_network(self, secret: bytes) -> Network:
+        return TcpNetwork(secret)
+
+    async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
+        self._worker = worker
+        self._info = await worker.start(ray.util.get_node_ip_address())
+        self._parts.watch(worker.engine_lost)
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        """As LinkProbe.source."""
+        return await self._probed(worker).source(tickets, num_tokens)
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """As LinkProbe.target."""
+        await self._probed(worker).target(tickets, num_tokens)
+
+    def _probed(self, worker: Peer) -> "LinkProbe":
+        """The worker's, which is meant. Raises EpochMismatch or WorkerLost where there is none of that name."""
+        check_peer(worker, self._peer)
+        if self._worker is None:
+            raise WorkerLost(f"worker {worker.worker_id} has not started")
+        return self._worker.probe
+
+    def record_replica_metadata(self) -> dict[str, object]:
+        return worker_metadata(self._info)
+
+    async def check_health(self) -> None:
+        """Serve asks this of replicas that it keeps, never of those that it takes down."""
+        if self._worker is not None:
+            self._worker.check_health()
+            self._worker.stay()  # a router may have heard otherwise, and said so
+
+    async def __del__(self) -> None:
+        """Serve awaits this once the replica's calls have returned; the KV of some may still be under way."""
+        if self._worker is not None:
+            await drain_and_stop(self._worker, DRAIN_S)
+            await self._parts.close()
+
+
+class PrefillReplica(_WorkerReplica):
+    """A prefill worker under Serve."""
+
+    _role = "prefill"
+
+    async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
+        """Returns once the worker can take requests."""
+        from twostroke.prefill_worker.worker import PrefillWorker
+
+        parts = await self._load(settings, secret)
+        self._prefill_worker = PrefillWorker(
+            peer=self._peer,
+            config=config,
+            engine=parts.engine,
+            store=parts.store,
+            pool=parts.pool,
+            network=self._network,
+            sender=parts.sender,
+            receiver=parts.receiver,
+            clock=time.monotonic,
+            max_context=parts.max_context,
+        )
+        await self._start(self._prefill_worker)
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        check_peer(worker, self._peer)
+        return await self._prefill_worker.prefill(request, ticket, pull)
+
+
+class DecodeReplica(_WorkerReplica):
+    """A decode worker under Serve."""
+
+    _role = "decode"
+
+    async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
+        """Returns once the worker can take requests."""
+        from twostroke.decode_worker.worker import DecodeWorker
+
+        parts = await self._load(settings, secret)
+        self._decode_worker = DecodeWorker(
+            peer=self._peer,
+            config=config,
+            engine=parts.engine,
+            store=parts.store,
+            pool=parts.pool,
+            network=self._network,
+            receiver=parts.receiver,
+            sender=parts.sender,
+            clock=time.monotonic,
+            max_context=parts.max_context,
+            swap_space=parts.rank.loaded.swap_space,
+        )
+        await self._start(self._decode_worker)
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        """As DecodeWorker.decode. `worker` is whom the router means; EpochMismatch where that is somebody else."""
+        check_peer(worker, self._peer)
+        return await self._decode_worker.decode(request, ticket, pull)
+
+
+async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float) -> None:
+    """End a worker: at once when nothing is under way any more, and after `drain_s` whatever is."""
+    try:
+        async with asyncio.timeout(drain_s):
+            await worker.drain()
+    except TimeoutError:
+        _log.warning("the worker has not drained in %g s: what is under way ends now", drain_s)
+    await worker.stop()
+
+
+def _this_peer() -> Peer:
+    """This process's name: Serve's for the replica, and a number that no later incarnation has."""
+    return Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
+
+
+def check_peer(meant: Peer, actual: Peer) -> None:
+    """Raises EpochMismatch unless a call has reached whom it was meant for."""
+    if meant != actual:
+        raise EpochMismatch(f"the call is for worker {meant.worker_id}, not for {actual.worker_id}")
+
+
+def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: float) -> dict[str, Any]:
+    """Serve's options for a worker deployment, but for how many replicas it has.
+
+    Routers take a leaving worker's calls elsewhere after `grace_s`.
+    """
+    return {
+        # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
+        "max_ongoing_requests": 100_000,
+        **rank_options(settings, placement),
+        "request_router_config": {"request_router_class": "twostroke.cluster.deployments.directory:ReplicaByPeer"},
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": grace_s + ENDING_S,
+        "max_constructor_retry_count": 2,
+        "logging_config": {"enable_access_log": False},
+    }

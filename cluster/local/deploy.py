@@ -1,0 +1,78 @@
+"""How the process that drives Ray for `twostroke serve` starts the application, and learns why it does not start.
+
+A policy of the application's own, as the autoscaler is, can only be given to Serve in a config, as a file for
+`serve deploy` is one: Serve then builds the application by itself, in a process of its own. Otherwise that is spared.
+"""
+
+import re
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema
+
+from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION
+from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.deployments.serve_app import application, cluster_secret
+from twostroke.cluster.local.ray import StartFailed
+from twostroke.protocol.errors import ConfigError
+
+APPLICATION = "twostroke"
+LOOK_S = 0.1
+_CONFIG_ERROR = re.compile(r"protocol\.errors\.ConfigError: (.+)")
+
+
+def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
+    """Start the application. `settings` are what `config` was read from. Raises StartFailed or ConfigError."""
+    try:
+        if config.autoscaling.enabled:
+            cluster_secret()  # raises here, not in a process of Serve's
+            _deploy_as_config(arguments_of(config, settings))
+        else:
+            serve.run(application(config, cluster_secret()), name=APPLICATION, route_prefix="/")
+    except (RuntimeError, RayError) as error:
+        # Serve tells a replica's traceback as text, here or in what it says of the deployments.
+        application_status = serve.status().applications.get(APPLICATION)
+        deployments = application_status.deployments.values() if application_status is not None else ()
+        for text in (str(error), *(deployment.message for deployment in deployments)):
+            told = _CONFIG_ERROR.search(text)
+            if told is not None:
+                raise ConfigError(told[1]) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
+
+
+def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """For `build_local_app`: the settings with all keys that there are, of which none but hashes are known."""
+    auth = {"keys": [asdict(key) for key in config.auth.keys]}
+    return {**settings, "auth": auth} if config.auth.keys else settings
+
+
+def _deploy_as_config(arguments: dict[str, Any]) -> None:
+    """Returns once the application runs. Raises RuntimeError where it does not, with what Serve says of it."""
+    client = _get_global_client()
+    if client is None:
+        raise RuntimeError("Ray Serve does not run")
+    client.deploy_apps(
+        ServeDeploySchema(
+            applications=[
+                ServeApplicationSchema(
+                    name=APPLICATION,
+                    route_prefix="/",
+                    import_path="twostroke.cluster.deployments.serve_app:build_local_app",
+                    args=arguments,
+                    autoscaling_policy={"policy_function": POLICY_FUNCTION},
+                )
+            ]
+        )
+    )
+    while True:
+        told = serve.status().applications.get(APPLICATION)
+        if told is not None and told.status == ApplicationStatus.RUNNING:
+            return
+        if told is not None and told.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise RuntimeError(told.message)
+        time.sleep(LOOK_S)

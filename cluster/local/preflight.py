@@ -1,0 +1,120 @@
+"""What can be found out before anything is started: each check raises ConfigError with one line to act on.
+
+Who can reach an endpoint, and the loud line where that is everybody and nobody needs a key.
+"""
+
+import errno
+import ipaddress
+import socket
+from pathlib import Path
+
+from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.sections import DecodeSection, PrefillSection
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import Role
+
+# What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
+PROCESS_BYTES = 150 * 2**20
+WORKER_BYTES = 600 * 2**20
+SERVE_PROCESSES = 4  # controller, proxies, Ray's own
+
+
+def check_port(host: str, port: int) -> None:
+    """Somebody else must not be listening there, and `host` must be an address of this machine."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As servers do: a port whose last connections are still winding down is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use: choose another with --port") from error
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from error
+
+
+def check_model(config: ClusterConfig, folder: Path) -> str:
+    """Model and tokenizer must be loadable and all workers fit into memory; returns a line that describes the model."""
+    import torch
+
+    from twostroke.model.cache.kv_cache import kv_block_bytes
+    from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, step_bytes_on_cpu
+    from twostroke.model.checkpoint.quantization import weight_bytes
+    from twostroke.model.checkpoint.weights import Checkpoint
+    from twostroke.model.config import load_model_config
+    from twostroke.model.engine_config import (
+        check_cores,
+        resolve_device,
+        resolve_dtype,
+        resolve_max_context,
+        resolve_num_blocks,
+    )
+    from twostroke.model.parallel.tensor_parallel import check_size
+    from twostroke.router.text.tokenizer import TextTokenizer
+
+    model = load_model_config(folder)
+    checkpoint = Checkpoint(folder, model)
+    TextTokenizer.load(folder)
+    device = torch.device(config.device)
+    dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
+    needs: list[MemoryNeed] = []
+    sections: tuple[tuple[Role, PrefillSection | DecodeSection], ...] = (
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+    )
+    for role, section in sections:
+        most = config.counts[role].most
+        if most == 0:
+            continue
+        engine = WorkerSettings.of(config, section).engine_config(folder)
+        ranks = engine.tensor_parallel
+        try:
+            resolve_device(engine)
+            check_cores(engine)
+            check_size(model, ranks)
+            num_blocks = resolve_num_blocks(engine, model, dtype)
+            resolve_max_context(engine, model, num_blocks)
+        except ConfigError as error:
+            raise ConfigError(f"{role} workers: {error}") from error
+        cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
+        step = step_bytes_on_cpu(model, engine.bounds, dtype)
+        needs.append(
+            MemoryNeed(
+                role,
+                most,
+                weights=weight_bytes(checkpoint.shapes, dtype, engine.quantization),
+                cache=ranks * cache,
+                step=ranks * step,
+                swap=ranks * engine.swap_bytes,
+                processes=ranks * WORKER_BYTES,
+            )
+        )
+    if device.type == "cpu":
+        rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
+        check_memory_of_all(needs, rest, available_bytes(device))
+    held = str(dtype).removeprefix("torch.")
+    if config.model.quantization != "none":
+        held += f" with {config.model.quantization} weights"
+    return f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`. A name that is no address counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def exposure_warning(host: str, *, has_keys: bool) -> str | None:
+    """What to say of an endpoint on `host`; None where it is no concern."""
+    if has_keys or is_loopback(host):
+        return None
+    return (
+        f"NO API KEYS: the endpoint listens on {host}, so whoever reaches this machine may use it, and see and load "
+        "its workers. Add keys (`twostroke key new NAME`), or listen on 127.0.0.1"
+    )

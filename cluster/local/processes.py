@@ -1,0 +1,98 @@
+"""Every process that came out of this one, and how to be sure that none is left.
+
+Ray's head processes, workers and HAProxy start, restart and daemonise each other. As a subreaper, this process becomes
+the parent of any whose own parent has ended, so that /proc's parent links lead to all of them. Linux only.
+
+How signals end a command that has processes to end first.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans among our descendants from now on. Raises OSError where the kernel refuses."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def descendants(root: int | None = None) -> list[int]:
+    """Ids of all processes below `root` (this process), those that have ended but were not waited for excluded."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command's name is in parentheses and may contain anything, parentheses too.
+            state, parent = (
+                (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            )
+        except OSError:
+            continue  # it ended while we were looking
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found: list[int] = []
+    frontier = [os.getpid() if root is None else root]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def end_descendants(patience_s: float) -> list[int]:
+    """Ask all descendants to end, kill those that have not within `patience_s`; returns the ids of the killed."""
+    _signal_all(signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        _reap()
+        if not descendants():
+            return []
+        time.sleep(0.05)
+    killed: list[int] = []
+    # A process may have made another one while we were killing it: look again until there are none.
+    while left := descendants():
+        killed += [pid for pid in left if pid not in killed]
+        _signal_all(signal.SIGKILL)
+        _reap()
+        time.sleep(0.01)
+    return killed
+
+
+def _signal_all(number: signal.Signals) -> None:
+    for pid in descendants():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue  # it has ended by itself
+
+
+def _reap() -> None:
+    """Wait for those that have ended, our adopted ones too."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return  # there are none at all
+        if pid == 0:
+            return
+
+
+def interrupt_once() -> None:
+    """SIGINT and SIGTERM raise KeyboardInterrupt once; whoever sends more doesn't speed the ending up."""
+    raised = False
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal raised
+        if not raised:
+            raised = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)

@@ -1,0 +1,222 @@
+"""The process that drives Ray for `twostroke serve`; `commands/serve.py` starts it and looks after it.
+
+It takes one line of JSON on its standard input, and serves until that input ends: so it ends with its starter, however
+that ends. What it has to tell goes as lines of JSON to the file descriptor that its only argument names.
+"""
+
+import _thread
+import asyncio
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from twostroke.cluster.commands.status import fetch_status
+from twostroke.cluster.config.api_keys import OWN_KEY
+from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.deployments.router_drain import drain_application
+from twostroke.cluster.local.fleet_watch import FleetWatch
+from twostroke.cluster.local.preflight import check_model
+from twostroke.cluster.local.ray import LocalRayOptions, StartFailed, local_ray
+from twostroke.protocol.errors import ConfigError
+from twostroke.router.http.tenants import KeyConfig, new_key
+
+READY_S = 120.0
+LOOK_S = 1.0  # between two looks at the workers
+LOOK_TIMEOUT_S = 2.0  # also how long a silent server may delay the end
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to serve: the one line of input."""
+
+    settings: dict[str, Any]  # the configuration, as YAML gives it
+    host: str
+    port: int
+    haproxy: bool
+    verbose: bool
+    grace_s: float = 0.0  # for streams to end, once the server is to
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A line of output."""
+
+    event: Literal["step", "ready", "news", "wrong", "failed"]  # news: after ready; wrong: a setting, file or folder is
+    text: str  # ready: the model's name; else for people
+
+
+class _Starter:
+    """Who started this process: gone when our standard input ends."""
+
+    def __init__(self) -> None:
+        self._gone = threading.Event()
+        self._interrupts = True
+        threading.Thread(target=self._watch, name="starter", daemon=True).start()
+
+    def is_gone_within(self, seconds: float) -> bool:
+        """From the first call on, who asks is not interrupted any more."""
+        self._interrupts = False
+        return self._gone.wait(seconds)
+
+    def _watch(self) -> None:
+        while os.read(0, 4096):  # unbuffered: a buffer's lock, held at the interpreter's end, would be fatal
+            pass
+        self._gone.set()
+        if self._interrupts:  # the main thread is in the middle of starting something
+            _thread.interrupt_main()
+
+
+def main() -> int:
+    """Serve; returns 0 when the input has ended, 1 after a failure, 2 where a setting, file or folder is wrong."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as reports:
+        starter = _Starter()
+        try:
+            _serve(order, starter, reports)
+        except KeyboardInterrupt:
+            return 0
+        except ConfigError as error:
+            _report(reports, Report("wrong", str(error)))
+            return 2
+        except StartFailed as error:
+            _report(reports, Report("failed", str(error)))
+            return 1
+    return 0
+
+
+def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
+    config, api_key = _with_own_key(with_keys_of_file(read_config(order.settings)))
+    check_is_anywhere(config)
+    folder = resolve_model_folder(config.model.path)
+    name = served_name(config.model, folder)
+    _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
+    _report(reports, Report("step", "Starting Ray ..."))
+    with local_ray(_ray_options(order, config)):
+        _report(reports, Report("step", "Ray is up. Starting the workers ..."))
+        # Ray may be imported now: its switches are set.
+        from twostroke.cluster.local.deploy import APPLICATION, deploy
+
+        deploy(config, order.settings)
+        _await_ready(own_url(order.host, order.port))
+        for line in _describe_workers(own_url(order.host, order.port), api_key):
+            _report(reports, Report("step", line))
+        _report(reports, Report("ready", name))
+        watch = FleetWatch({role: counts.first for role, counts in config.counts.items()})
+        while not starter.is_gone_within(LOOK_S):
+            for line in _news(watch, own_url(order.host, order.port), api_key):
+                _report(reports, Report("news", line))
+        if order.grace_s > 0:
+            notice_s = config.router.drain_notice_s
+            asyncio.run(
+                drain_application(
+                    APPLICATION, order.grace_s, notice_s, lambda line: _report(reports, Report("news", line))
+                )
+            )
+
+
+def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
+    try:
+        return watch.look(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
+    except ConfigError as error:
+        return watch.no_answer(str(error))
+
+
+def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
+    counts = config.counts
+    ranks = [
+        (counts["prefill"].most * config.prefill.resources.tensor_parallel, config.prefill.resources),
+        (counts["decode"].most * config.decode.resources.tensor_parallel, config.decode.resources),
+    ]
+    cores = sum(count * config.threads(resources) for count, resources in ranks)
+    gpus = sum(count * resources.num_gpus for count, resources in ranks)
+    if config.autoscaling.enabled and config.autoscaling.budget is not None:
+        gpus = min(gpus, config.autoscaling.budget)
+    return LocalRayOptions(
+        host=order.host,
+        port=order.port,
+        num_cpus=max(cores, len(os.sched_getaffinity(0))),
+        num_gpus=-int(-gpus // 1),
+        haproxy=order.haproxy,
+        verbose=order.verbose,
+    )
+
+
+def _await_ready(url: str) -> None:
+    """Return once a whole path works. Raises StartFailed where none does in time."""
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            missing = error.read().decode(errors="replace")[:300] or f"/ready answers {error.code}"
+        except OSError as error:
+            missing = f"/ready: {error}"
+        if time.monotonic() > deadline:
+            raise StartFailed(missing)
+        time.sleep(0.1)
+
+
+def check_is_anywhere(config: ClusterConfig) -> None:
+    """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
+    for name, placement in (
+        ("prefill", config.prefill.placement),
+        ("decode", config.decode.placement),
+        ("router", config.router.placement),
+    ):
+        if not placement.is_anywhere:
+            setting = "node_labels" if placement.node_labels else "node_resources"
+            raise ConfigError(
+                f"{name}.{setting}: `twostroke serve` has this machine alone, and would wait for such a node for ever: "
+                "delete it, or deploy on a Ray cluster (docs/nodes.md)"
+            )
+
+
+def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
+    """The configuration with a key for this process beside its own, and that key; None where none is needed."""
+    if not config.auth.keys:
+        return config, None
+    key, sha256 = new_key()
+    own = KeyConfig(OWN_KEY, sha256, admin=True)
+    return replace(config, auth=replace(config.auth, keys=(*config.auth.keys, own))), key
+
+
+def _describe_workers(url: str, api_key: str | None) -> list[str]:
+    """A line for each kind of worker: how many are up, and what one's KV cache holds."""
+    kinds = Counter(
+        (worker["role"], worker["ranks"], worker["num_blocks"], worker["block_size"], worker["max_context"])
+        for worker in fetch_status(url, api_key)["workers"]
+    )
+    lines: list[str] = []
+    for (role, ranks, num_blocks, block_size, max_context), count in sorted(kinds.items()):
+        who = f"{count} {role} " + ("worker is up with" if count == 1 else "workers are up, each with")
+        shared = "" if ranks == 1 else f"{ranks} ranks and "
+        requests = num_blocks * block_size / max_context
+        lines.append(
+            f"{who} {shared}{num_blocks} KV blocks of {block_size} tokens: room for {requests:.1f} requests of the "
+            f"full context of {max_context} tokens"
+        )
+    return lines
+
+
+def own_url(host: str, port: int) -> str:
+    """Where this machine itself reaches a listener on `host`."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _report(reports: TextIO, report: Report) -> None:
+    reports.write(msgspec.json.encode(report).decode() + "\n")
+    reports.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

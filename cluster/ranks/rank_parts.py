@@ -1,0 +1,101 @@
+"""What one rank of a worker is made of, loaded in the rank's own process. Where it is the only one, it is all."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.cluster.config.model_folder import resolve_model_folder
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.protocol.network import Network
+from twostroke.protocol.requests import Peer
+
+if TYPE_CHECKING:
+    from twostroke.kvtransfer.receiver import KVReceiver
+    from twostroke.kvtransfer.sender import KVSender
+    from twostroke.kvtransfer.store import KVStore
+    from twostroke.kvtransfer.transports import Transports
+    from twostroke.model.load import LoadedEngine
+    from twostroke.model.parallel.tensor_parallel import RankPlace
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """An engine with its cache, and both sides of KV transfer on the transports it has."""
+
+    loaded: "LoadedEngine"
+    store: "KVStore"  # the engine's cache, as transfers see it
+    transports: "Transports"
+    sender: "KVSender"
+    receiver: "KVReceiver"
+
+    async def close(self) -> None:
+        """Let go of the links, leave the other ranks, end the engine's thread after the step under way, free the cache.
+
+        Sender and receiver are to be closed beforehand.
+        """
+        await self.transports.close()
+        await asyncio.to_thread(close_engine, self.loaded)
+
+
+async def load_rank(
+    settings: WorkerSettings,
+    peer: Peer,
+    network: Network,
+    secret: bytes,
+    place: "RankPlace | None" = None,
+    gpu: int = 0,
+) -> RankParts:
+    """Load the model and make the cache, on GPU number `gpu` of those in sight.
+
+    Raises ConfigError with one line that a user can act on. A cancelled call leaves a thread behind that still loads.
+    """
+    from twostroke.kvtransfer.receiver import KVReceiver
+    from twostroke.kvtransfer.sender import KVSender
+    from twostroke.kvtransfer.transports import make_transports
+    from twostroke.model.load import load_engine
+
+    config = settings.engine_config(resolve_model_folder(settings.model.path), gpu)
+    # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
+    loaded = await asyncio.to_thread(load_engine, config, place)
+    store: KVStore = loaded.kv_cache
+    try:
+        transports = await asyncio.to_thread(
+            make_transports,
+            settings.transport,
+            store,
+            tcp_streams=settings.tcp_streams,
+            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+        )
+    except BaseException:
+        await asyncio.to_thread(close_engine, loaded)
+        raise
+    return RankParts(
+        loaded,
+        store,
+        transports,
+        KVSender(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=settings.transfer,
+            clock=time.monotonic,
+        ),
+        KVReceiver(
+            peer=peer,
+            store=store,
+            network=network,
+            transports=transports,
+            config=settings.transfer,
+            clock=time.monotonic,
+            secret=secret,
+        ),
+    )
+
+
+def close_engine(loaded: "LoadedEngine") -> None:
+    """End the engine and free its cache; blocks until the step under way has ended."""
+    loaded.parallel.leave()
+    loaded.engine.close()
+    loaded.kv_cache.close()

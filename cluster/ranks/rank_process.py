@@ -1,0 +1,216 @@
+"""A rank of a worker, other than 0, in a process of its own:
+`python -m twostroke.cluster.ranks.rank_process` with its order on stdin.
+
+It does as rank 0 says, and ends with its connection to rank 0, whatever it is doing then.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from twostroke.cluster.local.process_logs import log_to
+from twostroke.cluster.ranks.led_ranks import RankOrder
+from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
+from twostroke.kvtransfer.endings import run_until_lost
+from twostroke.kvtransfer.rank_transfers import RankTransfers
+from twostroke.model.parallel.tensor_parallel import RankPlace
+from twostroke.model.step import BlockCopy, Draw, SequenceStep
+from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
+from twostroke.protocol.messages import Message
+from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.rank_messages import (
+    RankFailed,
+    RankHello,
+    RankLoaded,
+    RankMessage,
+    RankStep,
+    StepEnded,
+)
+from twostroke.protocol.requests import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long a step may go on once rank 0 has hung up, and a process once it has been asked to end."""
+
+_DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
+
+
+async def run_rank(order: RankOrder, gpu: int = 0) -> None:
+    """Be the rank until rank 0 hangs up. Where the engine's thread can't be waited for, ends the whole process."""
+    network = TcpNetwork(order.secret)
+    try:
+        connection = await network.connect(order.leader)
+    except ConnectionLost:
+        return  # rank 0 has ended meanwhile
+    try:
+        await _Rank(order, gpu, network, connection).run()
+    finally:
+        await connection.close()
+
+
+class _Rank:
+    """Reads what rank 0 says as it comes, and does it in its order."""
+
+    def __init__(self, order: RankOrder, gpu: int, network: TcpNetwork, connection: Connection):
+        self._order = order
+        self._gpu = gpu
+        self._network = network
+        self._connection = connection
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._parts: RankParts | None = None
+        self._transfers: RankTransfers | None = None
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Return when rank 0 has hung up, with all ended here."""
+        try:
+            self._connection.send(RankHello(self._order.worker, self._order.rank))
+            await run_until_lost(self._listen(), self._work())
+        except TwostrokeError as error:
+            _log.error("rank %d of worker %s ends: %s", self._order.rank, self._order.worker.worker_id, error)
+            self._tell(RankFailed(str(error)))
+        except Exception as error:  # torch's own, and bugs: rank 0 must hear of these too, and nothing be left here
+            _log.exception("rank %d of worker %s has failed", self._order.rank, self._order.worker.worker_id)
+            self._tell(RankFailed(f"{type(error).__name__}: {error}"))
+        if self._parts is None or self._transfers is None:
+            _leave()  # a thread is still loading, perhaps waiting for ranks that are gone
+        await self._transfers.close()
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping}, timeout=PATIENCE_S)
+            if not self._stepping.done():
+                _leave()  # it waits in the middle of a step for ranks that are gone
+        await self._parts.close()
+
+    async def _listen(self) -> None:
+        while True:
+            self._messages.put_nowait(await self._connection.receive())
+
+    async def _work(self) -> None:
+        order = self._order
+        place = RankPlace(order.rank, order.rendezvous)
+        parts = self._parts = await load_rank(
+            order.settings, order.worker, self._network, order.secret, place, self._gpu
+        )
+        transfers = self._transfers = RankTransfers(
+            sender=parts.sender,
+            receiver=parts.receiver,
+            num_layers=parts.store.layout.num_layers,
+            tell=self._tell,
+        )
+        (address,) = await parts.receiver.start(order.host)
+        self._connection.send(RankLoaded(address))
+        while True:
+            match await self._messages.get():
+                case RankStep() as step:
+                    await self._step_over()
+                    transfers.step_began()  # here, not in the task: what was said behind the step is next
+                    self._stepping = asyncio.create_task(self._step(parts, transfers, step))
+                case StepEnded():
+                    await self._step_over()
+                case RankFailed(reason):  # our own
+                    raise WorkerLost(reason)
+                case message:
+                    transfers.handle(message)
+
+    async def _step(self, parts: RankParts, transfers: RankTransfers, step: RankStep) -> None:
+        batch = [
+            SequenceStep(each.token_ids, each.start, each.block_ids, _DRAWN_ELSEWHERE if each.draws else None)
+            for each in step.sequences
+        ]
+        copies = [BlockCopy(copy.is_out, copy.cache_blocks, copy.host_blocks) for copy in step.copies]
+        try:
+            await parts.loaded.engine.step(batch, transfers.layer_done if step.tells_layers else None, copies)
+        except WorkerLost as error:
+            self._messages.put_nowait(RankFailed(str(error)))
+        else:
+            transfers.step_ended()
+
+    async def _step_over(self) -> None:
+        """Wait for the step under way, which a cancelled call leaves alone. Raises what it could not tell."""
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping})
+            self._stepping.result()
+            self._stepping = None
+
+    def _tell(self, message: RankMessage) -> None:
+        with contextlib.suppress(ConnectionLost):  # then nobody is there to be told
+            self._connection.send(message)
+
+
+def log_as_rank(order: RankOrder) -> None:
+    """Have this process, which is the rank's own, log to standard error."""
+    worker = {"worker_id": order.worker.worker_id, "epoch": f"{order.worker.epoch:016x}", "rank": str(order.rank)}
+    log_to(None, order.settings.logging, worker)
+
+
+def _leave() -> NoReturn:
+    """End this process at once."""
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class ProcessRanks:
+    """Implements StartedRanks with plain processes of this machine."""
+
+    def __init__(self, on_ended: Callable[[str], None]):
+        self._on_ended = on_ended
+        self.processes: list[asyncio.subprocess.Process] = []
+        """All of them, ended ones included."""
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def add(self, order: RankOrder) -> None:
+        """Start the rank's process."""
+        # Not on its command line, which everybody can read: the order holds the cluster's secret.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "twostroke.cluster.ranks.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
+        )
+        self.processes.append(process)
+        self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
+        if process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(order))
+            process.stdin.close()
+
+    async def close(self) -> None:
+        """As StartedRanks.close."""
+        if not self._watches:
+            return
+        _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S + 1.0)
+        if left:
+            for process in self.processes:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.wait(left)
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        self._on_ended(f"rank {rank} has ended with code {await process.wait()}")
+
+
+async def start_processes(orders: Sequence[RankOrder], on_ended: Callable[[str], None]) -> ProcessRanks:
+    """A cluster.led_ranks.StartRanks."""
+    ranks = ProcessRanks(on_ended)
+    try:
+        for order in orders:
+            await ranks.add(order)
+    except BaseException:
+        await ranks.close()
+        raise
+    return ranks
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)
+    log_as_rank(order)
+    asyncio.run(run_rank(order))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Many runs of one plan at different rates, and the capacity that follows from them.
+
+Where attainment falls below a target, found by doubling and bisection, and how sure that is. Pure.
+
+A search is repeated with other seeds, each on its own points, so that its results are independent measurements of the
+same capacity; from how much they differ follows the interval.
+
+SLOs as multiples of what one request alone gets: what a machine of unknown speed can be asked for.
+
+Splitwise (Patel et al., ISCA 2024) judges so; CPUs and tiny models have no other sensible limits.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+import msgspec
+
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Closed, Constant, Gamma, Plan, Poisson
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Summary, summarise
+from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, write_sweep
+from twostroke.loadtests.report.words import number
+
+# Student's t (W. S. Gosset, "The probable error of a mean", 1908): 97.5th percentile for 1, 2, ... degrees of freedom.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+MOST_REPEATS = len(_T) + 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    rate: float  # asked, a second
+    attainment: float  # 0 to 1
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where to look."""
+
+    start: float  # where the capacity is thought to be: the first rate, where nothing is known
+    factor: float = 2.0  # between rates until the capacity lies between two
+    precision: float = 0.1  # the end: the two differ by this share
+    least: float = 0.01  # rates beyond these are not tried
+    most: float = 10_000.0
+    ceiling: float | None = None  # from here on up nothing can be measured
+
+
+def next_rate(measured: Sequence[Measured], target: float, search: Search) -> float | None:
+    """The rate to measure next; None: the search is over.
+
+    Noise may have a higher rate meet what a lower one has missed: what was missed at the lowest rate counts.
+    """
+    met, missed = bracket(measured, target)
+    upper = search.ceiling if missed is None else missed.rate
+    if met is None:
+        wanted = search.start if upper is None else min(upper / search.factor, search.start)
+        return None if upper is not None and upper <= search.least else max(wanted, search.least)
+    if upper is None:
+        return None if met.rate >= search.most else min(max(met.rate * search.factor, search.start), search.most)
+    if upper <= met.rate * (1 + search.precision):
+        return None
+    if missed is None and met.rate * search.factor < upper:
+        return met.rate * search.factor
+    return math.sqrt(met.rate * upper)
+
+
+def bracket(measured: Sequence[Measured], target: float) -> tuple[Measured | None, Measured | None]:
+    """The highest rate that met the target, below the lowest that missed it, and that one."""
+    missed = min((each for each in measured if each.attainment < target), key=lambda each: each.rate, default=None)
+    met = max(
+        (each for each in measured if each.attainment >= target and (missed is None or each.rate < missed.rate)),
+        key=lambda each: each.rate,
+        default=None,
+    )
+    return met, missed
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The highest rate at which the target is met, by one search."""
+
+    rate: float
+    is_lower_bound: bool = False  # no rate has missed it
+
+
+def crossing(measured: Sequence[Measured], target: float) -> Crossing | None:
+    """On the straight line between the two rates that enclose it. None: no rate has met it."""
+    met, missed = bracket(measured, target)
+    if met is None:
+        return None
+    if missed is None:
+        return Crossing(met.rate, is_lower_bound=True)
+    share = (met.attainment - target) / (met.attainment - missed.attainment)
+    return Crossing(met.rate + share * (missed.rate - met.rate))
+
+
+def interval(rates: Sequence[float]) -> tuple[float, float] | None:
+    """95% for the mean of the rates' logarithms (rates are above 0), by Student's t; None of fewer than two."""
+    if not 2 <= len(rates) <= MOST_REPEATS:
+        return None
+    logarithms = [math.log(rate) for rate in rates]
+    half = _T[len(rates) - 2] * stdev(logarithms) / math.sqrt(len(rates))
+    return math.exp(mean(logarithms) - half), math.exp(mean(logarithms) + half)
+
+
+def geometric_mean(rates: Sequence[float]) -> float:
+    if len(set(rates)) == 1:
+        return rates[0]  # a rate that was asked for, and no 15.999999999999998
+    return math.exp(mean(math.log(rate) for rate in rates))
+
+
+TARGETS = (0.9, 0.99)
+NARROW_FACTOR = 1.25  # between the rates of a search that knows where to look
+DEEPEST = 8.0  # times lower: so far below the capacity at 90% that at 99% is looked for, and a first valid run
+RUNS = "runs"
+ATTEMPTS = 2  # at one rate, until the run is a valid one
+
+RunAt = Callable[[Plan, Path], Summary]
+"""Carries out a plan, into a folder, and sums it up. Raises LoadTestError."""
+
+
+class SweepEnded(Exception):
+    """Why no further run is made; what was measured stays."""
+
+
+@dataclass
+class Sweep:
+    """A sweep as it goes on. `result` and sweep.json have, at every moment, what is known so far."""
+
+    plan: Plan
+    folder: Path
+    run_at: RunAt
+    say: Callable[[str], None]
+    budget_s: float  # no run begins that would end after it
+    clock: Callable[[], float] = time.monotonic
+    points: list[SweepPoint] = field(default_factory=list)
+    num_workers: int | None = None
+    ended_early: str | None = None
+
+    def __post_init__(self) -> None:
+        at_rate(self.plan, 1.0)  # arrivals without a rate are refused before anything runs
+        self._began = self.clock()
+        self._longest_run_s = self.plan.seconds
+        self._num_runs = 0
+        self._ceiling: float | None = None  # the lowest rate at which all runs were invalid
+        self._invalid: str | None = None  # why
+        self._measured: list[Measured] = []  # by the search under way, or the last
+        self._found: dict[float, list[Crossing | None]] = {target: [] for target in TARGETS}  # by those that ended
+
+    def find(self, search: Search, repeats: int) -> None:
+        """Search for the capacity at each target, `repeats` times. Raises SweepEnded, or LoadTestError."""
+        for _ in range(repeats):
+            self._measured = []
+            least = search.least
+            for target in TARGETS:
+                here = replace(search, least=least)
+                known = self._rates(target)
+                if known:
+                    here = replace(here, start=geometric_mean(known), factor=NARROW_FACTOR)
+                self._search(here, target)
+                self._found[target].append(found := crossing(self._measured, target))
+                if found is not None:
+                    least = max(least, found.rate / DEEPEST)
+            write_sweep(self.folder, self.result)
+            if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in TARGETS):
+                raise SweepEnded(self._invalid)
+
+    def _search(self, search: Search, target: float) -> None:
+        """What can't be measured at one rate may be below it: a server that is asked too much takes the generator's
+        cores, too, where they share a machine."""
+        while (rate := next_rate(self._measured, target, replace(search, ceiling=self._ceiling))) is not None:
+            self._invalid = self._measure(rate) or self._invalid
+            if self._invalid is not None and not self._measured and rate <= search.start / DEEPEST:
+                raise SweepEnded(self._invalid)
+
+    def measure(self, rates: Sequence[float], repeats: int) -> None:
+        """Measure these rates alone, all of them `repeats` times. Raises SweepEnded, or LoadTestError."""
+        for _ in range(repeats):
+            self._measured = []
+            for rate in rates:
+                self._invalid = self._measure(rate)
+                if self._invalid is not None:
+                    raise SweepEnded(self._invalid)
+            for target in TARGETS:
+                self._found[target].append(crossing(self._measured, target))
+            write_sweep(self.folder, self.result)
+
+    @property
+    def result(self) -> SweepResult:
+        """Of what was measured so far."""
+        return SweepResult(
+            name=self.plan.name,
+            url=self.plan.url,
+            points=tuple(sorted(self.points, key=lambda point: point.rate)),
+            capacities=tuple(self._capacity(target) for target in TARGETS),
+            num_workers=self.num_workers,
+            ended_early=self.ended_early,
+        )
+
+    def end_early(self, reason: str) -> None:
+        """Say in what is left why not all was measured. Raises LoadTestError where nothing was."""
+        if not self.points:
+            raise LoadTestError(f"nothing was measured: {reason}")
+        self.ended_early = reason
+        write_sweep(self.folder, self.result)
+
+    def _measure(self, rate: float) -> str | None:
+        """One valid run. An invalid one may have been disturbed: it is made once more; then the rate, and all above,
+        are given up, and the reason is returned."""
+        for _ in range(ATTEMPTS):
+            summary = self._run(rate)
+            if summary.validity.valid:
+                self._measured.append(Measured(rate, summary.attainment.value if summary.attainment else 0.0))
+            write_sweep(self.folder, self.result)
+            if summary.validity.valid:
+                return None
+            reasons = "; ".join(summary.validity.reasons)
+            self.say(f"  no measurement: {reasons}")
+        self._ceiling = rate
+        return f"at {number(rate)}/s the runs are invalid: {reasons}"
+
+    def _run(self, rate: float) -> Summary:
+        began = self.clock()
+        if began - self._began + self._longest_run_s > self.budget_s:
+            raise SweepEnded(f"the budget of {self.budget_s:g} s leaves no time for another run")
+        self._num_runs += 1
+        name = f"{RUNS}/{self._num_runs:03d}-{rate:.4g}"
+        # Each run has prompts of its own, or the server would find them cached.
+        plan = msgspec.structs.replace(at_rate(self.plan, rate), name=f"{self.plan.name} at {number(rate)}/s")
+        plan = msgspec.structs.replace(plan, seed=self.plan.seed + self._num_runs)
+        summary = self.run_at(plan, self.folder / name)
+        self._longest_run_s = max(self._longest_run_s, self.clock() - began)
+        point = point_of(rate, name, summary)
+        self.points.append(point)
+        self.num_workers = round(sum(summary.num_workers.values())) or None
+        self.say(
+            f"{self._num_runs}: {number(rate)}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
+            f"TPOT {point.tpot_attainment:.1%}), goodput {point.goodput:.3g}/s"
+        )
+        return summary
+
+    def _rates(self, target: float) -> list[float]:
+        return [found.rate for found in self._found[target] if found is not None]
+
+    def _capacity(self, target: float) -> Capacity:
+        """By the searches that came to an end; by what is known of the first while there are none."""
+        found = [each for each in self._found[target] or [crossing(self._measured, target)] if each is not None]
+        if not found:
+            return Capacity(target, None)
+        rates = [each.rate for each in found]
+        is_lower_bound = any(each.is_lower_bound for each in found)
+        low, high = (None, None) if is_lower_bound else interval(rates) or (None, None)
+        rate = Estimate(geometric_mean(rates), low, high)
+        per_worker = rate.divided_by(self.num_workers) if self.num_workers else None
+        return Capacity(target, rate, per_worker, is_lower_bound)
+
+
+def at_rate(plan: Plan, rate: float) -> Plan:
+    """The plan with another rate. Raises LoadTestError for arrivals that have no one rate."""
+    match plan.arrivals:
+        case Poisson() | Gamma() | Constant() as arrivals:
+            return msgspec.structs.replace(plan, arrivals=msgspec.structs.replace(arrivals, rate=rate))
+        case _:
+            raise LoadTestError("a sweep sets the rate: use poisson, gamma or constant arrivals")
+
+
+LEAST_ANSWERS = 5
+
+
+class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the medians; None: nothing is asked."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+def parse_multiples(text: str) -> Multiples:
+    """`ttft=5,tpot=2`, or one of them. Raises LoadTestError."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        multiples = msgspec.convert({name.strip(): float(value) for name, value in pairs}, Multiples)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise LoadTestError(f"--slo-multiple {text}: write ttft=5,tpot=2, or one of them") from error
+    if any(multiple is not None and not multiple > 0 for multiple in (multiples.ttft, multiples.tpot)):
+        raise LoadTestError(f"--slo-multiple {text}: give multiples above 0")
+    return multiples
+
+
+def measure_slo(plan: Plan, multiples: Multiples, folder: Path, *, show: bool = True) -> SLO:
+    """The multiples of the medians of an uncontended run, which lasts as long as the plan's and is left in `folder`.
+
+    One user sends the plan's workload, each request when the one before is answered. Raises LoadTestError where fewer
+    than 5 were answered, or the run can't be carried out.
+    """
+    alone = msgspec.structs.replace(
+        plan,
+        name=f"{plan.name}: uncontended",
+        arrivals=Closed(users=1),
+        slo=SLO(),
+        num_workers=1,
+        # Prompts of its own, lest the runs that follow find them cached.
+        seed=plan.seed - 1,
+    )
+    summary = summarise(run_plan(alone, folder, show=show))
+    if summary.counts.ok < LEAST_ANSWERS or summary.ttft is None:
+        raise LoadTestError(
+            f"the uncontended run had {summary.counts.ok} whole answers in {plan.seconds:g} s, too few for an SLO: "
+            f"give more --seconds, or look into {folder}"
+        )
+    if multiples.tpot is not None and summary.tpot is None:
+        raise LoadTestError("no answer of the uncontended run has two tokens, so there is no TPOT: leave tpot away")
+    return SLO(
+        ttft_s=None if multiples.ttft is None else multiples.ttft * summary.ttft.p50.value,
+        tpot_s=None if multiples.tpot is None or summary.tpot is None else multiples.tpot * summary.tpot.p50.value,
+    )

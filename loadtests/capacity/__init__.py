@@ -1,1 +1,0 @@
-"""The highest rate that a server takes: runs at several rates, and SLOs as multiples."""

@@ -1,0 +1,100 @@
+"""A Llama decoder over loaded weights: pre-norm layers of grouped-query attention and a gated MLP.
+
+Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
+Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twostroke.model.backend import Backend, BatchLayout
+from twostroke.model.cache.kv_cache import LayerAnnouncer
+from twostroke.model.checkpoint.decoder_weights import DecoderWeights
+from twostroke.model.config import ModelConfig
+from twostroke.model.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Which tokens of a step are drawn after: at most one of a sequence, its last."""
+
+    rows: Tensor  # int64 [N]: ascending, of T
+    sequences: Tensor  # int64 [N]: theirs
+
+
+class Decoder:
+    """Runs a step's tokens through the layers, writing their KV into the cache on the way."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
+        """`weights` are those of `parallel.shard`."""
+        self._config = config
+        self._weights = weights
+        self._backend = backend
+        self._parallel = parallel
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, on the rank that gathers them."""
+        return self._config.vocab_size
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layout: BatchLayout,
+        kv_layers: Sequence[Tensor],
+        drawing: Drawing,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """Logits fp32 [N, vocab] of the rows that draw, None where none does.
+
+        token_ids int64 [T]; kv_layers [num_blocks, 2, G, block_size, D] each.
+        `on_layer(i)` is called, in order, once layer i's KV is in the cache, and before this returns; on CUDA by
+        another thread, while later layers are launched.
+        """
+        if on_layer is None or not kv_layers[0].is_cuda:
+            return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
+        device = kv_layers[0].device
+        stream = torch.cuda.current_stream(device)
+        with LayerAnnouncer(on_layer, partial(torch.cuda.set_device, device)) as announcer:
+
+            def record(layer: int) -> None:
+                announcer.announce(layer, stream.record_event())
+
+            return self._forward(token_ids, layout, kv_layers, drawing, record)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        layout: BatchLayout,
+        kv_layers: Sequence[Tensor],
+        drawing: Drawing,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor | None:
+        """As `forward`; `on_layer(i)` is called once the write of layer i's KV is done, or on CUDA launched."""
+        backend, weights, parallel = self._backend, self._weights, self._parallel
+        eps, dtype = self._config.rms_norm_eps, weights.final_norm.dtype
+        residual = backend.embed(token_ids, weights.embedding, weights.first_token, dtype)
+        residual = parallel.all_reduce(residual)
+        x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            kv_layer = kv_layers[index]
+            q = backend.rope_and_write_kv(layer.qkv(x), weights.cos_sin, kv_layer, layout)
+            if on_layer is not None:
+                on_layer(index)
+            if index == last and drawing.rows.numel() < token_ids.numel():
+                # Nobody reads what comes after the last layer's KV, but of the rows that draw.
+                if drawing.rows.numel() == 0:
+                    return None
+                q, residual = q[drawing.rows], residual[drawing.rows]
+                layout = layout.of_last_tokens(drawing.rows, drawing.sequences)
+            x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout)))
+            x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = parallel.all_reduce(layer.down(backend.silu_mul(layer.gate_up(x))))
+            following = weights.layers[index + 1].input_norm if index < last else weights.final_norm
+            x, residual = backend.add_rms_norm(x, residual, following, eps)
+        return parallel.gather_logits(weights.lm_head(x, out_dtype=torch.float32), self._config.vocab_size)

@@ -1,0 +1,195 @@
+"""KV rows to one byte a value and back, on CPUs: two passes over a row that is in the processor's cache.
+
+The format and its error bounds are described in kvtransfer/encodings.py. One thread, without the interpreter's lock.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+from twostroke.model.cpu.kernels.launch import bits_of_float, float_of_bits
+
+_LEAST_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
+_NAN = np.uint32(0x7FC00000)
+_TOO_LARGE = np.uint32(0x7F000000)  # 2**127: from here on, s * c might overflow
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer, in its lowest bits
+_ROUND_BITS = np.uint32(0x4B400000)
+_FP8_LEAST_NORMAL = np.uint32(0x3C800000)  # 2**-6
+_FP8_ROUND = np.float32(16384.0)  # 2**14: what is added to it is rounded to a multiple of 2**-9
+_FP8_ROUND_BITS = np.uint32(0x46800000)
+_FP8_REBIAS = np.uint32(120 << 3)  # exponents count from 127 in fp32, from 7 in e4m3
+
+_inline = njit(inline="always", error_model="numpy")
+
+
+@_inline
+def _scale_bits(largest, limit):
+    """bf16 scale, as fp32 bits, of a row whose largest magnitude has these fp32 bits."""
+    if largest >= _TOO_LARGE:
+        return _NAN
+    scale = (bits_of_float(float_of_bits(largest) / limit) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    return max(scale, _LEAST_SCALE)
+
+
+@_inline
+def _int8_code(value):
+    return np.uint8((bits_of_float(value + _ROUND) - _ROUND_BITS) & np.uint32(0xFF))
+
+
+@_inline
+def _fp8_code(value):
+    """To nearest, ties to even; no value is above 448 by more than rounding.
+
+    All these conversions keep numba from computing in 64 bits, which halves the speed.
+    """
+    bits = bits_of_float(value)
+    sign = np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    even = np.uint32(np.uint32(size >> np.uint32(20)) & np.uint32(1))
+    normal = np.uint32(np.uint32(np.uint32(size + even) + np.uint32(0x7FFFF)) >> np.uint32(20)) - _FP8_REBIAS
+    small = bits_of_float(float_of_bits(size) + _FP8_ROUND) - _FP8_ROUND_BITS
+    return np.uint8(np.uint32(sign | np.uint32(small if size < _FP8_LEAST_NORMAL else normal)))
+
+
+@_inline
+def _int8_value(code):
+    return np.float32(np.int8(code))
+
+
+@_inline
+def _fp8_value(code):
+    bits = np.uint32(code)
+    size = bits & np.uint32(0x7F)
+    normal = float_of_bits((size << np.uint32(20)) + np.uint32(120 << 23))
+    small = np.float32(np.int32(size)) * np.float32(2.0**-9)
+    value = small if size < np.uint32(8) else normal
+    return -value if bits >= np.uint32(0x80) else value
+
+
+@_inline
+def _widen_fp32(value):
+    return value
+
+
+@_inline
+def _widen_bf16(bits):
+    return float_of_bits(np.uint32(bits) << np.uint32(16))
+
+
+@_inline
+def _narrow_fp32(value):
+    return value
+
+
+@_inline
+def _narrow_bf16(value):
+    bits = bits_of_float(value)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def _encoder(widen: Any, code_of: Any, limit: float) -> Callable[..., None]:
+    most = np.float32(limit)
+
+    def run(raw: Any, wire: Any) -> None:  # raw [units, rows, head_dim], wire [units, rows * (head_dim + 2)]
+        units, rows, dim = raw.shape
+        for unit in range(units):
+            for row in range(rows):
+                values, codes = raw[unit, row], wire[unit, row * dim : (row + 1) * dim]
+                largest = np.uint32(0)
+                for i in range(dim):
+                    size = np.uint32(bits_of_float(widen(values[i])) & np.uint32(0x7FFFFFFF))
+                    largest = size if size > largest else largest
+                scale = _scale_bits(largest, most)
+                at = rows * dim + 2 * row
+                wire[unit, at] = np.uint8((scale >> np.uint32(16)) & np.uint32(0xFF))
+                wire[unit, at + 1] = np.uint8(scale >> np.uint32(24))
+                inverse = np.float32(1) / float_of_bits(scale)
+                for i in range(dim):
+                    codes[i] = code_of(widen(values[i]) * inverse)
+
+    return run
+
+
+def _decoder(value_of: Any, narrow: Any) -> Callable[..., None]:
+    def run(wire: Any, raw: Any) -> None:
+        units, rows, dim = raw.shape
+        for unit in range(units):
+            for row in range(rows):
+                values, codes = raw[unit, row], wire[unit, row * dim : (row + 1) * dim]
+                at = rows * dim + 2 * row
+                bits = (np.uint32(wire[unit, at]) << np.uint32(16)) | (np.uint32(wire[unit, at + 1]) << np.uint32(24))
+                scale = float_of_bits(bits)
+                for i in range(dim):
+                    values[i] = narrow(value_of(codes[i]) * scale)
+
+    return run
+
+
+_FORMATS = {"int8": (_int8_code, _int8_value, 127.0), "fp8": (_fp8_code, _fp8_value, 448.0)}
+_STORED = {"float32": (_widen_fp32, _narrow_fp32, types.float32), "bfloat16": (_widen_bf16, _narrow_bf16, types.uint16)}
+_NUMPY = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+
+
+@functools.cache
+def _compiled(encoding: str, dtype: str, *, encodes: bool) -> Callable[..., None]:
+    """The kernel of an encoding and a stored dtype; a third of a second, once."""
+    code_of, value_of, limit = _FORMATS[encoding]
+    widen, narrow, stored = _STORED[dtype]
+    raw, wire = types.Array(stored, 3, "C"), types.Array(types.uint8, 2, "C")
+    if encodes:
+        source = types.Array(stored, 3, "C", readonly=True)
+        function, signature = _encoder(widen, code_of, limit), types.void(source, wire)
+    else:
+        function, signature = (
+            _decoder(value_of, narrow),
+            types.void(types.Array(types.uint8, 2, "C", readonly=True), raw),
+        )
+    compiled: Callable[..., None] = njit([signature], nogil=True, error_model="numpy")(function)
+    return compiled
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def encode_rows(
+    encoding: str, dtype: str, raw: NDArray[np.uint8], wire: NDArray[np.uint8], num_units: int, head_dim: int
+) -> None:
+    """raw, of `dtype` -> wire; both uint8, contiguous, of `num_units` units. fp16 is widened first, by numpy.
+
+    Raises ValueError where `raw` does not lie on a multiple of its dtype's size.
+    """
+    rows = wire.size // num_units // (head_dim + 2) if num_units else 0
+    values = _values(raw, dtype, (num_units, rows, head_dim))
+    if dtype == "float16":
+        values, dtype = values.astype(np.float32), "float32"
+    _compiled(encoding, dtype, encodes=True)(_read_only(values), wire.reshape(num_units, rows * (head_dim + 2)))
+
+
+def decode_rows(
+    encoding: str, dtype: str, wire: NDArray[np.uint8], raw: NDArray[np.uint8], num_units: int, head_dim: int
+) -> None:
+    """wire -> raw, of `dtype`; as for `encode_rows`. What fp16 can't hold becomes infinite."""
+    rows = wire.size // num_units // (head_dim + 2) if num_units else 0
+    values = _values(raw, dtype, (num_units, rows, head_dim))
+    codes = _read_only(wire.reshape(num_units, rows * (head_dim + 2)))
+    if dtype != "float16":
+        _compiled(encoding, dtype, encodes=False)(codes, values)
+        return
+    widened = np.empty(values.shape, np.float32)
+    _compiled(encoding, "float32", encodes=False)(codes, widened)
+    with np.errstate(over="ignore"):
+        values[:] = widened
+
+
+def _values(raw: NDArray[np.uint8], dtype: str, shape: tuple[int, int, int]) -> NDArray[Any]:
+    values = raw.view(_NUMPY[dtype]).reshape(shape)
+    if not values.flags.aligned:
+        raise ValueError(f"values of {dtype} begin at an odd address")
+    return values

@@ -1,0 +1,167 @@
+"""Decode steps as CUDA graphs: one launch a step, whatever the number of layers.
+
+A graph is captured for each of some batch sizes; a batch is padded to the next of them with copies of its last row,
+which compute and write the same once more. Inputs go from pinned memory into the graphs' own tensors on the stream, so
+the host may prepare a step while the one before runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.backend import BatchLayout
+from twostroke.model.cache.kv_cache import Event, KVCache
+from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.host_tensors import place
+from twostroke.model.step import SequenceStep
+
+GRAPH_BYTES = 8 * 2**20
+"""What the driver is allowed for one graph, beside the memory that its kernels use: an estimate."""
+
+
+class Recorder:
+    """Records graphs whose kernels share memory: they must not run at the same time, nor outlive one another's use."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What replays `run` on the current stream. Runs it once before, since what must compile can't be captured."""
+        run()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may go on talking to the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def event(self) -> "RecordedEvent":
+        event: RecordedEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
+
+class RecordedEvent(Event, Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self) -> None:
+        """To come when all is done that has been launched on the current stream."""
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Pinned inputs of one step, and when their copy has left them."""
+
+    inputs: DecodeInputs
+    tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
+    copied: RecordedEvent
+
+
+class CudaGraphSteps:
+    """Implements CapturedSteps. Used on the engine's thread, on its current stream."""
+
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, max_context: int, max_batch: int, recorder: Recorder | None = None
+    ):
+        """Captures all graphs: some tenths of a second each, largest first, so that all share its memory."""
+        self._device = kv_cache.tensors[0].device
+        recorder = Recorder(self._device) if recorder is None else recorder
+        self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
+        largest, pinned = self._sizes[-1], self._device.type == "cuda"
+        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
+        self._staging = [
+            _Staging(inputs, torch.zeros(inputs.block_tables.size, dtype=torch.int32, pin_memory=pinned), event)
+            for inputs, event in (
+                (DecodeInputs(largest, max_context, kv_cache.block_size, pinned=pinned), recorder.event())
+                for _ in range(2)
+            )
+        ]
+        self._block_size = kv_cache.block_size
+        self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
+        blank = self._staging[0].inputs
+        self._placed = {name: torch.tensor(array, device=self._device) for name, array in blank.arrays().items()}
+        self._max_context = max_context
+        # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
+        self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=self._device)
+        # Kept with all tensors in them: a graph remembers places alone.
+        self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self._sizes)}
+        with torch.inference_mode():
+            self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
+
+    def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
+        """As CapturedSteps.logits; `earlier` int64 [any]: the tokens that the step before drew, on the device.
+
+        A step that `follows` one of them takes its token from there. Never waits for the device but for the inputs of
+        the last step but one.
+        """
+        count = len(batch)
+        size = next((size for size in self._sizes if size >= count), None)
+        if size is None:
+            return None
+        staging = self._staging[0]
+        self._staging.reverse()
+        staging.copied.synchronize()
+        staging.inputs.fill([*batch, *[batch[-1]] * (size - count)])
+        for name, array in staging.inputs.arrays().items():
+            if name != "block_tables":
+                self._placed[name][:size].copy_(torch.from_numpy(array[:size]), non_blocking=True)
+        self._place_tables(staging, size, max(step.start for step in batch) // self._block_size + 1)
+        staging.copied.record()
+        if earlier is not None:
+            self._follow(batch, size, earlier)
+        self._replays[size]()
+        return self._logits[:count]
+
+    def _place_tables(self, staging: _Staging, size: int, width: int) -> None:
+        """Whole tables would be megabytes a step: as wide as the longest context to come, times the batch."""
+        host, there = (tables[: size * width].view(size, width) for tables in (staging.tables, self._tables))
+        host.copy_(torch.from_numpy(staging.inputs.block_tables[:size, :width]))
+        there.copy_(host, non_blocking=True)
+        self._placed["block_tables"][:size, :width].copy_(there)
+
+    def _follow(self, batch: Sequence[SequenceStep], size: int, earlier: Tensor) -> None:
+        follows = [step.follows for step in batch]
+        follows += [follows[-1]] * (size - len(batch))
+        rows = [row for row, one in enumerate(follows) if one is not None]
+        if not rows:
+            return
+        places = place(np.array([rows, [one for one in follows if one is not None]]), self._device)
+        self._placed["token_ids"].index_copy_(0, places[0], earlier[places[1]])
+
+    def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
+        """What computes the logits of a batch of `size`. It reads and writes at the same places whenever it runs."""
+        placed = {name: tensor[:size] for name, tensor in self._placed.items()}
+        layout = BatchLayout(
+            positions=placed["positions"],
+            slots=placed["slots"],
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
+            context_lens=placed["context_lens"],
+            block_tables=placed["block_tables"],
+            num_decodes=size,
+            max_query_len=1,
+            max_context_len=self._max_context,
+        )
+        rows = torch.arange(size, device=self._device)
+        drawing = Drawing(rows, rows)
+
+        def run() -> None:
+            logits = decoder.forward(placed["token_ids"], layout, kv_cache.tensors, drawing)
+            if logits is None:
+                raise ValueError("a batch whose sequences all draw has no logits")
+            self._logits[:size, : logits.shape[1]].copy_(logits)
+
+        return run
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """For which batches graphs are captured: dense where a padded row costs most, at most a fifth too many beyond 8."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < largest:
+        step = max(8, 1 << (sizes[-1].bit_length() - 3))
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if size < largest] + [largest]

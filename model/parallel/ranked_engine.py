@@ -1,0 +1,218 @@
+"""The engine of several ranks, as the worker on rank 0 sees it.
+
+Rank 0's end of the connections to the other ranks of its worker. No torch here, and no KV transfer.
+
+The ranks stand and fall together: the first one that is lost, or fails, is the end of all, for good.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
+from twostroke.protocol.errors import ConnectionLost, WorkerLost
+from twostroke.protocol.messages import Refuse
+from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.rank_messages import (
+    RankCopy,
+    RankFailed,
+    RankHello,
+    RankLoaded,
+    RankMessage,
+    RankSequence,
+    RankStep,
+    StepEnded,
+    TransferEnded,
+)
+from twostroke.protocol.requests import Address, Peer, SampledToken
+
+_log = logging.getLogger(__name__)
+
+
+class RankConnections:
+    """Waits for the ranks, tells them all the same, and hears of their transfers and of their end."""
+
+    def __init__(self, *, worker: Peer, size: int, network: Network):
+        """`size` counts rank 0, which is here. Needs a running event loop."""
+        self._worker = worker
+        self._size = size
+        self._network = network
+        self._listener: Listener | None = None
+        self._connections: dict[int, Connection] = {}
+        self._addresses: dict[int, Address] = {}
+        self._all_loaded = asyncio.Event()
+        self._is_closing = False
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, once the ranks can't be relied on any more."""
+        self._watchers: list[Callable[[int, TransferEnded], None]] = []
+        self._numbers = 0
+
+    @property
+    def others(self) -> range:
+        """All ranks but 0."""
+        return range(1, self._size)
+
+    @property
+    def loss(self) -> str | None:
+        """Why the ranks can't be relied on any more; None while they can."""
+        return self.lost.result() if self.lost.done() else None
+
+    def new_number(self) -> int:
+        """One that no transfer of this worker has had."""
+        self._numbers += 1
+        return self._numbers
+
+    def watch(self, on_ended: Callable[[int, TransferEnded], None]) -> None:
+        """Call `on_ended` with the rank whose part of a transfer has ended, of every transfer."""
+        self._watchers.append(on_ended)
+
+    async def listen(self, host: str) -> Address:
+        """Where the ranks are to connect. Raises ConnectionLost where `host` can't be listened on."""
+        self._listener = await self._network.listen(host, self._serve)
+        return self._listener.address
+
+    async def loaded(self) -> tuple[Address, ...]:
+        """Wait until every rank has loaded; where they listen for KV, in order. Raises WorkerLost."""
+        loading = asyncio.ensure_future(self._all_loaded.wait())
+        try:
+            await asyncio.wait((loading, self.lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loading.cancel()
+        self.check()
+        return tuple(self._addresses[rank] for rank in self.others)
+
+    def check(self) -> None:
+        """Raises WorkerLost where a rank is lost."""
+        if self.loss is not None:
+            raise WorkerLost(self.loss)
+
+    def tell(self, message: RankMessage) -> None:
+        """Send it to every rank; never waits. A lost rank is told of by `lost` alone."""
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(message)
+            except ConnectionLost as error:
+                self.fail(f"rank {rank} is lost: {error}")
+
+    def fail(self, reason: str) -> None:
+        """The ranks can't be relied on any more. Only the first reason counts."""
+        if not self.lost.done():
+            if not self._is_closing:
+                _log.error("the ranks of worker %s end: %s", self._worker.worker_id, reason)
+            self.lost.set_result(reason)
+
+    async def close(self) -> None:
+        """Close all connections, whereupon the ranks end."""
+        self._is_closing = True
+        self.fail("the worker is ending")
+        if self._listener is not None:
+            await self._listener.close()
+
+    async def _serve(self, connection: Connection) -> None:
+        rank = 0
+        try:
+            hello = await connection.receive()
+            if not isinstance(hello, RankHello) or not self._is_awaited(hello):
+                connection.send(Refuse("this is no rank that is waited for"))
+                return
+            rank = hello.rank
+            self._connections[rank] = connection
+            while True:
+                self._handle(rank, await connection.receive())
+        except ConnectionLost as error:
+            if rank:
+                self.fail(f"rank {rank} is lost: {error}")
+        finally:
+            if self._connections.get(rank) is connection:
+                del self._connections[rank]
+
+    def _is_awaited(self, hello: RankHello) -> bool:
+        return hello.worker == self._worker and hello.rank in self.others and hello.rank not in self._connections
+
+    def _handle(self, rank: int, message: object) -> None:
+        match message:
+            case RankLoaded(transfer_address):
+                self._addresses[rank] = transfer_address
+                if len(self._addresses) == len(self.others):
+                    self._all_loaded.set()
+            case TransferEnded():
+                for on_ended in self._watchers:
+                    on_ended(rank, message)
+            case RankFailed(reason):
+                self.fail(f"rank {rank} failed: {reason}")
+            case _:
+                raise ConnectionLost(f"a rank must not send {type(message).__name__}")
+
+
+BLAME_S = 0.2
+"""How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""
+
+
+class TensorParallelEngine:
+    """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one."""
+
+    def __init__(self, own: Engine, ranks: RankConnections):
+        self._own = own
+        self._ranks = ranks
+        self._turn = asyncio.Lock()
+        self._drawn: list[SampledToken | None] = []  # by the last step: the other ranks draw nothing
+
+    @property
+    def num_broken_rows(self) -> int:
+        """As Engine.num_broken_rows: rank 0 alone has whole rows."""
+        return self._own.num_broken_rows
+
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        """As Engine.step. Raises WorkerLost as soon as a rank is lost, though the own part may hang for it."""
+        is_wanted = True
+
+        def deliver(layer: int) -> None:
+            if on_layer is not None and is_wanted:
+                on_layer(layer)
+
+        # A task of its own: the caller may be cancelled, and the other ranks can't.
+        stepping = asyncio.create_task(
+            self._step(batch, None if on_layer is None else deliver, copies), name="step of rank 0"
+        )
+        try:
+            await asyncio.wait((stepping, self._ranks.lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_wanted = False
+            stepping.add_done_callback(_look_at)
+        if stepping.done() and stepping.exception() is not None:
+            await asyncio.wait({self._ranks.lost}, timeout=BLAME_S)
+        if self._ranks.loss is not None:
+            raise WorkerLost(f"an engine step failed: {self._ranks.loss}")
+        return stepping.result()
+
+    async def _step(
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, copies: Sequence[BlockCopy]
+    ) -> list[SampledToken | None]:
+        async with self._turn:
+            self._ranks.check()
+            batch = with_drawn_tokens(batch, self._drawn)
+            self._ranks.tell(
+                RankStep(
+                    tuple(map(_for_ranks, batch)),
+                    on_layer is not None,
+                    tuple(RankCopy(copy.is_out, tuple(copy.cache_blocks), tuple(copy.host_blocks)) for copy in copies),
+                )
+            )
+            self._drawn = await self._own.step(batch, on_layer, copies)
+            self._ranks.tell(StepEnded())
+            return self._drawn
+
+
+def _for_ranks(step: SequenceStep) -> RankSequence:
+    return RankSequence(tuple(step.token_ids), step.start, tuple(step.block_ids), step.draw is not None)
+
+
+def _look_at(stepping: "asyncio.Task[list[SampledToken | None]]") -> None:
+    """Its error says nothing new to a caller that has gone: the ranks are lost, or the next step will fail too."""
+    if not stepping.cancelled():
+        stepping.exception()

@@ -1,0 +1,195 @@
+"""What the ranks of one engine do together: Megatron's scheme (Shoeybi et al. 2019).
+
+Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
+one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary.
+
+Tensor parallelism over a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs.
+
+No default group is made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a
+sum with computing: in a decoder without parallel branches the next operation needs it.
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from twostroke.model.config import ModelConfig
+from twostroke.model.step import Draw
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import Address, SampledToken
+
+SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the weights a rank holds."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, length: int) -> slice:
+        """This rank's equal part of `length` rows or columns. Raises ValueError where they can't be shared evenly."""
+        if length % self.size:
+            raise ValueError(f"{length} can't be shared evenly by {self.size} tensor-parallel ranks")
+        step = length // self.size
+        return slice(self.rank * step, (self.rank + 1) * step)
+
+    def kv_heads(self, num_kv_heads: int) -> slice:
+        """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
+        first = self.rank * num_kv_heads // self.size
+        return slice(first, first + max(1, num_kv_heads // self.size))
+
+    def vocabulary(self, vocab_size: int) -> slice:
+        """This rank's tokens; all parts have one size but the last, which may be shorter or empty."""
+        step = -(-vocab_size // self.size)
+        return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
+
+
+WHOLE_MODEL = Shard()
+
+
+class TensorParallel(Protocol):
+    """The collectives of a step, called by all ranks in one order on their engines' threads."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; may be written into x."""
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Each rank's part [N, its vocabulary] -> [N, vocab_size], whole at least on rank 0, which alone draws."""
+
+    def exchange(self, word: str) -> list[str]:
+        """Every rank's word, in their order: for what they have to agree on before they step."""
+
+    def leave(self) -> None:
+        """End the group, though others may wait in it. No step runs after this."""
+
+
+class SingleRank:
+    """Implements TensorParallel for an engine of one rank."""
+
+    shard = WHOLE_MODEL
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        return logits
+
+    def exchange(self, word: str) -> list[str]:
+        return [word]
+
+    def leave(self) -> None:
+        """There is no group."""
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError with both numbers where `size` ranks can't share the model."""
+    if size not in SIZES:
+        raise ConfigError(f"tensor_parallel: {size} is none of {', '.join(map(str, SIZES))}")
+    fault = None
+    if config.num_heads % size:
+        fault = f"its {config.num_heads} attention heads"
+    elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
+        fault = f"its {config.num_kv_heads} KV heads"
+    elif config.intermediate_size % size:
+        fault = f"its MLP's {config.intermediate_size} features"
+    elif Shard(size - 1, size).vocabulary(config.vocab_size).start >= config.vocab_size:
+        fault = f"its {config.vocab_size} tokens"
+    if fault is not None:
+        raise ConfigError(f"tensor_parallel: {size} ranks can't share the model evenly, for {fault}: use fewer ranks")
+
+
+GROUP_TIMEOUT_S = 300.0
+"""How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
+
+
+class Rendezvous:
+    """Where the ranks of one engine find each other. Rank 0's process has it, for as long as the group lives."""
+
+    def __init__(self, host: str):
+        """Listens on a free port of `host`: left alone, TCPStore would on every interface."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self.address = Address(host, int(listener.getsockname()[1]))
+        limit = timedelta(seconds=GROUP_TIMEOUT_S)
+        self._store = TCPStore(host, self.address.port, None, True, limit, False, master_listen_fd=listener.detach())
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank of an engine this process is to be, and where it finds the others."""
+
+    rank: int
+    rendezvous: Address
+
+
+class GroupRanks:
+    """Implements TensorParallel for one rank of several."""
+
+    def __init__(self, shard: Shard, rendezvous: Address, device: torch.device):
+        """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time."""
+        self.shard = shard
+        limit = timedelta(seconds=GROUP_TIMEOUT_S)
+        store = PrefixStore("tp", TCPStore(rendezvous.host, rendezvous.port, None, False, limit, False))
+        self._words = PrefixStore("words", store)
+        self._num_words = 0
+        self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives
+        self._is_nccl = device.type == "cuda"
+        if self._is_nccl:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, shard.rank, shard.size, nccl)
+        else:
+            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = limit
+            gloo._threads = 1
+            gloo._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.host)]
+            self._group = ProcessGroupGloo(store, shard.rank, shard.size, gloo)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As TensorParallel.all_reduce; written into x."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """As TensorParallel.gather_logits; other ranks than 0 get their own part back."""
+        rank, size = self.shard.rank, self.shard.size
+        width = -(-vocab_size // size)
+        mine = torch.nn.functional.pad(logits, (0, width - logits.shape[1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
+        self._group.gather(parts, mine, 0).wait()
+        return torch.cat(parts, dim=1)[:, :vocab_size].contiguous() if rank == 0 else logits
+
+    def exchange(self, word: str) -> list[str]:
+        """As TensorParallel.exchange, over the rendezvous."""
+        self._num_words += 1
+        self._words.set(f"{self._num_words}/{self.shard.rank}", word)
+        return [self._words.get(f"{self._num_words}/{rank}").decode() for rank in range(self.shard.size)]
+
+    def leave(self) -> None:
+        """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
+        if self._is_nccl:
+            self._group.abort()
+
+
+class DrawnElsewhere:
+    """In place of a sampler on all ranks but 0, which alone draws. Implements model.runner.TokenSampler."""
+
+    num_broken_rows = 0
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+        """Token 0 for each: nobody reads them. As with drawn ones, the step has ended when this returns."""
+        if logits.is_cuda:
+            torch.cuda.current_stream(logits.device).synchronize()
+        return [SampledToken(0)] * len(draws)

@@ -1,0 +1,196 @@
+"""From a step's logits to its tokens: log-probabilities, adjustments, greedy choice or seeded draw.
+
+A token depends on its own row of logits, its Draw and its position: never on the batch around it. What is drawn, to the
+bit, stands in model/sampling/draws.py; what bias and penalties do, in model/sampling/sampler.py.
+
+What a request does to its logits before they are drawn from: bias, penalties, forbidden tokens.
+
+In this order, which is that of vLLM and transformers. With c(t) the times t occurs among the output tokens:
+
+    bias          l(t) += logit_bias(t)
+    repetition    l(t) /= r where l(t) > 0, l(t) *= r elsewhere, for each t in prompt or output (Keskar et al. 2019)
+    frequency     l(t) -= frequency_penalty * c(t)          (OpenAI's formula)
+    presence      l(t) -= presence_penalty * [c(t) > 0]
+    forbidden     l(t) = -inf
+
+All in fp32, with one scatter for each kind, whatever the number of rows. Ids outside the vocabulary have no effect.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twostroke.model.host_tensors import place
+from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
+from twostroke.model.step import Draw, TokenCounts, is_penalised
+from twostroke.protocol.requests import SampledToken
+
+_Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]  # row, token ids, one value each
+
+
+def is_adjusted(draw: Draw) -> bool:
+    """Whether `adjust` would change the draw's logits."""
+    return bool(draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden)
+
+
+def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    """Change `rows` of `logits` (fp32 [N, V]) in place, each by its draw."""
+    bias: list[_Entry] = []
+    repetition: list[_Entry] = []
+    occurrence: list[_Entry] = []
+    forbidden: list[_Entry] = []
+    for row, draw in zip(rows, draws, strict=True):
+        sampling = draw.sampling
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            bias.append((row, np.array(ids, np.int64), np.array(values, np.float32)))
+        if is_penalised(sampling):
+            counts = TokenCounts(draw.history, draw.num_prompt_tokens) if draw.counts is None else draw.counts
+            if sampling.repetition_penalty != 1.0:
+                seen = counts.ids
+                repetition.append((row, seen, np.full(len(seen), sampling.repetition_penalty, np.float32)))
+            if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
+                has_occurred = counts.output_counts > 0
+                times = counts.output_counts[has_occurred]
+                penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
+                occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
+        if draw.forbidden:
+            banned = np.array(draw.forbidden, np.int64)
+            forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
+
+    if bias:
+        where, values_t = _on_device(bias, logits)
+        logits.index_put_(where, values_t, accumulate=True)
+    if repetition:
+        where, values_t = _on_device(repetition, logits)
+        current = logits[where]
+        logits.index_put_(where, torch.where(current > 0, current / values_t, current * values_t))
+    if occurrence:
+        where, values_t = _on_device(occurrence, logits)
+        logits.index_put_(where, values_t, accumulate=True)
+    if forbidden:
+        where, values_t = _on_device(forbidden, logits)
+        logits.index_put_(where, values_t)
+
+
+def _on_device(entries: Sequence[_Entry], logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Row and column indices, and values, of all entries inside the vocabulary."""
+    rows = np.repeat(np.array([row for row, _, _ in entries]), [len(ids) for _, ids, _ in entries])
+    ids = np.concatenate([ids for _, ids, _ in entries])
+    values = np.concatenate([values for _, _, values in entries])
+    inside = (ids >= 0) & (ids < logits.shape[1])
+    device = logits.device
+    return (place(rows[inside], device), place(ids[inside], device)), place(values[inside], device)
+
+
+LEAST_LOGPROB = -9999.0
+"""Stands for the log-probability of an impossible token: JSON has no infinity, and OpenAI's API uses this number."""
+
+_WORD = (1 << 64) - 1
+
+
+class Sampler:
+    """Draws tokens for batches of rows over a vocabulary of `vocab_size` on `device`. Belongs to one thread."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.num_broken_rows = 0
+        """Rows so far that held NaN (never drawn) or +inf (clamped): 0 with a sound model and cache."""
+        self._kernels = _kernels_for(vocab_size, device)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+        """One token per row of `logits` (fp32 [N, V], modified in place), drawn for its absolute position.
+
+        Where no token is left that may be drawn, token 0 is returned: a request may forbid everything, and must not
+        end its neighbours with it. Raises ValueError where the arguments' shapes or types do not fit.
+        """
+        if logits.shape != (len(draws), self.vocab_size) or logits.dtype != torch.float32:
+            raise ValueError(f"logits of {len(draws)} draws can't be {logits.dtype} {tuple(logits.shape)}")
+        if len(positions) != len(draws):
+            raise ValueError(f"{len(draws)} draws at {len(positions)} positions")
+        if not draws:
+            return []
+        logits = logits.detach().contiguous()
+        tokens, maxima = self._kernels.argmax(logits)
+        self._mend(logits, tokens, maxima)
+
+        reported = np.array([i for i, draw in enumerate(draws) if draw.sampling.logprobs is not None], np.int64)
+        adjusted = [i for i, draw in enumerate(draws) if is_adjusted(draw)]
+        raw = logits
+        if reported.size and adjusted:
+            raw = logits.clone()
+        if adjusted:
+            adjust(logits, adjusted, [draws[i] for i in adjusted])
+            tokens[adjusted], maxima[adjusted] = self._kernels.argmax(logits[adjusted])
+
+        drawn = np.array([i for i, draw in enumerate(draws) if _is_random(draw) and np.isfinite(maxima[i])], np.int64)
+        if drawn.size:
+            batch = _draw_batch(drawn, draws, positions)
+            tokens[drawn] = self._kernels.draw(logits, tokens[drawn], batch)
+        if reported.size:
+            return self._with_logprobs(raw, tokens, reported, draws)
+        return [SampledToken(token) for token in tokens.tolist()]
+
+    def _mend(self, logits: Tensor, tokens: NDArray[np.int64], maxima: NDArray[np.float32]) -> None:
+        """Take NaN and +inf out of rows that hold any, which shows in their largest logit."""
+        broken = np.flatnonzero(np.isnan(maxima) | (maxima == np.inf))
+        if broken.size == 0:
+            return
+        self.num_broken_rows += broken.size
+        rows = torch.from_numpy(broken).to(logits.device)
+        largest = torch.finfo(torch.float32).max
+        logits[rows] = logits[rows].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+        tokens[broken], maxima[broken] = self._kernels.argmax(logits[rows])
+
+    def _with_logprobs(
+        self, raw: Tensor, tokens: NDArray[np.int64], reported: NDArray[np.int64], draws: Sequence[Draw]
+    ) -> list[SampledToken]:
+        """All rows' tokens, with log-probabilities of the raw distribution for the `reported` rows."""
+        results = [SampledToken(token) for token in tokens.tolist()]
+        counts = [draws[i].sampling.logprobs or 0 for i in reported]
+        ids = tokens[reported, None]
+        if max(counts) > 0:
+            ids = np.concatenate((ids, self._kernels.largest(raw, reported, max(counts))), axis=1)
+        row_index = torch.from_numpy(reported).to(raw.device)[:, None]
+        values = raw[row_index, torch.from_numpy(ids).to(raw.device)].double().cpu().numpy()
+        logprobs = np.full(values.shape, LEAST_LOGPROB)
+        np.subtract(values, self._kernels.log_sum_exp(raw, reported)[:, None], out=logprobs, where=values > -np.inf)
+        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        for i, row_ids, row_logprobs, count in zip(
+            reported.tolist(), ids.tolist(), logprobs.tolist(), counts, strict=True
+        ):
+            top = tuple(zip(row_ids[1 : count + 1], row_logprobs[1 : count + 1], strict=True))
+            results[i] = SampledToken(row_ids[0], row_logprobs[0], top)
+        return results
+
+
+def _kernels_for(vocab_size: int, device: torch.device) -> SamplingKernels:
+    if device.type != "cpu":
+        return TorchSampling()
+    # Imported here, so that a GPU host need not load numba.
+    from twostroke.model.cpu.kernels.sampling import CpuSampling
+
+    return CpuSampling(vocab_size)
+
+
+def _is_random(draw: Draw) -> bool:
+    return draw.sampling.temperature > 0 and draw.sampling.top_k != 1
+
+
+def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]) -> DrawBatch:
+    chosen = [draws[i].sampling for i in rows]
+    return DrawBatch(
+        rows=rows,
+        temperature=np.array([sampling.temperature for sampling in chosen], np.float64),
+        top_k=np.array([sampling.top_k for sampling in chosen], np.int64),
+        top_p=np.array([sampling.top_p for sampling in chosen], np.float64),
+        min_p=np.array([min(sampling.min_p, 1.0) for sampling in chosen], np.float64),
+        keys=row_keys(
+            np.array([sampling.seed & _WORD for sampling in chosen], np.uint64),
+            np.array([positions[i] for i in rows], np.uint64),
+        ),
+    )

@@ -1,0 +1,218 @@
+"""The whole way of one sequence through prefill and decode: read `Pipeline.generate`, then `Attempt.events`."""
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, left_of, mint_ticket
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.attempt import Attempt, Surroundings, out_of_time
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.path_finder import PathFinder, PrefixPulls
+from twostroke.router.generate.retries import Backoff, Retries, RetryBudget
+from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.observe.log_format import FIELDS
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.fleet import Fleet
+from twostroke.router.routing.in_flight import Hold
+from twostroke.router.routing.policy import Path
+
+__all__ = ["Pipeline", "PipelineConfig"]
+
+_log = logging.getLogger(__name__)
+
+_DEFAULTS = PipelineConfig()
+
+Admit = Callable[[GenerateRequest, Path, Stages], None]
+"""Told of each sequence once, when its path is chosen and its workers' places are held, before any call.
+
+Raises RequestError to refuse it.
+"""
+
+
+def admit_all(request: GenerateRequest, path: Path, stages: Stages) -> None:
+    """Where nothing is ever refused."""
+
+
+class Pipeline:
+    """Generates sequences on the fleet's workers.
+
+    `secret` is the cluster's, to sign tickets; `router` this replica's id and epoch; `draw_id` mints request ids;
+    `draw` gives numbers from 0 to 1, for pauses.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        channels: TokenChannels,
+        secret: bytes,
+        clock: Clock,
+        router: Peer,
+        config: PipelineConfig = _DEFAULTS,
+        draw_id: Callable[[], str] = lambda: secrets.token_hex(16),
+        draw: Callable[[], float] = random.random,
+        admit: Admit = admit_all,
+    ):
+        self._channels = channels
+        self._secret = secret
+        self._clock = clock
+        self._router = router
+        self._config = config
+        self._draw_id = draw_id
+        self._admit = admit
+        self._records = WorkerRecords(fleet=fleet, channels=channels, clock=clock, config=config, draw=draw)
+        self._budget = RetryBudget(share=config.retry_budget, floor=config.retry_floor, clock=clock)
+        self._backoff = Backoff(first_s=config.retry_first_s, most_s=config.retry_most_s, draw=draw)
+        self._finder = PathFinder(workers=fleet.workers, channels=channels, clock=clock, config=config)
+        pulls = PrefixPulls(channels=channels, secret=secret)
+        self._around = Surroundings(fleet, channels, self._finder, pulls, self._records, clock, config)
+
+    @property
+    def in_flight(self) -> int:
+        """Places held at workers: 0 when idle."""
+        return self._finder.in_flight
+
+    def time_decisions(self, observe: Callable[[float], None]) -> None:
+        """Have `observe` told of every choice of workers how many seconds it took."""
+        self._finder.on_decision = observe
+
+    def ejected(self) -> frozenset[Peer]:
+        """Workers that are there, and are left out because they keep failing."""
+        return self._records.ejected()
+
+    async def generate(self, request: GenerateRequest, stages: Stages) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
+
+        `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
+        what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
+        `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (admission or a
+        worker refuses the request, it takes workers down, or its time is over), WorkerLost (it lost workers more often
+        than `retries` allows).
+        """
+        case = self._records.suspects.open(request)
+        retries = Retries(most=self._config.retries, budget=self._budget, backoff=self._backoff)
+        deadline = self._clock() + self._config.request_timeout_s
+        sent: list[int] = []
+        failed: set[Peer] = set()
+        last = self._clock()
+        while True:
+            path, hold = await self._find(request, sent, failed, deadline)
+            attempt: Attempt | None = None
+            failure: WorkerLost | RequestError | None = None
+            begin = self._clock()
+            try:
+                if stages.attempts == 0:
+                    self._admit(request, path, stages)
+                    stages.admit = begin = self._clock()
+                    self._budget.count_first_attempt()
+                stages.begin_attempt()
+                tried = self._next_try(request, sent, stages)
+                async with self._until(deadline):
+                    await self._records.begin(case, path)
+                attempt = Attempt(
+                    self._around,
+                    path=path,
+                    hold=hold,
+                    request=tried,
+                    ticket=self._mint(path, tried.request_id),
+                    case=case,
+                    stages=stages,
+                    failed=failed,
+                )
+                async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
+                    is_first = True
+                    async for event in events:
+                        now = self._clock()
+                        if is_first and stages.attempts > 1:
+                            _tell_of_resumption(stages.attempts, path, len(sent), now - last)
+                        is_first, last = False, now
+                        sent.extend(token.token_id for token in event.tokens)
+                        yield event
+                return
+            except (WorkerLost, RequestError) as error:
+                if stages.attempts == 0:
+                    raise  # admission refuses it: at once, and nobody failed
+                failure = error
+                decode = path.decode.peer
+                _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
+                has_got_on = attempt is not None and attempt.has_got_on
+                pause_s = retries.pause_s(
+                    error, has_got_on=has_got_on, has_refused_before=decode in failed, has_begun=bool(sent)
+                )
+                if pause_s is None:
+                    raise
+                if has_got_on:
+                    failed.clear()  # what others did before that is long ago
+                failed.add(decode)
+            finally:
+                hold.release()
+                if stages.attempts > 0:
+                    stages.end_attempt(begin, self._clock(), path, failure)
+                    self._records.ended(case, path)
+                if attempt is not None and attempt.has_got_on:
+                    self._finder.answered(path, request, sent)
+            await self._records.turns.judge(case)
+            await asyncio.sleep(min(pause_s, deadline - self._clock()))
+
+    async def _find(
+        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], deadline: float
+    ) -> tuple[Path, Hold]:
+        """The next attempt's path, around workers that are ejected and pairs that can't exchange KV."""
+        async with self._until(deadline):
+            ejected = self._records.ejected()
+            path, hold = await self._finder.find(request, sent, failed, ejected)
+            strangers = self._records.strangers_to(path.decode.peer)
+            if path.prefill is None or path.prefill.peer not in strangers:
+                return path, hold
+            hold.release()
+            return await self._finder.find(request, sent, failed, ejected | strangers)
+
+    def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: Stages) -> GenerateRequest:
+        """The request as the workers see it now, under an id of its own."""
+        return msgspec.structs.replace(
+            request,
+            request_id=self._draw_id(),
+            router_id=self._router.worker_id,
+            token_ids=(*request.token_ids, *sent),
+            promise=left_of(request.promise, self._clock() - stages.arrive),
+        )
+
+    def _mint(self, path: Path, request_id: str) -> Ticket | None:
+        if path.prefill is None:
+            return None
+        return mint_ticket(
+            self._secret,
+            request_id,
+            path.prefill.peer,
+            path.decode.peer,
+            path.decode.transfer_addresses,
+            source_ranks=path.prefill.layout.tp_size,
+        )
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Raises RequestError where the block takes longer than the request may."""
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                yield
+        except TimeoutError as error:
+            raise out_of_time() from error
+
+
+def _tell_of_resumption(attempt: int, path: Path, num_tokens: int, pause_s: float) -> None:
+    """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
+    fields = {
+        "attempt": attempt,
+        "decode_worker": path.decode.peer.worker_id,
+        "tokens": num_tokens,
+        "pause_s": round(pause_s, 3),
+    }
+    _log.info("a stream goes on at another attempt", extra={FIELDS: fields})

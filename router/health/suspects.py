@@ -1,0 +1,282 @@
+"""Requests that may have taken workers down, and those that certainly have.
+
+A request that crashes whatever worker computes it must not be sent from worker to worker. When a worker dies, whoever
+had got no token from it is a suspect. A suspect is tried again with no other suspect on its worker, so that a second
+death names the guilty; a token of its own clears it. Requests are known by what they ask for (`fingerprint`), so the
+choices of one prompt, and its repeats, are one suspect.
+
+Nothing here does I/O or waits; `suspect_turns.py` lets suspects wait for each other. Suspicion is one router replica's
+own; verdicts are told to all (protocol/verdicts.py).
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.requests import GenerateRequest, Peer
+from twostroke.protocol.verdicts import FINGERPRINT_BYTES, LONGEST_S, Verdict, Verdicts
+
+_MOST_REMEMBERED = 4096  # fingerprints with strikes
+_STRIKE_S = 120.0  # how long a death is remembered of who was there
+_SAME_MOMENT_S = 0.02  # workers that die so close to each other died of the same thing
+
+
+@dataclass(frozen=True)
+class SuspectsConfig:
+    """How suspects are dealt with. Raises ConfigError for values that can't work."""
+
+    pause_s: float = 0.1  # after a worker's death: what dies with it in that time was not taken down by a request
+    verdict_s: float = 10.0  # at most, to learn whether workers that were lost are really gone
+    refuse_s: float = 600.0  # so long a request that was found guilty is refused when it comes again
+    max_refused: int = 1024  # that are remembered; the oldest go first
+
+    def __post_init__(self) -> None:
+        for name in ("pause_s", "verdict_s", "refuse_s", "max_refused"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 0")
+
+
+class PoisonRequest(RequestError):
+    """The request takes down every worker that computes it (422)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the request has taken down the workers that computed it, and is refused", code="poison_request", status=422
+        )
+
+
+class Stay(Enum):
+    """What a request does at a worker."""
+
+    AWAITS = "awaits"  # nothing yet: its KV is computed elsewhere
+    HELD = "held"  # the same, for a suspect whose turn it is there
+    FRESH = "fresh"  # the worker may be computing for it, and has given no token of its own
+    STREAMS = "streams"
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A worker that died while the request was there."""
+
+    worker: Peer
+    at: float
+    position: int  # output tokens that the client had
+    is_prompt: bool  # the prompt was being computed
+    was_streaming: bool  # the worker had given tokens: hardly a reason to suspect the request
+    is_alone: bool  # it had a strike before, and nobody else there without a token had one
+
+
+@dataclass(eq=False)
+class Case:
+    """One request under way."""
+
+    fingerprint: bytes
+    position: int = 0  # output tokens that the client has
+    stays: dict[Peer, Stay] = field(default_factory=dict)
+    is_prompt_done: bool = False  # of the attempt at hand: its prefill worker has drawn a token
+    waits: bool = False  # for its turn: whatever it was to do at its workers, it has not been told to do it
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What is computed, or is about to be, that may take workers down."""
+
+    workers: set[Peer]  # where a suspect is
+    fingerprints: set[bytes]  # of suspects and others
+
+    def leaves_room_for(self, case: Case, workers: Collection[Peer]) -> bool:
+        """Whether the case would be the only suspect on `workers`, and the only one of its fingerprint."""
+        return case.fingerprint not in self.fingerprints and self.workers.isdisjoint(workers)
+
+    def add(self, case: Case, workers: Collection[Peer]) -> None:
+        """A suspect is about to be tried there."""
+        self.workers.update(workers)
+        self.fingerprints.add(case.fingerprint)
+
+
+class Suspects:
+    """Who was where when a worker died."""
+
+    def __init__(self, config: SuspectsConfig, clock: Clock):
+        self._config = config
+        self._clock = clock
+        self._there: dict[Peer, dict[Case, None]] = {}
+        self._died: dict[Peer, float] = {}  # lately, and when
+        self._strikes: OrderedDict[bytes, list[Strike]] = OrderedDict()
+        self._verdicts = Verdicts(clock, most=config.max_refused, longest_s=config.refuse_s)
+
+    # --- a request's way ---
+
+    def open(self, request: GenerateRequest) -> Case:
+        """A request comes. Raises PoisonRequest where it was found guilty before."""
+        case = Case(fingerprint_of(request))
+        self.check(case)
+        return case
+
+    def check(self, case: Case) -> None:
+        """Raises PoisonRequest where the case, or another of its fingerprint, has been found guilty meanwhile."""
+        if self._verdicts.holds(case.fingerprint):
+            raise PoisonRequest
+
+    def stay(self, case: Case, worker: Peer, stay: Stay) -> None:
+        """What the request does at `worker` from now on."""
+        case.stays[worker] = stay
+        self._there.setdefault(worker, {})[case] = None
+
+    def leave(self, case: Case, worker: Peer) -> None:
+        """It has nothing to do with `worker` any more. Harmless where it never had."""
+        case.stays.pop(worker, None)
+        there = self._there.get(worker)
+        if there is not None:
+            there.pop(case, None)
+            if not there:
+                del self._there[worker]
+
+    def prompt_done(self, case: Case) -> None:
+        """A prefill worker has computed the prompt, and lives."""
+        case.is_prompt_done = True
+        self._clear(case.fingerprint, lambda strike: strike.is_prompt)
+
+    def got_on(self, case: Case, worker: Peer, position: int) -> None:
+        """`worker` has drawn output token `position` by itself."""
+        if case.stays.get(worker) is not None:
+            self.stay(case, worker, Stay.STREAMS)
+        self._clear(case.fingerprint, lambda strike: strike.position <= position)
+
+    # --- deaths ---
+
+    def died(self, worker: Peer) -> None:
+        """`worker` was lost. Everybody who was there says so; the first one counts.
+
+        Who came after that, before the router knew, has met a dead worker.
+        """
+        self._forget_old()
+        if worker in self._died:
+            for case in self._there.pop(worker, ()):
+                del case.stays[worker]
+            return
+        self._died[worker] = self._clock()
+        there = [(case, case.stays[worker]) for case in self._there.pop(worker, ())]
+        before = {case.fingerprint for case, stay in there if stay is Stay.FRESH and case.fingerprint in self._strikes}
+        struck: set[bytes] = set()
+        for case, stay in sorted(there, key=lambda one: one[1] is Stay.STREAMS):
+            del case.stays[worker]
+            if stay in (Stay.FRESH, Stay.STREAMS) and case.fingerprint not in struck:
+                struck.add(case.fingerprint)
+                self._strike(
+                    case.fingerprint,
+                    Strike(
+                        worker=worker,
+                        at=self._clock(),
+                        position=case.position,
+                        is_prompt=not case.is_prompt_done,
+                        was_streaming=stay is Stay.STREAMS,
+                        is_alone=stay is Stay.FRESH and before == {case.fingerprint},
+                    ),
+                )
+
+    def is_suspect(self, case: Case) -> bool:
+        """Whether it may only be tried where no other suspect is."""
+        return any(not strike.was_streaming for strike in self._strikes.get(case.fingerprint, ()))
+
+    def may_try(self, case: Case, workers: Collection[Peer]) -> bool:
+        """Whether a suspect would be the only one on `workers`, and the only one of its fingerprint anywhere."""
+        return self.under_way(but=case).leaves_room_for(case, workers)
+
+    def under_way(self, *, but: Case | None = None) -> Tries:
+        """Where suspects are tried now, and what; in one look at everybody, for all who wait."""
+        tries = Tries(set(), set())
+        for worker, there in self._there.items():
+            for case in there:
+                if case is but or case.waits:  # else two whose KV did not come would wait for each other
+                    continue
+                if case.stays[worker] in (Stay.HELD, Stay.FRESH):
+                    tries.fingerprints.add(case.fingerprint)
+                    if self.is_suspect(case):
+                        tries.workers.add(worker)
+        return tries
+
+    def is_tried_at(self, worker: Peer) -> bool:
+        """Whether some suspect is there, for which it may compute."""
+        return any(
+            case.stays[worker] in (Stay.HELD, Stay.FRESH) and not case.waits and self.is_suspect(case)
+            for case in self._there.get(worker, ())
+        )
+
+    def paused_until(self, case: Case) -> float:
+        """When a suspect may be tried again at the earliest."""
+        strikes = self._strikes.get(case.fingerprint, ())
+        return max((strike.at for strike in strikes), default=float("-inf")) + self._config.pause_s
+
+    def accused_of(self, case: Case) -> tuple[Peer, ...]:
+        """Two workers that it has taken down, provided that they are gone; none where it may be innocent."""
+        strikes = self._strikes.get(case.fingerprint, [])
+        others = [strike for strike in strikes if strike.worker != strikes[-1].worker]
+        if not others or not strikes[-1].is_alone:
+            return ()
+        before, last = others[-1], strikes[-1]
+        if before.was_streaming and last.at - before.at < _SAME_MOMENT_S:
+            return ()  # a stream goes on at once, so it had just moved
+        return (before.worker, last.worker)
+
+    def convict(self, case: Case) -> tuple[Verdict, ...]:
+        """The workers are gone: refuse it from now on. Returns what other routers must hear of it, if anything."""
+        self._strikes.pop(case.fingerprint, None)
+        verdict = Verdict(case.fingerprint, min(self._config.refuse_s, LONGEST_S))
+        return self._verdicts.learn([verdict])
+
+    def hear(self, verdicts: Collection[Verdict]) -> None:
+        """Other routers have found these guilty: refuse them too, though no longer than this one's own."""
+        for verdict in self._verdicts.learn(verdicts):
+            self._strikes.pop(verdict.fingerprint, None)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What is refused now, by whomever it was found guilty."""
+        return self._verdicts.to_tell()
+
+    def forgive(self, case: Case, worker: Peer) -> None:
+        """`worker` lives, or nobody knows better: its loss proves nothing."""
+        self._clear(case.fingerprint, lambda strike: strike.worker == worker)
+
+    @property
+    def num_suspects(self) -> int:
+        """Fingerprints with strikes; 0 when all is well."""
+        return len(self._strikes)
+
+    def _strike(self, fingerprint: bytes, strike: Strike) -> None:
+        self._strikes.setdefault(fingerprint, []).append(strike)
+        self._strikes.move_to_end(fingerprint)
+        while len(self._strikes) > _MOST_REMEMBERED:
+            self._strikes.popitem(last=False)
+
+    def _forget_old(self) -> None:
+        oldest = self._clock() - _STRIKE_S
+        for fingerprint in list(self._strikes):
+            self._clear(fingerprint, lambda strike: strike.at < oldest)
+        paused = self._clock() - self._config.pause_s
+        self._died = {worker: at for worker, at in self._died.items() if at > paused}
+
+    def _clear(self, fingerprint: bytes, is_cleared: Callable[[Strike], bool]) -> None:
+        strikes = self._strikes.get(fingerprint)
+        if strikes is None:
+            return
+        strikes[:] = [strike for strike in strikes if not is_cleared(strike)]
+        if not strikes:
+            del self._strikes[fingerprint]
+
+
+def fingerprint_of(request: GenerateRequest) -> bytes:
+    """What makes a request the same as another: all that the workers compute by, but neither seed nor length."""
+    asked = (
+        request.token_ids,
+        msgspec.structs.replace(request.sampling, seed=0),
+        request.stop_token_ids,
+        request.cache_salt,
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()[:FINGERPRINT_BYTES]

@@ -1,0 +1,216 @@
+"""GET /doctor: how fast KV travels between the workers, tried out pair by pair with free blocks.
+
+A trial takes memory bandwidth, the wire and up to half of two workers' free blocks for a moment. So one runs at a time,
+each pair has a time limit, and the run ends with its client.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
+from twostroke.protocol.messages import ProbeReply, ProbeTimes
+from twostroke.protocol.requests import Peer, mint_ticket
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.router.http.io import EventStream
+from twostroke.router.openai.common import encode_json
+from twostroke.router.routing.fleet import Fleet
+from twostroke.router.routing.policy import NoPath
+
+MAX_PAIRS = 256  # of one run
+PAIR_S = 30.0  # a pair that takes longer has failed
+MAX_BYTES = 64 * 1024 * 1024  # of one trial transfer
+ENOUGH_S = 0.1  # a transfer that takes so long needs no larger one to be timed by
+_FIRST_BYTES = 1024 * 1024
+_GROWTH = 8
+_NUM_SMALL = 5  # transfers of one block; a first one, that also waits for links, is not counted
+_NUM_LARGE = 3  # of each larger size, likewise
+
+Pair = tuple[WorkerInfo, WorkerInfo]
+
+
+class Doctor:
+    """Examines the ways of KV. `stats` tells a worker's latest numbers, `secret` is the cluster's.
+
+    `expected` tells how many workers of each role there are to be.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        stats: Callable[[Peer], WorkerStats | None],
+        secret: bytes,
+        expected: Callable[[], Mapping[Role, int]],
+    ):
+        self._fleet = fleet
+        self._stats = stats
+        self._expected = expected
+        self._secret = secret
+        self._is_running = False
+
+    async def examine(self) -> AsyncGenerator[bytes, None]:
+        """One line of JSON first, one for each pair, one at the end; always `aclose` it.
+
+        Raises RequestError (409) at once while another run is going on.
+        """
+        if self._is_running:
+            raise RequestError("the links are being examined already", code="doctor_is_running", status=409)
+        self._is_running = True
+        try:
+            workers = self._fleet.workers()
+            pairs = possible_pairs(workers)
+            chosen = pairs[:MAX_PAIRS]
+            yield _line(
+                {
+                    "event": "begin",
+                    "pairs": len(chosen),
+                    "left_out": len(pairs) - len(chosen),
+                    "missing_workers": missing_workers(self._expected(), workers),
+                }
+            )
+            num_failed = 0
+            for source, target in chosen:
+                reply = await self.probe(source, target)
+                num_failed += reply.error is not None
+                roles = {"source_role": source.role, "target_role": target.role}
+                found = msgspec.to_builtins(reply) | {
+                    "source": source.peer.worker_id,
+                    "target": target.peer.worker_id,
+                }
+                yield _line({"event": "pair"} | roles | found)
+            yield _line({"event": "end", "failed": num_failed})
+        finally:
+            self._is_running = False
+
+    async def probe(self, source: WorkerInfo, target: WorkerInfo) -> ProbeReply:
+        """What is found on the way from one worker to the other; whatever fails is told in the reply."""
+        try:
+            async with asyncio.timeout(PAIR_S):
+                return await self._measure(source, target)
+        except TimeoutError:
+            error = f"the trial did not end within {PAIR_S:g} s"
+        except TwostrokeError as failure:
+            error = str(failure)
+        return ProbeReply(source.peer, target.peer, error=error)
+
+    async def _measure(self, source: WorkerInfo, target: WorkerInfo) -> ProbeReply:
+        one_block = max(source.layout.block_size, target.layout.block_size)
+        small = await self._trial(source, target, _NUM_SMALL, one_block)
+        round_trip_s = median(small.seconds)
+        token_bytes = _token_bytes(source.layout)
+        most = max(one_block, min(self._room(source), self._room(target), MAX_BYTES // token_bytes))
+        num_tokens = min(most, max(one_block, _FIRST_BYTES // token_bytes))
+        while True:
+            large = await self._trial(source, target, _NUM_LARGE, num_tokens)
+            seconds = median(large.seconds)
+            if num_tokens == most or seconds >= ENOUGH_S:
+                break
+            num_tokens = min(most, num_tokens * _GROWTH)
+        return ProbeReply(
+            source.peer,
+            target.peer,
+            transport=large.transport,
+            why=large.why,
+            missing=large.missing,
+            bytes_per_s=num_tokens * token_bytes / max(seconds, 1e-9),  # a clock may be coarse
+            round_trip_s=round_trip_s,
+        )
+
+    async def _trial(self, source: WorkerInfo, target: WorkerInfo, count: int, num_tokens: int) -> ProbeTimes:
+        """Times of `count` transfers of so many tokens, after one that is not counted."""
+        tickets = tuple(
+            mint_ticket(
+                self._secret,
+                "doctor",
+                source.peer,
+                target.peer,
+                target.transfer_addresses,
+                source_ranks=source.layout.tp_size,
+            )
+            for _ in range(count + 1)
+        )
+        # The target's call first, so that it expects the transfers as they come.
+        receiving = asyncio.create_task(self._fleet.probe_target(target.peer, tickets, num_tokens))
+        sending = asyncio.create_task(self._fleet.probe_source(source.peer, tickets, num_tokens))
+        try:
+            await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_EXCEPTION)
+            for task in (sending, receiving):
+                if task.done():
+                    task.result()
+            times = sending.result()
+        finally:
+            sending.cancel()
+            receiving.cancel()
+            await asyncio.gather(sending, receiving, return_exceptions=True)
+        return msgspec.structs.replace(times, seconds=times.seconds[1:])
+
+    def _room(self, worker: WorkerInfo) -> int:
+        """Tokens that a trial may have there: half of what the worker would allow, since its numbers are a bit old."""
+        stats = self._stats(worker.peer)
+        free_blocks = worker.num_blocks if stats is None else stats.free_blocks
+        return free_blocks // 4 * worker.layout.block_size
+
+
+def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo]) -> list[str]:
+    """For each role that has fewer workers than it is to have, how many it lacks, in words."""
+    missing: list[str] = []
+    for role, num_expected in expected.items():
+        num_missing = num_expected - sum(info.role == role for info in workers)
+        if num_missing > 0:
+            noun, verb = ("worker" if num_expected == 1 else "workers", "is" if num_missing == 1 else "are")
+            asks = f"{num_missing} of {num_expected} {role} {noun} that there are to be"
+            missing.append(f"{asks} {verb} missing")
+    return missing
+
+
+def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
+    """Who may send KV to whom, source first: prompts from prefill to decode workers, then what can be pulled."""
+    prefills = [info for info in workers if info.role == "prefill"]
+    decodes = [info for info in workers if info.role == "decode"]
+    pairs = [(source, target) for source in prefills for target in decodes]
+    for sources, targets in ((decodes, prefills), (prefills, prefills), (decodes, decodes)):
+        pairs += [
+            (source, target)
+            for source in sources
+            for target in targets
+            if target.transfer_addresses and source is not target
+        ]
+    return pairs
+
+
+def _token_bytes(layout: KVLayout) -> int:
+    """Bytes of one token's KV in all layers and heads, heads that several ranks hold counted once."""
+    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
+
+
+async def doctor(request: Request) -> Response:
+    """GET /doctor: try out every way of KV, and tell of each as soon as it is known. Lines of JSON."""
+    examiner = getattr(request.app.state, "doctor", None)
+    if not isinstance(examiner, Doctor):
+        raise NoPath("the server is starting; try again shortly")
+    if request.method == "HEAD":  # whoever asks for a head wants no trials
+        return Response(media_type=_JSON_LINES)
+    service = request.app.state.service
+    return _JsonLines(examiner.examine(), on_error=service.metrics.refused)
+
+
+_JSON_LINES = "application/x-ndjson"
+
+
+class _JsonLines(EventStream):
+    """Lines of JSON that are sent, and ended, as server-sent events are."""
+
+    def __init__(self, lines: AsyncGenerator[bytes, None], on_error: Callable[[TwostrokeError], None]):
+        super().__init__(lines, on_error)
+        self.headers["content-type"] = _JSON_LINES
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return encode_json(value) + b"\n"

@@ -1,0 +1,271 @@
+"""What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.gate import Gate
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.http.scrape import OtherRouters, RouterReading, no_other_routers
+from twostroke.router.http.tenants import Tenants
+from twostroke.router.observe.metrics import Expected, Outcome, RouterMetrics
+from twostroke.router.observe.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
+from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.tracing import RequestTraces
+from twostroke.router.observe.worker_metrics import SLOMetrics
+from twostroke.router.openai.choices import ChoiceWriter, Delta
+from twostroke.router.openai.jobs import Job, JobMaker
+from twostroke.router.routing.fleet import Fleet
+from twostroke.router.routing.policy import NoPath
+from twostroke.router.slo.admission import Admission, Overloaded
+from twostroke.router.slo.attainment import Verdict, verdict_of
+from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.slo.demand import Demand, fleet_numbers
+from twostroke.router.text.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def _version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """What the HTTP side needs to be told."""
+
+    model_name: str  # the `model` that clients name
+    expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
+    router_id: str = "router"  # of this replica, in metrics
+    follow_s: float = 0.5  # how often the fleet is looked at between requests
+    version: str = field(default_factory=_version)
+
+
+class RouterService:
+    """Serves one model. `start` and `close` it on the event loop that it serves on.
+
+    `admission` is the one that `pipeline` asks; without one nothing is refused for being late. Without `tenants`
+    everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ServiceConfig,
+        tokenizer: TextTokenizer,
+        fleet: Fleet,
+        channels: TokenChannels,
+        pipeline: Pipeline,
+        slo: SLOConfig | None = None,
+        admission: Admission | None = None,
+        tenants: Tenants | None = None,
+        traces: RequestTraces | None = None,
+        other_routers: OtherRouters = no_other_routers,
+        expected: Expected = dict,
+        scaling: LastScaling = never_scaled,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = time.time,
+        draw_seed: Callable[[], int] | None = None,
+    ):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
+        self.metrics = RouterMetrics(config.model_name)
+        self.metrics.watch_fleet(lambda: not self.missing(), expected)
+        self.metrics.registry.register(ScalingCollector(scaling))
+        pipeline.time_decisions(self.metrics.decision_time.observe)
+        self.clock = clock
+        self.slo = slo or SLOConfig()
+        self.tenants = tenants
+        self.traces = traces
+        self._admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
+        self.promises = SLOMetrics(
+            model=config.model_name,
+            classes=self.slo.classes,
+            admission=self._admission,
+            clock=clock,
+            registry=self.metrics.registry,
+        )
+        self._scaling = scaling
+        self._demand = Demand(self.slo.classes, clock)
+        self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
+        self._fleet = fleet
+        self._channels = channels
+        self._pipeline = pipeline
+        self._other_routers = other_routers
+        self._wall_clock = wall_clock
+        self._following: asyncio.Task[None] | None = None
+        self.started_at = int(wall_clock())
+
+    async def start(self) -> None:
+        """Connect to the workers, and keep following the fleet."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Close the channels; requests under way fail."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            self._following = None
+        await self._channels.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
+
+    def now(self) -> int:
+        """Seconds since 1970, for `created`."""
+        return int(self._wall_clock())
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestError (404) for another model than the one served."""
+        if name != self.config.model_name:
+            shown = "".join(char if char.isprintable() else "?" for char in name[:80])
+            raise RequestError(
+                f"model: {shown!r} is not served here, but {self.config.model_name!r} is",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def max_context(self) -> int:
+        """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
+        contexts = [info.max_context for info in self._fleet.workers() if info.role == "decode"]
+        if not contexts:
+            raise NoPath("no decode worker is available; try again shortly")
+        return max(contexts)
+
+    def missing(self) -> list[str]:
+        """What a whole path lacks; empty when ready."""
+        if self.gate.is_draining:
+            return ["the server is about to end"]
+        workers = self._fleet.workers()
+        reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}
+        wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
+        return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
+
+    def status(self) -> dict[str, Any]:
+        """All workers and their numbers, for people and for `twostroke status`."""
+        ejected = self._pipeline.ejected()
+        return {
+            "model": self.config.model_name,
+            "version": self.config.version,
+            "ready": not self.missing(),
+            "places_held": self._pipeline.in_flight,
+            "slo_classes": [
+                {"name": one.name, "attainment": self.promises.attainment(one.name)} for one in self.slo.classes
+            ],
+            "autoscaling": self._scaling_status(),
+            "workers": [
+                {
+                    "role": info.role,
+                    "worker_id": info.peer.worker_id,
+                    "epoch": f"{info.peer.epoch:016x}",
+                    "node": info.token_address.host,
+                    "reachable": self._channels.is_connected(info.peer),
+                    "ejected": info.peer in ejected,
+                    "ranks": info.layout.tp_size,
+                    "block_size": info.layout.block_size,
+                    "num_blocks": info.num_blocks,
+                    "max_context": info.max_context,
+                    "stats": msgspec.to_builtins(self._channels.stats(info.peer)),
+                }
+                for info in self._fleet.workers()
+            ],
+        }
+
+    def _scaling_status(self) -> dict[str, Any] | None:
+        scaling = self._scaling()
+        if scaling is None:
+            return None
+        running = Counter(info.role for info, stats in self._worker_numbers() if not stats.is_draining)
+        return scaling_status(scaling, running, self._wall_clock())
+
+    def demand(self) -> dict[str, float]:
+        """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
+        return {
+            "started_at": float(self.started_at),
+            **self._demand.numbers(),
+            **fleet_numbers(self._worker_numbers()),
+        }
+
+    def reading(self) -> RouterReading:
+        """This router's numbers."""
+        return RouterReading(
+            self.config.router_id,
+            tuple(self.metrics.registry.collect()),
+            tuple(self._worker_numbers()),
+            frozenset(self._pipeline.ejected()),
+        )
+
+    async def readings(self) -> list[RouterReading]:
+        """The numbers of all routers that answer, this one's first."""
+        return [self.reading(), *await self._other_routers()]
+
+    async def generate(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
+        """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
+        writer = ChoiceWriter(job, self.tokenizer)
+        outcome: Outcome = "abort"
+        verdict: Verdict | None = None
+        last: float | None = None
+        self.metrics.begun(job.request.num_prompt_tokens)
+        self._demand.arrived(job.request)
+        try:
+            async with aclosing(self._pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    now = self.clock()
+                    if last is not None:
+                        self.metrics.inter_token_latency.observe(now - last)
+                    last = now
+                    delta = writer.add(event)
+                    if delta.finish_reason is not None:
+                        outcome = stages.finish_reason = delta.finish_reason
+                        # A stop string ends the choice here, whatever the workers had sent beyond it.
+                        stages.finish = now
+                        stages.num_output_tokens = writer.num_tokens
+                    yield delta
+                    if delta.finish_reason is not None and event.finish_reason is None:
+                        break  # a stop string: the workers don't know of it, and are told by closing
+            verdict = verdict_of(job.request.promise, stages)
+            self._admission.ended(job.request, stages)
+        except Exception as error:  # bugs, too; a client that leaves is none
+            outcome = "error"
+            verdict = "missed"
+            if isinstance(error, Overloaded):
+                verdict = "refused"
+                self.promises.refused(job.request, error.limit)
+            raise
+        finally:
+            self.metrics.ended(stages, outcome)
+            if outcome != "error":
+                self._demand.ended(stages)
+            if verdict is not None:
+                self.promises.over(job.request, stages, verdict)
+
+    def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
+        """The workers that have told their numbers, and those."""
+        for info in self._fleet.workers():
+            stats = self._channels.stats(info.peer)
+            if stats is not None:
+                yield info, stats
+
+    async def _follow(self) -> None:
+        while True:
+            self._channels.follow(self._fleet.workers())
+            await asyncio.sleep(self.config.follow_s)

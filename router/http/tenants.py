@@ -1,0 +1,230 @@
+"""Who may ask, and who asks: API keys, their limits, and a cache salt for each.
+
+Keys are random, so a plain SHA-256 keeps them secret; only hashes are configured. A given key's hash is compared with
+all of them, each in constant time: how long an answer takes tells nothing of them.
+
+What one API key may use: requests and tokens a minute, and choices at a time. Pure: the clock is injected.
+"""
+
+import hashlib
+import hmac
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError, RequestError
+
+MINUTE_S = 60.0
+
+
+class RateLimited(RequestError):
+    """The key has used up what it may for now (429)."""
+
+    def __init__(self, message: str, *, retry_after_s: float):
+        whole_s = max(1, math.ceil(retry_after_s))
+        message = f"{message}; try again in {whole_s} s"
+        super().__init__(message, code="rate_limit_exceeded", status=429, retry_after_s=whole_s)
+
+
+class TokenBucket:
+    """Holds a minute's worth at most, is full at first, and is refilled steadily."""
+
+    def __init__(self, per_minute: float, clock: Clock):
+        self._clock = clock
+        self._capacity = per_minute
+        self._per_second = per_minute / MINUTE_S
+        self._level = per_minute
+        self._at = clock()
+
+    def take(self, amount: float) -> float:
+        """Take `amount`, and return how much was taken: the whole bucket where it asks for more than that holds.
+
+        Raises `NotYet` where there isn't enough.
+        """
+        self._refill()
+        amount = min(amount, self._capacity)
+        if self._level < amount:
+            raise NotYet((amount - self._level) / self._per_second)
+        self._level -= amount
+        return amount
+
+    def settle(self, taken: float, used: float) -> None:
+        """Give back what was `taken` and not used. What was used beyond it is owed, and delays the next."""
+        self._refill()
+        self._level = min(self._capacity, self._level + taken - used)
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
+        self._at = now
+
+
+class NotYet(Exception):
+    """The bucket will have enough in `wait_s` seconds, if nobody else takes it."""
+
+    def __init__(self, wait_s: float):
+        super().__init__(f"enough in {wait_s:.3g} s")
+        self.wait_s = wait_s
+
+
+class KeyLimits:
+    """The limits of one key at one router; None is no limit."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        requests_per_minute: float | None,
+        tokens_per_minute: float | None,
+        max_in_flight: int | None,
+    ):
+        self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
+        self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+
+    def count_request(self) -> None:
+        """Raises RateLimited where the key sends more requests than it may."""
+        if self._requests is not None:
+            try:
+                self._requests.take(1)
+            except NotYet as not_yet:
+                raise RateLimited("the API key has used up its requests", retry_after_s=not_yet.wait_s) from None
+
+    @contextmanager
+    def in_flight(self, num_choices: int) -> Iterator[None]:
+        """Places for so many choices. Raises RateLimited where there are not so many now, RequestError where never."""
+        if self._max_in_flight is not None and num_choices > self._max_in_flight:
+            message = f"{num_choices} choices, and the API key may have {self._max_in_flight} under way at a time"
+            raise RequestError(message, param="n")
+        if self._max_in_flight is not None and self._in_flight + num_choices > self._max_in_flight:
+            message = f"the API key may have {self._max_in_flight} choices under way at a time"
+            raise RateLimited(message, retry_after_s=1)
+        self._in_flight += num_choices
+        try:
+            yield
+        finally:
+            self._in_flight -= num_choices
+
+    @contextmanager
+    def tokens(self, most: int, used: Callable[[], int]) -> Iterator[None]:
+        """Set tokens aside for a request that takes `most`; at the end it is asked how many it `used`.
+
+        Raises RateLimited where the key has too few left.
+        """
+        if self._tokens is None:
+            yield
+            return
+        try:
+            taken = self._tokens.take(most)
+        except NotYet as not_yet:
+            raise RateLimited("the API key has used up its tokens", retry_after_s=not_yet.wait_s) from None
+        try:
+            yield
+        finally:
+            self._tokens.settle(taken, used())
+
+
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class KeyConfig:
+    """One API key. Raises ConfigError for values that can't be meant."""
+
+    name: str
+    sha256: str  # of the key, in hexadecimal
+    slo_class: str | None = None  # of requests that name none; none with a higher priority may be named
+    requests_per_minute: float | None = None  # None: no limit
+    tokens_per_minute: float | None = None  # prompts and outputs
+    max_in_flight: int | None = None  # choices at a time
+    admin: bool = False  # may also ask for /metrics, /status and /doctor
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > 64 or not self.name.isprintable():
+            raise ConfigError(f"name: {self.name!r} must be 1 to 64 printable characters")
+        if len(self.sha256) != 64 or not set(self.sha256) <= set("0123456789abcdef"):
+            raise ConfigError("sha256: must be the 64 hexadecimal digits that `twostroke key new` prints, not the key")
+        for what in ("requests_per_minute", "tokens_per_minute", "max_in_flight"):
+            value = getattr(self, what)
+            if value is not None and not value >= 1:
+                raise ConfigError(f"{what}: {value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class AuthConfig:
+    """All keys; without any, everybody may do everything. Raises ConfigError for keys that are alike."""
+
+    keys: tuple[KeyConfig, ...] = field(default_factory=tuple)
+    keys_file: str | None = None  # a YAML file with more of them, under `keys`
+
+    def __post_init__(self) -> None:
+        for what in ("name", "sha256"):
+            values = [getattr(key, what) for key in self.keys]
+            for value in values:
+                if values.count(value) > 1:
+                    raise ConfigError(f"keys: {what} {value} is there twice")
+
+
+@dataclass(frozen=True, eq=False)
+class Tenant:
+    """Whom a key belongs to. `cache_salt` keeps his prefixes apart from others'."""
+
+    name: str
+    slo_class: str | None
+    is_admin: bool
+    cache_salt: bytes
+    limits: KeyLimits
+
+
+class Tenants:
+    """Finds who asks. Every router has its own: of a key's limits each gives a `num_routers`-th part."""
+
+    def __init__(self, keys: Sequence[KeyConfig], *, secret: bytes, clock: Clock, num_routers: int = 1):
+        self._tenants = [(bytes.fromhex(key.sha256), _tenant(key, secret, clock, num_routers)) for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether a key is needed at all."""
+        return bool(self._tenants)
+
+    def of(self, authorization: str | None) -> Tenant:
+        """Who sends this `Authorization` header. Raises RequestError (401)."""
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for digest, tenant in self._tenants:  # to the end, whichever it is
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        if found is None:
+            raise _unauthorized("the API key is not known here")
+        return found
+
+
+def new_key() -> tuple[str, str]:
+    """A fresh key, and the hash of it that is configured."""
+    key = f"ts-{secrets.token_urlsafe(32)}"
+    return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def _tenant(key: KeyConfig, secret: bytes, clock: Clock, num_routers: int) -> Tenant:
+    salt = hmac.digest(secret, b"cache salt of " + key.name.encode(), "sha256")[:_SALT_BYTES]
+    limits = KeyLimits(
+        clock=clock,
+        requests_per_minute=_part(key.requests_per_minute, num_routers),
+        tokens_per_minute=_part(key.tokens_per_minute, num_routers),
+        max_in_flight=None if key.max_in_flight is None else -(-key.max_in_flight // num_routers),
+    )
+    return Tenant(key.name, key.slo_class, key.admin, salt, limits)
+
+
+def _part(limit: float | None, num_routers: int) -> float | None:
+    return None if limit is None else max(1.0, limit / num_routers)
+
+
+def _unauthorized(message: str) -> RequestError:
+    return RequestError(message, code="invalid_api_key", status=401)

@@ -1,0 +1,168 @@
+"""Spans of a request, made when it is over: from the router's own stamps and from what the workers' replies told.
+
+So no worker needs a tracer, and nothing is made on the way of a token. Names and attributes are those of
+OpenTelemetry's conventions for HTTP servers and generative AI, where these have one; no text of a client's is among
+them.
+
+    POST /v1/chat/completions            the request, from arrival to the last byte
+      router/admission                   until it was let through
+      router/attempt                     one try of one choice; a failed one has the error as an event
+        prefill_worker/queue, prefill_worker/prefill
+        decode_worker/transfer, decode_worker/queue, decode_worker/decode
+
+Workers tell durations, not moments: their spans are laid out from the beginning of the attempt.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.stages import Stages, Try
+from twostroke.router.openai.jobs import Job
+
+MAX_CHOICES = 16
+"""Of one request, that have spans; a request may have more."""
+
+_WORKER = "twostroke.worker_id"
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+
+
+def exporting(endpoint: str, sample: float, *, replica: str) -> TracerProvider:
+    """Sends batches of spans to an OTLP receiver, on a thread of its own."""
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "twostroke", "service.instance.id": replica}),
+        sampler=ParentBased(TraceIdRatioBased(sample)),
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider
+
+
+class OpenTelemetryTraces:
+    """Turns requests for completions into spans. `wall_clock` gives seconds since 1970."""
+
+    def __init__(self, provider: TracerProvider, *, wall_clock: Callable[[], float] = time.time):
+        self._provider = provider
+        self._tracer = provider.get_tracer("twostroke.router")
+        self._wall_clock = wall_clock
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, exchange: Exchange) -> None:
+        """Make the spans of a request that is over just now."""
+        operation = _OPERATIONS.get(exchange.route or "")
+        if operation is None:
+            return
+        parent = self._propagator.extract(exchange.headers)
+        spans = _Spans(self._tracer, self._wall_clock() - exchange.ended)
+        name, attributes = f"{exchange.method} {exchange.route}", _attributes(exchange, operation)
+        with spans.open(name, exchange.began, exchange.ended, parent, attributes, SpanKind.SERVER) as root:
+            if not root.is_recording():
+                return
+            if exchange.status >= 500:
+                root.set_attribute("error.type", str(exchange.status))
+                root.set_status(Status(StatusCode.ERROR))
+            for job, stages in zip(exchange.jobs[:MAX_CHOICES], exchange.stages, strict=False):
+                _add_choice(spans, set_span_in_context(root), job, stages)
+
+    def close(self) -> None:
+        """Send what has not been sent yet; takes seconds where nobody receives it."""
+        self._provider.shutdown()
+
+
+class _Spans:
+    """Makes spans of moments of the router's clock; `offset_s` added, they are seconds since 1970."""
+
+    def __init__(self, tracer: Tracer, offset_s: float):
+        self._tracer = tracer
+        self._offset_s = offset_s
+
+    @contextmanager
+    def open(
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        parent: Context,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> Iterator[Span]:
+        span = self._tracer.start_span(name, parent, kind, attributes, start_time=self.ns(begin))
+        try:
+            yield span
+        finally:
+            span.end(self.ns(max(begin, end)))
+
+    def add(self, name: str, begin: float, seconds: float, parent: Context, worker: str | None = None) -> None:
+        """A span without children."""
+        with self.open(name, begin, begin + seconds, parent, None if worker is None else {_WORKER: worker}):
+            pass
+
+    def ns(self, moment: float) -> int:
+        return int((moment + self._offset_s) * 1e9)
+
+
+def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        "http.request.method": exchange.method,
+        "http.route": exchange.route or "",
+        "http.response.status_code": exchange.status,
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "twostroke",
+        "twostroke.request_id": exchange.request_id,
+    }
+    if not exchange.jobs:  # refused before it was understood
+        return attributes
+    request = exchange.jobs[0].request
+    reasons = [stages.finish_reason for stages in exchange.stages if stages.finish_reason is not None]
+    return attributes | {
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.temperature": request.sampling.temperature,
+        "gen_ai.request.choice.count": len(exchange.jobs),
+        "gen_ai.request.stream": exchange.is_stream,
+        "gen_ai.response.finish_reasons": reasons,
+        "gen_ai.usage.input_tokens": exchange.prompt_tokens(),
+        "gen_ai.usage.output_tokens": exchange.output_tokens(),
+        "twostroke.slo_class": request.promise.class_name,
+    }
+
+
+def _add_choice(spans: _Spans, parent: Context, job: Job, stages: Stages) -> None:
+    if stages.admit is not None and not stages.follows:
+        spans.add("router/admission", stages.arrive, stages.admit - stages.arrive, parent)
+    for number, tried in enumerate(stages.tries, start=1):
+        attributes = {
+            "twostroke.choice": job.index,
+            "twostroke.attempt": number,
+            "twostroke.cached_tokens": tried.num_cached_tokens,
+        }
+        with spans.open("router/attempt", tried.begin, tried.end, parent, attributes) as span:
+            if tried.error is not None:
+                span.add_event("exception", {"exception.type": tried.error}, spans.ns(tried.end))
+                span.set_status(Status(StatusCode.ERROR, tried.error))
+            _add_stages(spans, set_span_in_context(span), tried)
+
+
+def _add_stages(spans: _Spans, parent: Context, tried: Try) -> None:
+    if tried.prefill_queue_s is not None and tried.prefill_s is not None:
+        spans.add("prefill_worker/queue", tried.begin, tried.prefill_queue_s, parent, tried.prefill)
+        begin = tried.begin + tried.prefill_queue_s
+        spans.add("prefill_worker/prefill", begin, tried.prefill_s, parent, tried.prefill)
+    if tried.decode_queue_s is None:  # the decode worker has not answered
+        return
+    begin = tried.begin
+    if tried.transfer_s is not None:
+        spans.add("decode_worker/transfer", begin, tried.transfer_s, parent, tried.decode)
+        begin += tried.transfer_s
+    spans.add("decode_worker/queue", begin, tried.decode_queue_s, parent, tried.decode)
+    begin += tried.decode_queue_s
+    spans.add("decode_worker/decode", begin, max(0.0, tried.end - begin), parent, tried.decode)

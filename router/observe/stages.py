@@ -1,0 +1,106 @@
+"""What is stamped on a sequence on its way: for metrics, for `usage`, for traces, for finding out where time went.
+
+The stages, in their order: `arrive, admit, prefill_queue, prefill, transfer, decode_queue, decode, finish`. Moments are
+the router's clock, durations are the workers' own; all in seconds. KV is sent while it is computed, so `transfer`
+begins with the attempt and includes what it waited for.
+"""
+
+from dataclasses import dataclass, field
+
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import FinishReason
+from twostroke.router.routing.policy import Estimate, Path
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One attempt that is over: when it was, who was asked, and what they told of it."""
+
+    begin: float
+    end: float
+    prefill: str | None  # worker id; None where the decode worker was to compute the prompt
+    decode: str  # worker id
+    error: str | None  # the kind of failure that ended it; never an error's own words, which may quote a request
+    num_cached_tokens: int
+    prefill_queue_s: float | None
+    prefill_s: float | None
+    transfer_s: float | None
+    decode_queue_s: float | None
+
+
+@dataclass(slots=True)
+class Stages:
+    """The stamps of one sequence. A resumed sequence keeps the durations of its last attempt."""
+
+    arrive: float
+    first_token: float | None = None
+    finish: float | None = None
+    admit: float | None = None  # tokenised, its path chosen, and let through
+    expected: Estimate | None = None  # of the path that it was admitted on
+    follows: bool = False  # admitted together with another choice of the same response
+    attempts: int = 0
+    tries: list[Try] = field(default_factory=list)  # those that are over
+    prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
+    num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefill_queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    decode_queue_s: float | None = None
+    finish_reason: FinishReason | None = None
+
+    def begin_attempt(self) -> None:
+        """Count an attempt, and forget the workers' numbers of the one before."""
+        self.attempts += 1
+        self.prefill_queue_s = self.prefill_s = self.transfer_s = self.decode_queue_s = None
+        self.num_cached_tokens = 0
+
+    def end_attempt(self, begin: float, end: float, path: Path, error: TwostrokeError | None) -> None:
+        """Keep what is known of the attempt that was from `begin` to `end`, and failed with `error` if there is one."""
+        self.tries.append(
+            Try(
+                begin=begin,
+                end=end,
+                prefill=None if path.prefill is None else path.prefill.peer.worker_id,
+                decode=path.decode.peer.worker_id,
+                error=None if error is None else type(error).__name__,
+                num_cached_tokens=self.num_cached_tokens,
+                prefill_queue_s=self.prefill_queue_s,
+                prefill_s=self.prefill_s,
+                transfer_s=self.transfer_s,
+                decode_queue_s=self.decode_queue_s,
+            )
+        )
+
+    @property
+    def resumes(self) -> int:
+        """Attempts after the first."""
+        return max(0, self.attempts - 1)
+
+    @property
+    def admit_s(self) -> float | None:
+        """From arrival until it was let through: reading, tokenising, choosing the path."""
+        return None if self.admit is None else self.admit - self.arrive
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return None if self.first_token is None else self.first_token - self.arrive
+
+    @property
+    def e2e_s(self) -> float | None:
+        """From arrival to the last token."""
+        return None if self.finish is None else self.finish - self.arrive
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last."""
+        return None if self.finish is None or self.first_token is None else self.finish - self.first_token
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for fewer than two tokens."""
+        if self.decode_s is None or self.num_output_tokens < 2:
+            return None
+        return self.decode_s / (self.num_output_tokens - 1)

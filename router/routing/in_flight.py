@@ -1,0 +1,218 @@
+"""What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
+
+A worker's numbers tell of all routers' requests, but are a moment old. `Load.of` joins the two without counting work
+twice.
+
+What one router asks of one worker, by class, in seconds of prompts. Pure: the time is an argument.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import Peer
+from twostroke.router.slo.demand import DecayingSum
+
+_DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
+
+
+class Place(msgspec.Struct, frozen=True, eq=False):
+    """What one request is to a worker."""
+
+    worker: Peer
+    prompt_tokens: int  # to be computed there
+    context_tokens: int  # of KV that it will hold there
+    class_name: str = "standard"
+
+
+@dataclass(slots=True)
+class Work:
+    """A sum of places."""
+
+    requests: int = 0
+    context_tokens: int = 0
+    prompt_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by class
+
+    def add(self, place: Place, sign: int) -> None:
+        """Count `place` in (1) or out (-1)."""
+        self.requests += sign
+        self.context_tokens += sign * place.context_tokens
+        self.prompt_tokens[place.class_name] += sign * place.prompt_tokens
+
+
+@dataclass(slots=True)
+class Load:
+    """This router's work at one worker: all there is now, what the worker's numbers count in, what came since."""
+
+    now: Work = field(default_factory=Work)
+    told: Work = field(default_factory=Work)
+    since: Work = field(default_factory=Work)
+    fresh: dict[Place, float] = field(default_factory=dict)  # held since the numbers came, or just before: and when
+
+    @staticmethod
+    def joined(told_by_worker: float, now: float, told: float, since: float) -> float:
+        """What is there now, of what the worker told of when this router's part was `told`.
+
+        Others' part is what was more than that. No more can be there than was, with what came since: requests that
+        ended, or got on, are out of the worker's number before this router hears of it.
+        """
+        return min(told_by_worker + since, max(told_by_worker - told, 0.0) + now)
+
+    def requests(self, told_by_worker: float) -> float:
+        """Requests there now, where the worker told of so many."""
+        return self.joined(told_by_worker, self.now.requests, self.told.requests, self.since.requests)
+
+    def context_tokens(self, told_by_worker: float) -> float:
+        """Their tokens of KV."""
+        return self.joined(told_by_worker, self.now.context_tokens, self.told.context_tokens, self.since.context_tokens)
+
+    def prompt_tokens(self, class_name: str, told_by_worker: float) -> float:
+        """Prompt tokens of a class that are still to be computed."""
+        return self.joined(
+            told_by_worker,
+            self.now.prompt_tokens[class_name],
+            self.told.prompt_tokens[class_name],
+            self.since.prompt_tokens[class_name],
+        )
+
+
+class Hold:
+    """One request's places at its workers, until released."""
+
+    def __init__(self, counts: "InFlight", places: Sequence[Place], when_computed: Callable[[], None]):
+        self._counts = counts
+        self._when_computed: Callable[[], None] | None = when_computed
+        self._places = {place.worker: place for place in places}
+        for place in self._places.values():
+            counts._enter(place)
+
+    def release(self, worker: Peer | None = None) -> None:
+        """Give up the place at `worker`, or all that are left. May be called more than once."""
+        for one in [worker] if worker is not None else list(self._places):
+            place = self._places.pop(one, None)
+            if place is not None:
+                self._counts._leave(place)
+
+    def prompt_computed(self) -> None:
+        """The first token has come: no worker has to compute the prompt any more. May be called more than once."""
+        if self._when_computed is None:
+            return
+        self._when_computed()
+        self._when_computed = None
+        for worker, place in self._places.items():
+            if place.prompt_tokens:
+                self._places[worker] = self._counts._compute(place)
+
+
+class InFlight:
+    """The load at every worker. `changed` is called with each worker whose load has changed."""
+
+    def __init__(self, clock: Clock, changed: Callable[[Peer], None] = lambda worker: None):
+        self._clock = clock
+        self._changed = changed
+        self._loads: dict[Peer, Load] = {}
+        self._total = 0
+
+    def hold(self, places: Sequence[Place], when_computed: Callable[[], None] = lambda: None) -> Hold:
+        """Count a request in at these places. `when_computed` is called once, when its first token has come."""
+        return Hold(self, places, when_computed)
+
+    def load(self, worker: Peer) -> Load:
+        """This router's work at `worker`."""
+        return self._loads.get(worker) or Load()
+
+    def total(self) -> int:
+        """All places held: 0 when idle."""
+        return self._total
+
+    def told(self, worker: Peer) -> None:
+        """The worker has just told its numbers."""
+        load = self._loads.get(worker)
+        if load is None:
+            return
+        if load.now.requests == 0:
+            del self._loads[worker]
+            return
+        now = self._clock()
+        load.fresh = {place: at for place, at in load.fresh.items() if now - at < _DELIVERY_S}
+        load.since = Work()
+        load.told = Work(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
+        for place in load.fresh:
+            load.since.add(place, 1)
+            load.told.add(place, -1)
+
+    def keep(self, workers: Collection[Peer]) -> None:
+        """Forget workers that are gone, once nothing is held there."""
+        for worker in self._loads.keys() - set(workers):
+            if self._loads[worker].now.requests == 0:
+                del self._loads[worker]
+
+    def _enter(self, place: Place) -> None:
+        load = self._loads.get(place.worker)
+        if load is None:
+            load = self._loads[place.worker] = Load()
+        load.now.add(place, 1)
+        load.since.add(place, 1)
+        load.fresh[place] = self._clock()
+        self._total += 1
+        self._changed(place.worker)
+
+    def _leave(self, place: Place) -> None:
+        load = self._loads[place.worker]  # there even where nothing is left: the worker's numbers may still count it
+        load.now.add(place, -1)
+        load.fresh.pop(place, None)
+        self._total -= 1
+        self._changed(place.worker)
+
+    def _compute(self, place: Place) -> Place:
+        load = self._loads[place.worker]
+        computed = Place(place.worker, 0, place.context_tokens, place.class_name)
+        load.now.prompt_tokens[place.class_name] -= place.prompt_tokens
+        if (at := load.fresh.pop(place, None)) is not None:
+            load.fresh[computed] = at
+        self._changed(place.worker)
+        return computed
+
+
+WANTED_S = 4.0
+"""How long a wish is remembered. Longer, and lower classes are refused for many seconds after an overload, by idle
+workers."""
+
+BLIND_S = 0.5
+"""Between a worker's stats: what was sent meanwhile, they don't tell of."""
+
+
+class WorkerLoad:
+    """Of one worker that computes prompts."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(WANTED_S))  # by priority
+        self._unseen: dict[str, DecayingSum] = defaultdict(lambda: DecayingSum(BLIND_S))  # by class
+        self.sent_at = -math.inf
+
+    def want(self, priority: int, prompt_s: float, now: float) -> None:
+        """A prompt would like to be computed there, whether it is let in or not."""
+        self._wanted[priority].add(prompt_s, now)
+
+    def send(self, class_name: str, prompt_s: float, now: float) -> None:
+        """A prompt is let in."""
+        self._unseen[class_name].add(prompt_s, now)
+        self.sent_at = now
+
+    def wanted_above(self, priority: int, now: float) -> float:
+        """The part of the worker's time that classes of a higher priority want; above 1 where they want too much."""
+        return sum(one.rate(now) for other, one in self._wanted.items() if other > priority)
+
+    def unseen_s(self, now: float, class_name: str | None = None) -> float:
+        """Work that the worker's stats don't tell of yet: of one class, or of all."""
+        if class_name is not None:
+            return self._unseen[class_name].value(now) if class_name in self._unseen else 0.0
+        return sum(one.value(now) for one in self._unseen.values())
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether nothing has been wanted of it for long."""
+        return all(one.value(now) < 1e-6 for one in self._wanted.values())

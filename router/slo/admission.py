@@ -1,0 +1,267 @@
+"""Who is let in: a request that would break its own promise, or those of others, is refused at once (429).
+
+Pure: an estimate of the path's times goes in, a decision comes out; the clock is injected. `Pipeline` asks once for
+each request, when its path is held and nothing has been sent yet.
+
+- What is predicted is corrected by what came of earlier predictions (`correction.py`).
+- What classes of a higher priority will take meanwhile is taken off: a worker of whose time they want the part `rho`
+  has 1 - rho left for others, and never less for a class than its share.
+- Steps are never let become slower than the classes of a higher priority need them, which may come at any time.
+- Some of every limit is kept free, for higher classes and for classes below their share: so the lowest is shed first
+  and none starves.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Peer, Promise
+from twostroke.protocol.stats import WorkerStats
+from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.in_flight import WorkerLoad
+from twostroke.router.routing.policy import Estimate, Path
+from twostroke.router.slo.attainment import ClassHistory, Correction
+from twostroke.router.slo.classes import SLOConfig
+
+RESERVE = 0.15  # of every limit, for higher classes and for those below their share
+HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
+PROBE_S = 2.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
+PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for its share
+LEAST_AVAILABLE = 0.05
+_ASKED_LATELY = 0.5  # requests, fading
+MOST_RETRY_AFTER_S = 60
+
+Stats = Callable[[Peer], WorkerStats | None]
+
+
+Limit = Literal["ttft", "tpot", "queue"]
+"""What would be broken: a promised time to the first token or between tokens, or what of a queue is endless."""
+
+
+class Overloaded(RequestError):
+    """The request would be late, or would make others late (429)."""
+
+    def __init__(self, message: str, *, limit: Limit, retry_after_s: int):
+        super().__init__(message, code="overloaded", status=429, retry_after_s=retry_after_s)
+        self.limit: Limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a request is not let in, and how long the path needs to be able to, if nobody else comes."""
+
+    limit: Limit
+    reason: str
+    clears_in_s: float  # infinite: it takes too long even alone
+
+
+class Admission:
+    """The decisions of one router of `num_routers`. `stats` gives a worker's newest numbers."""
+
+    def __init__(self, *, config: SLOConfig, stats: Stats, clock: Clock, num_routers: int = 1):
+        self._config = config
+        self._stats = stats
+        self._clock = clock
+        self._num_routers = num_routers
+        self._classes = {one.name: ClassHistory(one.priority, one.share) for one in config.classes}
+        self._loads: dict[Peer, WorkerLoad] = {}  # of workers that compute prompts
+        self._admitted_at = -math.inf
+
+    def admit(self, request: GenerateRequest, path: Path, stages: Stages) -> None:
+        """Count the request as admitted, with `stages` telling on which estimate. Raises Overloaded."""
+        now = self._clock()
+        history = self._history(request.promise)
+        if path.estimate is not None and self._config.admission and not stages.follows:
+            history.offered.add(1.0, now)
+            self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
+            fault = self._fault(request, path, path.estimate, history, stages)
+            if fault is not None and not self._is_probe(fault, path, path.estimate, history, now):
+                history.is_refusing = True
+                history.refused_at = now
+                retry_after_s = self._retry_after_s(fault, path, path.estimate, history, now)
+                message = f"{fault.reason}; try again in {retry_after_s} s"
+                raise Overloaded(message, limit=fault.limit, retry_after_s=retry_after_s)
+            history.is_refusing = False
+            history.admitted.add(1.0, now)
+        self._count(request, path, history, now)
+        stages.expected = path.estimate
+
+    def ended(self, request: GenerateRequest, stages: Stages) -> None:
+        """Learn from a request that is over: what was predicted for it, and what came."""
+        history = self._history(request.promise)
+        if stages.num_output_tokens:
+            history.has_put_out(stages.num_output_tokens)
+        if stages.expected is None or stages.admit is None or stages.first_token is None or stages.attempts > 1:
+            return
+        now = self._clock()
+        promise, expected = request.promise, stages.expected
+        if promise.ttft_left_s is not None:
+            history.ttft.learn(expected.ttft_s, stages.first_token - stages.admit, promise.ttft_left_s, now)
+        if promise.tpot_s is not None and stages.tpot_s is not None:
+            predicted_s = _tpot_s(expected, stages.num_output_tokens)
+            history.tpot.learn(predicted_s, stages.tpot_s, promise.tpot_s, now)
+
+    def ttft_correction(self, class_name: str) -> float:
+        """The factor by which the class's predicted times to first token are multiplied now."""
+        history = self._classes.get(class_name)
+        return 1.0 if history is None else history.ttft.factor(self._clock())
+
+    def _fault(
+        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, stages: Stages
+    ) -> _Fault | None:
+        promise = request.promise
+        now = self._clock()
+        if promise.ttft_left_s is None and promise.tpot_s is None:
+            return self._endless_queue(estimate)
+        part = 1.0 - self._kept_free(promise, history, now)
+        is_idle = self._is_idle(path, estimate)
+        if promise.ttft_left_s is not None:
+            predicted_s = estimate.pull_s + self._prompt_s(request, path, estimate, now)
+            if not is_idle:
+                predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
+            limit_s = part * promise.ttft_left_s - (now - stages.arrive)
+            if predicted_s > limit_s:
+                if estimate.prefill_s > promise.ttft_left_s:
+                    return _Fault("ttft", _hopeless(estimate, promise.ttft_left_s), math.inf)
+                reason = f"the first token would come after {predicted_s:.2g} s, beyond what its class promises"
+                return _Fault("ttft", reason, predicted_s - limit_s)
+        return None if is_idle else self._slow_steps(request, path, estimate, history, part)
+
+    def _is_idle(self, path: Path, estimate: Estimate) -> bool:
+        """Whether the request would have the path to itself: no better time will come for it."""
+        stats = self._stats(path.decode.peer)
+        return estimate.queue_s == 0 and stats is not None and stats.num_running + stats.num_waiting == 0
+
+    def _endless_queue(self, estimate: Estimate) -> _Fault | None:
+        """Nothing is promised, so nothing can be late; but who would wait so long has left by then."""
+        too_long_s = estimate.queue_s - self._config.max_queue_s
+        return _Fault("queue", "the queue is too long", too_long_s) if too_long_s > 0 else None
+
+    def _slow_steps(
+        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, part: float
+    ) -> _Fault | None:
+        """Whether tokens would come too slowly: this request's, or those of requests that run already."""
+        stats = self._stats(path.decode.peer)
+        limits: list[tuple[float, float]] = []  # predicted, allowed
+        num_outputs = history.expected_output(request.max_tokens)
+        own_s = request.promise.tpot_s
+        if own_s is not None and request.max_tokens > 1:
+            predicted_s = history.tpot.corrected(_tpot_s(estimate, num_outputs), own_s, self._clock())
+            limits.append((predicted_s, part * own_s))
+        if stats is not None and stats.tightest_tpot_s is not None:
+            limits.append((estimate.step_s, stats.tightest_tpot_s))
+        for higher_s, correction in self._tpots_of_higher(request.promise):
+            limits.append((correction.corrected(estimate.step_s, higher_s, self._clock()), part * higher_s))
+        for predicted_s, limit_s in limits:
+            if predicted_s > limit_s:
+                # Of so many requests that run, each ends within its output's steps: the time until enough have.
+                running = max(1, stats.num_running) if stats is not None else 1
+                too_many = max(1.0, running * (1 - limit_s / predicted_s))
+                clears_in_s = too_many * num_outputs * estimate.step_s / running
+                return _Fault("tpot", "tokens would come more slowly than is promised to requests", clears_in_s)
+        return None
+
+    def _kept_free(self, promise: Promise, history: ClassHistory, now: float) -> float:
+        """The part of its limits that a request can't use."""
+        if self._is_below_share(history, now):
+            return 0.0
+        offered = sum(one.offered.value(now) for one in self._classes.values())
+        higher = sum(one.offered.value(now) for one in self._classes.values() if one.priority > promise.priority)
+        reserve = RESERVE * min(1.0, 3 * higher / offered) if offered > 0 else 0.0
+        for other in self._classes.values():
+            if other is not history and self._is_below_share(other, now) and now - other.refused_at < PRESSED_S:
+                reserve = RESERVE
+        return reserve + (HYSTERESIS if history.is_refusing else 0.0)
+
+    def _is_below_share(self, history: ClassHistory, now: float) -> bool:
+        tokens = sum(one.tokens.value(now) for one in self._classes.values())
+        return history.tokens.value(now) < history.share * tokens
+
+    def _is_probe(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> bool:
+        """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out.
+
+        A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with
+        nothing to do it would never learn better.
+        """
+        if path.is_trial and fault.limit == "ttft":
+            return True
+        if fault.clears_in_s == math.inf and self._untried_s(path, estimate, now) <= 0:
+            return True
+        since = history.admitted_at if self._is_below_share(history, now) else self._admitted_at
+        return now - since > max(PROBE_S, 2 * estimate.ttft_s)
+
+    def _untried_s(self, path: Path, estimate: Estimate, now: float) -> float:
+        """Until the path is tried with a prompt that is thought to take too long even alone."""
+        tried_s = now - self._load(path, now).sent_at
+        return max(estimate.queue_s, max(PROBE_S, 2 * estimate.prefill_s) - tried_s)
+
+    def _prompt_s(self, request: GenerateRequest, path: Path, estimate: Estimate, now: float) -> float:
+        """Until the prompt is computed, with all that will come before it."""
+        promise, load = request.promise, self._load(path, now)
+        # Each of the other routers has probably sent as much as this one has, and the worker's stats don't tell of it.
+        unseen_s = (self._num_routers - 1) * load.unseen_s(now)
+        left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
+        predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
+        stats = self._stats(path.reader.peer)
+        if promise.share == 0 or stats is None:
+            return predicted_s
+        # Whatever higher classes want, prompts of its own class go on at their share of the worker.
+        token_s = estimate.prefill_s / max(1, path.new_tokens or request.num_prompt_tokens)
+        own_s = sum(one.tokens for one in stats.queued if one.class_name == promise.class_name) * token_s
+        own_s += self._num_routers * load.unseen_s(now, promise.class_name)
+        return min(predicted_s, (own_s + estimate.prefill_s) / promise.share)
+
+    def _tpots_of_higher(self, promise: Promise) -> list[tuple[float, Correction]]:
+        """The times between tokens that classes of a higher priority need, of those that asked for something lately."""
+        now = self._clock()
+        return [
+            (one.tpot_s, self._classes[one.name].tpot)
+            for one in self._config.classes
+            if one.priority > promise.priority
+            and one.tpot_s is not None
+            and self._classes[one.name].offered.value(now) > _ASKED_LATELY
+        ]
+
+    def _load(self, path: Path, now: float) -> WorkerLoad:
+        worker = path.reader.peer
+        if worker not in self._loads:
+            for other, load in list(self._loads.items()):  # workers come and go: none stays behind
+                if load.is_forgotten(now):
+                    del self._loads[other]
+            self._loads[worker] = WorkerLoad()
+        return self._loads[worker]
+
+    def _count(self, request: GenerateRequest, path: Path, history: ClassHistory, now: float) -> None:
+        history.admitted_at = self._admitted_at = now
+        history.tokens.add(request.num_prompt_tokens + history.expected_output(request.max_tokens), now)
+        if path.estimate is not None:
+            self._load(path, now).send(request.promise.class_name, path.estimate.prefill_s, now)
+
+    def _history(self, promise: Promise) -> ClassHistory:
+        return self._classes.setdefault(promise.class_name, ClassHistory(promise.priority, promise.share))
+
+    def _retry_after_s(self, fault: _Fault, path: Path, estimate: Estimate, history: ClassHistory, now: float) -> int:
+        """When the path can take it, after those who were refused lately and will come back, too.
+
+        Where it never can, when it is next tried all the same.
+        """
+        if fault.clears_in_s == math.inf:
+            expected_s = self._untried_s(path, estimate, now)
+        else:
+            expected_s = fault.clears_in_s + history.backlog_s(now)
+        return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
+
+
+def _tpot_s(estimate: Estimate, num_outputs: float) -> float:
+    """The mean time between tokens: steps, and the way to the second token, which the first doesn't wait for."""
+    return estimate.step_s + (estimate.transfer_s + estimate.decode_slot_s) / max(1.0, num_outputs - 1)
+
+
+def _hopeless(estimate: Estimate, ttft_s: float) -> str:
+    return (
+        f"computing the prompt takes {estimate.prefill_s:.2g} s even alone, and its class promises the first token "
+        f"within {ttft_s:.2g} s: choose another class, or loosen the promise (x-slo-ttft-ms)"
+    )

@@ -1,0 +1,160 @@
+"""What is asked of the whole server, as one router sees it: for whoever decides how many workers there are.
+
+Counts what *arrives*, also what is turned away: what was served tells of the workers that there are, not of those that
+there should be. All numbers are flat, since that is how they travel; several routers' counters add up, and what each
+tells of the workers is of the same workers (`cluster/autoscaling/readings.py` puts them together).
+
+Sums that forget: what was added lately, and how much of it comes a second. Pure: the time is an argument.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, typical
+from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.classes import SLOClass
+
+ASKED_S = 600.0
+"""A class that nobody has asked for in this time promises nothing to anybody."""
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+class Demand:
+    """Counters of one router since its start."""
+
+    def __init__(self, classes: Sequence[SLOClass], clock: Clock):
+        self._classes = classes
+        self._clock = clock
+        self._asked_at: dict[str, float] = {}
+        self._requests = 0
+        self._prompt_tokens = 0.0
+        self._prompt_pairs = 0.0
+        self._spared_pairs = 0.0  # of prompts found in a cache, not taken off yet
+        self._cached_tokens = 0
+        self._output_tokens = 0
+        self._ended = 0
+
+    def arrived(self, request: GenerateRequest) -> None:
+        """A sequence is asked for, whatever becomes of it."""
+        self._requests += 1
+        self._prompt_tokens += request.num_prompt_tokens
+        self._count_pairs(request.num_prompt_tokens**2 / 2)
+        self._asked_at[request.promise.class_name] = self._clock()
+
+    def turned_away(self, num_choices: int) -> None:
+        """So many are refused before anybody has looked at their prompts: they are taken to be like the others."""
+        if self._requests:
+            self._count_pairs(num_choices * self._prompt_pairs / self._requests)
+            self._prompt_tokens += num_choices * self._prompt_tokens / self._requests
+        self._requests += num_choices
+
+    def ended(self, stages: Stages) -> None:
+        """The answer to a sequence is over: by itself, or because the client left."""
+        self._ended += 1
+        self._cached_tokens += stages.num_cached_tokens
+        self._spared_pairs += stages.num_cached_tokens**2 / 2
+        self._output_tokens += stages.num_output_tokens
+
+    def numbers(self) -> dict[str, float]:
+        """The counters, and the tightest promises among the classes that are asked for; 0 where nothing is promised."""
+        now = self._clock()
+        asked = [one for one in self._classes if now - self._asked_at.get(one.name, now - 2 * ASKED_S) < ASKED_S]
+        return {
+            "requests": float(self._requests),
+            "prompt_tokens": self._prompt_tokens,
+            "prompt_pairs": self._prompt_pairs,
+            "cached_tokens": float(self._cached_tokens),
+            "output_tokens": float(self._output_tokens),
+            "ended": float(self._ended),
+            "ttft_s": min((one.ttft_s for one in asked if one.ttft_s is not None), default=0.0),
+            "tpot_s": min((one.tpot_s for one in asked if one.tpot_s is not None), default=0.0),
+        }
+
+    def _count_pairs(self, num_pairs: float) -> None:
+        """Pairs of a token and one that it attends to; those that a cache has spared are taken off later prompts'.
+
+        A prompt of L tokens has L^2 / 2, of which the first p have p^2 / 2. What is cached is known when all is over,
+        and a counter can't go back.
+        """
+        spared = min(self._spared_pairs, num_pairs)
+        self._spared_pairs -= spared
+        self._prompt_pairs += num_pairs - spared
+
+
+def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
+    """What the workers that can take requests tell, summed up by role; names begin with the role and a dot.
+
+    `base_s` and the other costs are those of the worker in the middle; they are absent while no worker knows its own.
+    """
+    serving = [(info, stats) for info, stats in workers if not stats.is_draining]
+    numbers: dict[str, float] = {}
+    for role in ROLES:
+        of_role = [(info, stats) for info, stats in serving if info.role == role]
+        numbers |= {f"{role}.{name}": value for name, value in _role_numbers(of_role).items()}
+    return numbers
+
+
+def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
+    queued = sum(one.requests for _, stats in workers for one in stats.queued)
+    present = sum(stats.num_waiting + stats.num_running for _, stats in workers)
+    numbers = {
+        "running": float(len(workers)),
+        "queued_requests": float(queued),
+        "queued_tokens": float(sum(stats.num_waiting_tokens for _, stats in workers)),
+        "num_decoding": float(max(0, present - queued)),
+        "context_tokens": float(sum(stats.context_tokens for _, stats in workers)),
+        "owned_tokens": float(sum(stats.owned_blocks * info.layout.block_size for info, stats in workers)),
+        "total_tokens": float(sum(stats.total_blocks * info.layout.block_size for info, stats in workers)),
+    }
+    if workers:
+        numbers["max_batch"] = float(statistics.median_low(info.max_batch for info, _ in workers))
+        numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
+    costs = typical(stats.costs for _, stats in workers)
+    if costs is not None:
+        numbers |= {
+            "base_s": costs.base_s,
+            "token_s": costs.token_s,
+            "pair_s": costs.pair_s,
+            "row_s": costs.row_s,
+            "context_s": costs.context_s,
+            "num_samples": float(costs.num_samples),
+        }
+    return numbers
+
+
+_LEAST_S = 0.5
+"""A rate over a shorter time would be that of a single event."""
+
+
+class DecayingSum:
+    """A sum whose parts fade away exponentially, to a third or so after `memory_s` seconds."""
+
+    __slots__ = ("_at", "_began", "_memory_s", "_value")
+
+    def __init__(self, memory_s: float):
+        self._memory_s = memory_s
+        self._value = 0.0
+        self._at = 0.0
+        self._began: float | None = None
+
+    def add(self, amount: float, now: float) -> None:
+        """Add what has come at `now`; times never go back."""
+        if self._began is None:
+            self._began = now
+        self._value = self.value(now) + amount
+        self._at = now
+
+    def value(self, now: float) -> float:
+        """What is left of all that was added."""
+        return self._value * math.exp(min(0.0, self._at - now) / self._memory_s)
+
+    def rate(self, now: float) -> float:
+        """What has come a second, over the last `memory_s` or so; at first, over what time there has been."""
+        if self._began is None:
+            return 0.0
+        remembered = 1.0 - math.exp(-max(now - self._began, _LEAST_S) / self._memory_s)
+        return self.value(now) / (self._memory_s * remembered)

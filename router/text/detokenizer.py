@@ -1,0 +1,122 @@
+"""Tokens to text, a few at a time: never half a character, never the beginning of a stop string."""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from twostroke.router.text.tokenizer import TextTokenizer
+
+_REPLACEMENT = "�"
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: tokens are bytes, and an incremental UTF-8 decoder holds back half a character."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        """The text that `token_id` completes."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other vocabulary (sentencepiece with byte fallback, say).
+
+    A token's text may depend on the one before (a leading space is stripped at the very beginning only), so a window of
+    tokens is decoded with and without the new ones, and the difference is their text. While it ends in a byte token or
+    in U+FFFD, later tokens may still change it.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._begin = 0  # of the window
+        self._told = 0  # tokens before this are out
+
+    def add(self, token_id: int) -> str:
+        """The text that `token_id` completes."""
+        if self._tokenizer.is_special(token_id) or self._tokenizer.token(token_id) is None:
+            return ""
+        self._ids.append(token_id)
+        if self._is_byte(token_id):
+            return ""
+        text = self._untold()
+        if text.endswith(_REPLACEMENT):
+            return ""
+        self._advance()
+        return text
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        text = self._untold()
+        self._advance()
+        return text
+
+    def _untold(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._begin : self._told])
+        return self._tokenizer.decode(self._ids[self._begin :])[len(before) :]
+
+    def _advance(self) -> None:
+        """Let the window begin at the last token that surely is a whole piece of text."""
+        begin = self._told
+        self._told = len(self._ids)
+        while begin < self._told - 1 and self._is_byte(self._ids[begin]):
+            begin += 1
+        if begin < self._told:
+            self._begin = begin
+
+    def _is_byte(self, token_id: int) -> bool:
+        token = self._tokenizer.token(token_id)
+        return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+
+
+def new_detokenizer(tokenizer: TextTokenizer) -> Detokenizer:
+    """The right kind for this vocabulary."""
+    return ByteDetokenizer(tokenizer) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer)
+
+
+@dataclass
+class StopStrings:
+    """Lets text through up to the first stop string; holds back only an end that may begin one."""
+
+    stops: Sequence[str]
+    stopped: bool = False
+    _held: str = field(default="", init=False)
+
+    def add(self, text: str) -> str:
+        """What may be shown now. After a stop string was found, nothing more comes."""
+        if self.stopped:
+            return ""
+        if not self.stops:
+            return text
+        text = self._held + text
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self.stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, at the end: it began no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,235 @@
+"""Text to token ids and back, with the tokenizer of the model's folder. The `tokenizers` library, not transformers."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.text.chat_template import ChatTemplate
+
+OFF_LOOP_CHARS = 4096
+"""Longer texts are tokenised on a thread: the library lets go of the GIL, and streams beside must not stutter."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """One token by itself: for log-probabilities, where tokens are shown one by one."""
+
+    text: str  # bytes that are no UTF-8 by themselves read "bytes:\\xe2\\x80", as in OpenAI's API
+    raw: bytes
+
+
+class TextTokenizer:
+    """A model's tokenizer, its chat template and its stop tokens."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        chat_template: ChatTemplate | None,
+    ):
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        """Token ids below this are the model's."""
+        self.eos_token_ids = eos_token_ids
+        self._chat_template = chat_template
+        self._special_ids = {
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self.is_byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
+        """Whether a token is a string of bytes, so that texts of tokens are simply concatenated."""
+        self._longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self.piece = functools.lru_cache(maxsize=65536)(self._piece)
+        self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
+        """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "TextTokenizer":
+        """The tokenizer of a Hugging Face model folder. Raises ConfigError naming the file and the field."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing: a model folder needs the fast tokenizer's file")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+            raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(folder, config)
+        return cls(
+            tokenizer,
+            vocab_size=_vocab_size(folder, tokenizer),
+            eos_token_ids=_eos_token_ids(folder, tokenizer, special),
+            chat_template=_chat_template(folder, config, special),
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; a long one is tokenised off the event loop."""
+        if len(text) <= OFF_LOOP_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def surely_over(self, text: str, num_tokens: int) -> bool:
+        """Whether `text` must have more than `num_tokens` tokens, told without tokenising it."""
+        return len(text) > num_tokens * self._longest_token_chars
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, unknown ids are left out."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary; None for an id that the tokenizer does not know."""
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, which has no text."""
+        return token_id in self._special_ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt of a chat. Raises RequestError where the model has no chat template or it refuses."""
+        if self._chat_template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
+            )
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._special_ids:
+            return b""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else _byte_level_bytes(token)
+
+    def _piece(self, token_id: int) -> TokenPiece:
+        if token_id in self._special_ids or not self.is_byte_level:
+            text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+            return TokenPiece(text, text.encode())
+        raw = self.token_bytes(token_id)
+        try:
+            return TokenPiece(raw.decode(), raw)
+        except UnicodeDecodeError:
+            return TokenPiece("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each printable stand-in means (GPT-2's byte-level alphabet)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """An added token may have characters outside the alphabet; it then stands for itself."""
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders", [])
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
+    found: dict[str, str] = {}
+    sources = ((folder / "special_tokens_map.json", None), (folder / "tokenizer_config.json", config))
+    for path, given in sources:
+        values = _read_json(path) if given is None else given
+        for name in _SPECIAL_TOKENS:
+            value = values.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise ConfigError(f"{path}: {name} must be a string, found {type(value).__name__}")
+            found[name] = value
+    return found
+
+
+def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
+    """The model's, which may be padded beyond the tokenizer's."""
+    known = int(tokenizer.get_vocab_size(with_added_tokens=True))
+    path = folder / "config.json"
+    size = _read_json(path).get("vocab_size", known)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{path}: vocab_size must be a positive integer, found {size!r}")
+    return size
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, and always the tokenizer's own eos_token."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        given = _read_json(folder / name).get("eos_token_id")
+        if given is None:
+            continue
+        ids = given if isinstance(given, list) else [given]
+        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+            raise ConfigError(f"{folder / name}: eos_token_id must be token ids, found {given!r}")
+        break
+    if "eos_token" in special:
+        own = tokenizer.token_to_id(special["eos_token"])
+        if own is None:
+            raise ConfigError(
+                f"{folder / 'tokenizer_config.json'}: eos_token {special['eos_token']!r} is not in tokenizer.json"
+            )
+        ids = [*ids, own]
+    return tuple(dict.fromkeys(ids))
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
+    """chat_template.jinja, else tokenizer_config.json's; of several named ones, the one named default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), origin=str(path), special_tokens=special)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} can't be read: {error}") from error
+    path = folder / "tokenizer_config.json"
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ConfigError(f"{path}: chat_template must be a string, found {type(source).__name__}")
+    return ChatTemplate(source, origin=str(path), special_tokens=special)

@@ -1,0 +1,153 @@
+"""Trains the bundled model: `python -m twostroke.tools.bundled.train --out model/bundled --minutes 90`.
+
+A run is given `--minutes` (the schedule then follows the clock, whatever else the machine does) or `--steps`. Either
+way the progress at each step is written to training_log.json; `--replay` of that file repeats the same schedule.
+"""
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from twostroke.tools.bundled.corpus import Document, chat_documents, plain_documents
+from twostroke.tools.bundled.evaluate import held_out_windows, mean_loss
+from twostroke.tools.bundled.recipe import CONTEXT, Recipe
+from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream, Trainer
+from twostroke.tools.bundled.vocabulary import encode_documents, save_tokenizer, train_tokenizer
+
+CHECKPOINT = Path(".cache/bundled-training/checkpoint.pt")
+EVALUATION_WINDOWS = 96  # of 512 tokens
+REPORT_EVERY_S, EVALUATE_EVERY_S = 30.0, 180.0
+
+
+def load_corpus() -> tuple[list[Document], list[Document]]:
+    """(training, held-out) documents."""
+    plain = plain_documents()
+    documents = plain + chat_documents(sum(document.characters for document in plain))
+    return [d for d in documents if not d.held_out], [d for d in documents if d.held_out]
+
+
+def prepare_tokenizer(out: Path, training: list[Document]) -> Tokenizer:
+    """The folder's tokenizer; learned and saved where it has none. A longer training keeps the vocabulary it has."""
+    if not (out / "tokenizer.json").exists():
+        save_tokenizer(train_tokenizer(turn.text for document in training for turn in document.turns), out, CONTEXT)
+    return Tokenizer.from_file(str(out / "tokenizer.json"))
+
+
+class Every:
+    """True once every so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.last = seconds, time.monotonic()
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return False
+        self.last = now
+        return True
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
+    parser.add_argument("--minutes", type=float, help="wall-clock budget that the schedule follows")
+    parser.add_argument("--steps", type=int, help="number of steps that the schedule follows")
+    parser.add_argument("--replay", type=Path, help="a training_log.json whose schedule is to be repeated")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (it needs a C++ compiler)")
+    parser.add_argument("--resume", action="store_true", help=f"go on from {CHECKPOINT}")
+    parser.add_argument("--export-every-s", type=float, default=600.0)
+    chosen = parser.parse_args()
+    if chosen.minutes is None and chosen.steps is None and chosen.replay is None:
+        parser.error("give --minutes, --steps or --replay")
+    return chosen
+
+
+def main() -> None:
+    options = arguments()
+    console = Console()
+    recipe = Recipe()
+    out: Path = options.out
+    for folder in (out, CHECKPOINT.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    console.print("reading the standard library")
+    training, held_out = load_corpus()
+    tokenizer = prepare_tokenizer(out, training)
+    stream = TokenStream(list(encode_documents(tokenizer, training)), recipe.seed)
+    windows = held_out_windows(encode_documents(tokenizer, held_out), 512, EVALUATION_WINDOWS)
+    trainer = Trainer(recipe, options.device, compiled=not options.no_compile)
+    console.print(f"{trainer.parameters:,} parameters; {stream.epoch_tokens:,} tokens in {len(training):,} documents")
+
+    log: dict[str, Any] = {
+        "progress_block_steps": BLOCK_STEPS,
+        "progress": json.loads(options.replay.read_text())["progress"] if options.replay else [],
+        "minutes": 0.0,  # spent in training, over all resumptions
+        "steps": 0,
+        "tokens": 0,
+        "held_out": [],  # [step, tokens, training loss, held-out loss], nats a token
+    }
+    average = 0.0  # training loss, nats a token, over the last 50 steps or so
+    if options.resume and CHECKPOINT.exists():
+        log = trainer.restore(CHECKPOINT)
+        stream.position, average = log["tokens"], log["held_out"][-1][2]
+        console.print(f"resumed at step {trainer.steps}")
+    log |= {
+        "recipe": asdict(recipe),
+        "parameters": trainer.parameters,
+        "epoch_tokens": stream.epoch_tokens,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    schedule = Schedule(options.minutes, options.steps, log["progress"], options.replay is not None)
+    earlier_minutes, start = log["minutes"], time.monotonic()
+
+    def evaluate() -> None:
+        log["minutes"] = round(earlier_minutes + (time.monotonic() - start) / 60, 1)
+        log["steps"], log["tokens"] = trainer.steps, stream.position
+        with torch.compiler.set_stance("force_eager"):  # its shapes are not worth a compilation
+            loss = mean_loss(trainer.model, windows)
+        log["held_out"].append([trainer.steps, stream.position, round(average, 4), round(loss, 4)])
+        console.print(f"step {trainer.steps}: held-out loss {loss:.4f} (training {average:.4f})")
+
+    report, evaluation, exporting = Every(REPORT_EVERY_S), Every(EVALUATE_EVERY_S), Every(options.export_every_s)
+    reported_tokens = stream.position
+    text = TextColumn("{task.description}")
+    with Progress(
+        text, BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeRemainingColumn(), console=console
+    ) as bar:
+        task = bar.add_task("training", total=1.0)
+        while (progress := schedule.progress(trainer.steps)) < 1.0:
+            length = recipe.sequence_length(progress)
+            loss = trainer.step(stream.batch(max(1, recipe.tokens_per_step // length), length), progress)
+            average += (loss - average) * max(0.02, 1 / trainer.steps)
+            bar.update(task, completed=progress, description=f"step {trainer.steps} loss {average:.3f}")
+            if report.due():
+                speed = (stream.position - reported_tokens) / REPORT_EVERY_S
+                reported_tokens = stream.position
+                console.print(
+                    f"step {trainer.steps} progress {progress:.3f} length {length} "
+                    f"epoch {stream.position / stream.epoch_tokens:.2f} loss {average:.3f} {speed:,.0f} tokens/s"
+                )
+            if evaluation.due():
+                evaluate()
+                trainer.save(CHECKPOINT, log)
+            if exporting.due():
+                trainer.export(out, log)
+                console.print(f"exported at step {trainer.steps}")
+    evaluate()
+    trainer.export(out, log)
+    console.print(f"done: {trainer.steps} steps, {stream.position:,} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The bundled model while it learns: forward and backward, optimizers, checkpoint, export.
+
+Training runs on transformers' own Llama: a well-kept implementation with a backward pass, whereas our decoder is for
+inference only. That the two agree is tested; that this one is right is not ours to prove.
+
+Causal attention for training on a CPU, a block of queries at a time.
+
+PyTorch's own kernel for CPUs makes a training step of 512-token sequences about a third slower than plain matrix
+products do, once those are compiled; taking queries in blocks skips most of what the causal mask would throw away.
+A GPU uses PyTorch's kernel.
+
+How far a training run is: by the clock, by the number of steps, or as recorded in an earlier run.
+
+The order in which training reads the corpus: every document once an epoch, shuffled, packed without padding.
+"""
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, LlamaForCausalLM
+
+from twostroke.tools.bundled.recipe import Recipe, model_config, save_config
+
+QUERY_BLOCK = 512  # tokens
+
+
+def blocked_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [batch, heads, tokens, head_dim]
+    key: Tensor,  # [batch, kv_heads, tokens, head_dim]
+    value: Tensor,  # as key
+    attention_mask: Tensor | None,
+    scaling: float,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Returns [batch, tokens, heads, head_dim]. `attention_mask` must be None: sequences are packed, never padded."""
+    if attention_mask is not None:
+        raise ValueError("blocked_attention takes packed sequences without a mask")
+    batch, heads, tokens, width = query.shape
+    kv_heads = key.shape[1]
+    # Each group of query heads shares its key head, so the group folds into the row dimension of the products.
+    query = (query * scaling).view(batch, kv_heads, heads // kv_heads, tokens, width)
+    outputs = []
+    for start in range(0, tokens, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, tokens)
+        block = query[:, :, :, start:end].reshape(batch, kv_heads, -1, width)
+        scores = (block @ key[:, :, :end].transpose(-1, -2)).view(batch, kv_heads, -1, end - start, end)
+        positions = torch.arange(end, device=query.device)
+        scores = scores.float().masked_fill(positions[None, :] > positions[start:, None], float("-inf"))
+        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, -1, end)
+        outputs.append((weights @ value[:, :, :end]).view(batch, heads, end - start, width))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def register() -> str:
+    """Makes the function known to transformers; returns the name to use as `attn_implementation`."""
+    AttentionInterface.register("twostroke_blocked", blocked_attention)
+    return "twostroke_blocked"
+
+
+CPU_MICROBATCH_TOKENS = 2048  # what fits the caches best, by measurement; a longer sequence is a microbatch alone
+
+
+def build_model(recipe: Recipe, device: str) -> Any:
+    """A freshly initialised float32 Llama; autocast makes its matrix products bfloat16."""
+    torch.manual_seed(recipe.seed)
+    model: Any = LlamaForCausalLM(model_config()).float().to(device)
+    model.set_attn_implementation(register() if device == "cpu" else "sdpa")
+    return model
+
+
+def add_dropout(model: Any, rate: float) -> list[RemovableHandle]:
+    """Dropout on each residual branch, which transformers' Llama has none of, until the handles are removed."""
+
+    def drop(module: torch.nn.Module, _: object, output: Tensor) -> Tensor:
+        # One mask for all rows of a microbatch: on a CPU, drawing a number for each element takes a tenth of the step.
+        return output * functional.dropout(torch.ones_like(output[:1]), rate, module.training)
+
+    branches = [branch for layer in model.model.layers for branch in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return [branch.register_forward_hook(drop) for branch in branches]
+
+
+def build_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices: it learns markedly more from each token than AdamW, and tokens are scarce here."""
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(hidden, lr=recipe.muon_learning_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def mean_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """`hidden` [rows, length, width], `head` [vocabulary, width], `targets` [rows, length] -> nats a token, float32."""
+    return functional.cross_entropy(functional.linear(hidden, head).float().flatten(0, 1), targets.flatten())
+
+
+class Trainer:
+    def __init__(self, recipe: Recipe, device: str, compiled: bool) -> None:
+        self.recipe, self.device = recipe, device
+        self.model = build_model(recipe, device)
+        self.optimizers = build_optimizers(self.model, recipe)
+        self.dropout = add_dropout(self.model, recipe.dropout)
+        self.parameters: int = sum(p.numel() for p in self.model.parameters())
+        self.steps = 0  # taken so far
+        self._head_loss = mean_cross_entropy
+        if compiled:
+            # Layer by layer: all share one compilation, so that a new sequence length costs seconds, not minutes.
+            # Each length is compiled for itself: dynamic shapes cost speed, and there are only three.
+            self._head_loss = torch.compile(mean_cross_entropy, dynamic=False)
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+
+    def step(self, batch: Tensor, progress: float) -> float:
+        """One update from int64 [rows, length + 1]; returns the mean loss in nats a token."""
+        if self.dropout and self.steps >= self.recipe.dropout_steps:
+            while self.dropout:
+                self.dropout.pop().remove()
+            torch.compiler.reset()
+        self.model.train()
+        factor = self.recipe.learning_rate_factor(self.steps, progress)
+        rates = (self.recipe.muon_learning_rate, self.recipe.adam_learning_rate)
+        for optimizer, rate in zip(self.optimizers, rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        microbatch = CPU_MICROBATCH_TOKENS if self.device == "cpu" else self.recipe.tokens_per_step
+        total = 0.0
+        for part in torch.split(batch, max(1, microbatch // (batch.shape[1] - 1))):
+            loss = self._loss(part.to(self.device)) * (len(part) / len(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.gradient_clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps += 1
+        return total
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            hidden = self.model.model(tokens[:, :-1], use_cache=False)[0]
+            return self._head_loss(hidden, self.model.lm_head.weight, tokens[:, 1:])
+
+    def save(self, path: Path, log: dict[str, Any]) -> None:
+        """Writes a checkpoint: everything that `restore` needs to go on as if nothing had happened."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "random": torch.get_rng_state(),
+            "steps": self.steps,
+            "log": json.dumps(log),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Goes back to a checkpoint; returns the log that was saved with it."""
+        saved = torch.load(path, weights_only=True, map_location=self.device)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        torch.set_rng_state(saved["random"].cpu())
+        self.steps = saved["steps"]
+        log: dict[str, Any] = json.loads(saved["log"])
+        return log
+
+    def export(self, out: Path, log: dict[str, Any]) -> None:
+        """Writes the model folder; the weights (bfloat16, tied head left out) replace the old ones in one step."""
+        save_config(out)
+        (out / "training_log.json").write_text(json.dumps(log) + "\n", encoding="utf-8")
+        weights = {
+            name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, tensor in self.model.state_dict().items()
+            if name != "lm_head.weight"
+        }
+        partial = out / "model.safetensors.partial"
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)
+        partial.replace(out / "model.safetensors")
+
+
+BLOCK_STEPS = 20  # steps that share one reading of the clock, so that a run's schedule is a short list
+
+
+class Schedule:
+    """The progress, 0 to 1, at each step. `recorded` holds one number for each block of BLOCK_STEPS steps."""
+
+    def __init__(self, minutes: float | None, steps: int | None, recorded: list[float], replay: bool) -> None:
+        self.minutes, self.steps, self.recorded, self.replay = minutes, steps, recorded, replay
+        # A resumed run goes on at the progress it had: the time in between does not count.
+        done = recorded[-1] if recorded else 0.0
+        self.start = time.monotonic() - done * (minutes or 0.0) * 60
+
+    def progress(self, step: int) -> float:
+        """Whichever of time and steps is further on. Appends to `recorded` at the first step of each block."""
+        block = step // BLOCK_STEPS
+        if block < len(self.recorded):
+            return self.recorded[block]
+        if self.replay:
+            return 1.0
+        by_steps = step / self.steps if self.steps is not None else 0.0
+        elapsed_s = time.monotonic() - self.start
+        by_clock = elapsed_s / (self.minutes * 60) if self.minutes is not None else 0.0
+        self.recorded.append(round(min(1.0, max(by_steps, by_clock)), 5))
+        return self.recorded[block]
+
+
+class TokenStream:
+    """An endless stream of documents, a pure function of (documents, seed, position): resuming needs the position."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], seed: int, position: int = 0) -> None:
+        self.documents = documents
+        self.seed = seed
+        self.position = position  # tokens read so far
+        self.epoch_tokens = sum(map(len, documents))
+        self._epoch = -1
+        self._tokens = torch.empty(0, dtype=torch.int32)
+
+    def batch(self, rows: int, length: int) -> Tensor:
+        """The next rows x length tokens as int64 [rows, length + 1]; the last column is the next row's first token.
+
+        Advances the position. Near an epoch's end, the few tokens that do not fill a batch are passed over.
+        """
+        needed = rows * length + 1
+        if needed > self.epoch_tokens:
+            raise ValueError(f"a batch of {needed} tokens is larger than the corpus of {self.epoch_tokens}")
+        if self.epoch_tokens - self.position % self.epoch_tokens < needed:
+            self.position += self.epoch_tokens - self.position % self.epoch_tokens
+        epoch, offset = divmod(self.position, self.epoch_tokens)
+        if epoch != self._epoch:
+            order = list(range(len(self.documents)))
+            random.Random(self.seed * 1_000_003 + epoch).shuffle(order)
+            flat = [token for index in order for token in self.documents[index]]
+            self._tokens, self._epoch = torch.tensor(flat, dtype=torch.int32), epoch
+        window = self._tokens[offset : offset + needed].long()
+        self.position += rows * length
+        return torch.stack([window[row * length : (row + 1) * length + 1] for row in range(rows)])

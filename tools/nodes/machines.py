@@ -1,0 +1,288 @@
+"""What a node runs on: a stand-in for a machine, with an address and processes of its own, that can die at once.
+
+Machines in namespaces: each has its own network, with an address on a bridge, and its own process ids. Needs root.
+
+Nothing here has a name that could be left behind. The bridge is in a network namespace that this process enters, and
+the machines' are those of their first process, which ends when its standard input does. So whichever way this process
+ends, the kernel ends the machines' processes, and takes the bridge and all interfaces down with the last of them.
+
+Machines that are only processes: each has an address of 127.0.0.0/8, and shares all else. Needs no rights.
+
+Ports are shared, so Serve's proxy can run on one of them only; and so is memory, which workers would use between them.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from twostroke.cluster.local.processes import descendants
+
+
+class Machine(Protocol):
+    """Two kinds: in namespaces of its own (isolated.py), or a few processes on the loopback interface (loopback.py)."""
+
+    @property
+    def address(self) -> str:
+        """Its IP address, which the other machines and this process reach."""
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        """Start a process there; what it says goes to the end of `log`. It ends with its machine, or with us."""
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a power cut would. Returns when none is left. May be called again."""
+
+
+class Machines(Protocol):
+    """Where machines come from; a context manager that leaves none of them behind."""
+
+    @property
+    def has_own_ports(self) -> bool:
+        """Whether each machine has all ports for itself, so that every one can have Serve's proxy on the same."""
+
+    def add(self) -> Machine:
+        """A new machine, with an address that none had before."""
+
+    def __enter__(self) -> "Machines": ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_CLONE_NEWNET = 0x40000000
+_OWN_NETWORK = "/proc/thread-self/ns/net"
+_BRIDGE_MAC = "02:00:0a:4d:00:fe"  # locally administered
+_BRIDGE = "nodes"
+_PREFIX = "10.77.0."
+_OWN_ADDRESS = f"{_PREFIX}254"
+_MOST_MACHINES = 250
+_PROGRAMS = ("ip", "unshare", "nsenter")
+
+
+def why_not() -> str | None:
+    """What is missing for such machines here; None where they can be had."""
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} can't be found (Debian: iproute2 and util-linux)"
+    probe = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "ip", "link", "add", _BRIDGE, "type", "bridge"]
+    tried = subprocess.run(probe, capture_output=True, text=True)
+    if tried.returncode != 0:
+        said = tried.stderr.strip().splitlines() or [f"unshare ended with {tried.returncode}"]
+        return f"network namespaces need root: {said[-1]}"
+    return None
+
+
+class IsolatedMachine:
+    """Implements Machine."""
+
+    def __init__(self, address: str, number: int):
+        """Raises OSError where the kernel refuses."""
+        self._address = address
+        self._started: list[subprocess.Popen[bytes]] = []
+        # The pipe to it is closed with this process, and not inherited by others. Then `cat` ends, and with it, as
+        # the first process of its process namespace, all that run there.
+        self._unshare = subprocess.Popen(
+            ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._unshare.stdout is not None  # asked for above
+        try:
+            if not self._unshare.stdout.readline():
+                raise OSError(f"no namespaces for a machine: unshare ended with {self._unshare.wait()}")
+            self._first = int(Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text())
+            self._plug_in(number)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        """As Machine.start."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*self._entered("--pid", "--mount"), *command],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is for us alone
+            )
+        self._started.append(process)
+        return process
+
+    def kill(self) -> None:
+        """As Machine.kill."""
+        for pipe in (self._unshare.stdin, self._unshare.stdout):
+            assert pipe is not None  # asked for above
+            pipe.close()
+        self._unshare.wait()  # for the first process, whose end the kernel holds back until the others have ended
+        for process in self._started:
+            process.wait()
+
+    def unplug(self) -> None:
+        """Nothing reaches the machine any more, nor comes from it, and its processes run on: as with a cut cable."""
+        _run([*self._entered(), "ip", "link", "set", "eth0", "down"])
+
+    def _plug_in(self, number: int) -> None:
+        _run(["ip", "link", "add", f"node{number}", "type", "veth", "peer", "name", "eth0", "netns", str(self._first)])
+        _run(["ip", "link", "set", f"node{number}", "master", _BRIDGE, "up"])
+        inside = self._entered()
+        _run([*inside, "ip", "link", "set", "lo", "up"])
+        _run([*inside, "ip", "address", "add", f"{self._address}/24", "dev", "eth0"])
+        _run([*inside, "ip", "link", "set", "eth0", "up"])
+
+    def _entered(self, *kinds: str) -> list[str]:
+        return ["nsenter", f"--target={self._first}", "--net", *kinds]
+
+
+class IsolatedMachines:
+    """Implements Machines. Inside of the context this thread, and what it starts, are in the machines' network."""
+
+    has_own_ports = True
+
+    def __init__(self) -> None:
+        self._machines: list[IsolatedMachine] = []
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> "IsolatedMachines":
+        outside = os.open(_OWN_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
+        self._leaving.callback(os.close, outside)
+        _system_call("unshare", _CLONE_NEWNET)
+        self._leaving.callback(_system_call, "setns", outside, _CLONE_NEWNET)
+        try:
+            _run(["ip", "link", "set", "lo", "up"])
+            # With an address of its own: else the bridge has its lowest port's, and loses it with that machine, and the
+            # others would send to the lost one until they ask anew, which may take a minute.
+            _run(["ip", "link", "add", _BRIDGE, "address", _BRIDGE_MAC, "type", "bridge"])
+            _run(["ip", "address", "add", f"{_OWN_ADDRESS}/24", "dev", _BRIDGE])
+            _run(["ip", "link", "set", _BRIDGE, "up"])
+        except BaseException:
+            self._leaving.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._leaving:
+            for machine in self._machines:
+                machine.kill()
+
+    def add(self) -> Machine:
+        """As Machines.add. Raises OSError where the kernel refuses, or there are no addresses left."""
+        number = len(self._machines) + 1
+        if number > _MOST_MACHINES:
+            raise OSError(f"no more than {_MOST_MACHINES} machines")
+        machine = IsolatedMachine(f"{_PREFIX}{number}", number)
+        self._machines.append(machine)
+        return machine
+
+
+def _run(command: Sequence[str]) -> None:
+    """Raises OSError with what the command said, where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _system_call(name: str, *arguments: int) -> None:
+    """Raises OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+_LOOPBACK_PREFIX = "127.0.77."
+
+
+class LoopbackMachine:
+    """Implements Machine. What its processes start must stay below them, or end with them, as Ray's do."""
+
+    def __init__(self, address: str):
+        self._address = address
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        """As Machine.start."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *command],  # on which `ray start --block` ends what it has started
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def kill(self) -> None:
+        """As Machine.kill."""
+        stopped: list[int] = []
+        for process in self._processes:
+            if process.poll() is None:
+                stopped += _stopped_tree(process.pid)
+        for pid in stopped:
+            _send(pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+        while any(_runs(pid) for pid in stopped):
+            time.sleep(0.01)
+
+
+class LoopbackMachines:
+    """Implements Machines."""
+
+    has_own_ports = False
+
+    def __init__(self) -> None:
+        self._machines: list[LoopbackMachine] = []
+
+    def __enter__(self) -> "LoopbackMachines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self._machines:
+            machine.kill()
+
+    def add(self) -> Machine:
+        """As Machines.add."""
+        machine = LoopbackMachine(f"{_LOOPBACK_PREFIX}{len(self._machines) + 1}")
+        self._machines.append(machine)
+        return machine
+
+
+def _stopped_tree(root: int) -> list[int]:
+    """A process and all below it, stopped first: killed one by one, a parent could leave us a child that none has."""
+    stopped: list[int] = []
+    while new := [pid for pid in (root, *descendants(root)) if pid not in stopped]:
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        stopped += new
+    return stopped
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

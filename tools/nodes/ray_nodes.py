@@ -1,0 +1,212 @@
+"""A Ray cluster whose nodes are machines of our own: started with `ray start`, as on real ones, and killed like them.
+
+Ray's own command to end nodes is never used: it would end every Ray of the user on this machine.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from twostroke.cluster.deployments.proxies import haproxy_binary
+from twostroke.cluster.local.ray import free_ports, haproxy_switches
+from twostroke.cluster.local.ray_switches import NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.tools.nodes.machines import Machine, Machines
+
+HEAD_PORT = 6379
+START_S = 120.0
+STORE_BYTES = 80_000_000
+"""Of a node's object store: Ray's least is 75 MB, and we put next to nothing there."""
+
+# Sockets of Ray and HAProxy have these in their paths, for which there are 97 characters.
+_TEMPORARY, _FOLDERS = Path("/tmp"), "ts-nodes-"
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_UP = b"Ray runtime started."
+
+# A node that is killed is noticed within 2 s, one that is cut off within 8 s, in place of Ray's 15 s and more. A node
+# on a machine that others keep busy may take a while to start, and to answer.
+QUICK_NODE_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": f"{START_S:g}",
+}
+
+
+class NodeFailed(Exception):
+    """A node did not start, or a command on one failed. The message has what it said."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a node is to be. The name is for people."""
+
+    name: str
+    num_cpus: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Node:
+    spec: NodeSpec
+    machine: Machine
+    process: "subprocess.Popen[bytes]"  # `ray start`
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.machine.address
+
+
+class RayNodes:
+    """A context manager: inside it there is a head; at its end no process and no file is left."""
+
+    def __init__(self, machines: Machines, head: NodeSpec):
+        self._machines = machines
+        self._head_spec = head
+        self._secret = secrets.token_hex(16)  # of our own connections
+        self._ray_token = secrets.token_hex(32)
+        self._folder = Path()
+        self._nodes: list[Node] = []
+        self._head: Node | None = None
+        self._ports: tuple[int, ...] = ()
+        self._switches: Mapping[str, str] = NO_HAPROXY_SWITCHES
+
+    def __enter__(self) -> "RayNodes":
+        _remove_stale_folders()
+        self._folder = _TEMPORARY / f"{_FOLDERS}{os.getpid()}"
+        self._folder.mkdir(mode=0o700)
+        try:
+            self._ports = tuple(free_ports(2))
+            if self._machines.has_own_ports and haproxy_binary() is not None:
+                stats, metrics, fallback = free_ports(3)
+                # Serve adds the node's id to the files' names.
+                self._switches = haproxy_switches(self._folder, stats=stats, metrics=metrics, fallback=fallback)
+            self._head = self._start(self._head_spec, is_head=True)
+            self.await_up(self._head)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    @property
+    def head(self) -> Node:
+        assert self._head is not None  # inside of the context
+        return self._head
+
+    @property
+    def gcs_address(self) -> str:
+        return f"{self.head.address}:{HEAD_PORT if self._machines.has_own_ports else self._ports[0]}"
+
+    def add(self, spec: NodeSpec) -> Node:
+        """A new node, on a machine of its own. It is up after `await_up`."""
+        return self._start(spec, is_head=False)
+
+    def await_up(self, node: Node) -> None:
+        """Raises NodeFailed."""
+        deadline = time.monotonic() + START_S
+        while True:
+            has_ended = node.process.poll() is not None
+            said = node.log.read_bytes()
+            if _UP in said:
+                return
+            if has_ended or time.monotonic() > deadline:
+                when = "has ended" if has_ended else f"is not up after {START_S:g} s"
+                raise NodeFailed(f"{node.spec.name} {when}: {said.decode(errors='replace')}")
+            time.sleep(0.05)
+
+    def run_on(self, node: Node, command: list[str], within_s: float = START_S) -> str:
+        """What a command says that runs on the node's machine. Raises NodeFailed where it fails or takes longer."""
+        log = self._folder / f"command-{time.monotonic_ns()}.log"
+        process = node.machine.start(command, self._environment(), log)
+        try:
+            code = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = -1
+        said = log.read_text(errors="replace")
+        if code != 0:
+            raise NodeFailed(f"{' '.join(command)} on {node.spec.name} ended with {code}: {said}")
+        return said
+
+    def serve_run(self, config: Mapping[str, Any]) -> None:
+        """Deploy what a Serve configuration file would say, as `serve run` on the head does. Raises NodeFailed."""
+        path = self._folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        serve = str(Path(sys.executable).parent / "serve")
+        self.run_on(self.head, [serve, "run", "--non-blocking", "--address", self.gcs_address, str(path)])
+
+    def _start(self, spec: NodeSpec, *, is_head: bool) -> Node:
+        number = len(self._nodes) + 1
+        folder = self._folder / str(number)
+        folder.mkdir()
+        machine, log = self._machines.add(), self._folder / f"{number}-{spec.name}.log"
+        command = [
+            str(Path(sys.executable).parent / "ray"),
+            "start",
+            "--block",
+            "--disable-usage-stats",
+            f"--node-ip-address={machine.address}",
+            f"--temp-dir={folder}",
+            f"--num-cpus={spec.num_cpus}",
+            "--num-gpus=0",
+            "--include-log-monitor=false",
+            f"--object-store-memory={STORE_BYTES}",
+            f"--labels={','.join(f'{name}={value}' for name, value in spec.labels.items())}",
+            f"--resources={json.dumps(dict(spec.resources))}",
+        ]
+        if is_head:
+            command += ["--head", "--include-dashboard=false"]
+            if not self._machines.has_own_ports:
+                command += [f"--port={self._ports[0]}", f"--ray-client-server-port={self._ports[1]}"]
+        else:
+            command.append(f"--address={self.gcs_address}")
+        node = Node(spec, machine, machine.start(command, self._environment(), log), log)
+        self._nodes.append(node)
+        return node
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, with Ray's switches, and this checkout importable by all that Ray starts."""
+        inherited = os.environ.get("PYTHONPATH")
+        return {
+            **os.environ,
+            **SWITCHES,
+            **self._switches,
+            **QUICK_NODE_CHECKS,
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that is told to end waits for nobody
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._ray_token,
+            "TWOSTROKE_SECRET": self._secret,
+            "PYTHONPATH": f"{_ROOT}{os.pathsep}{inherited}" if inherited else str(_ROOT),
+        }
+
+    def _remove(self) -> None:
+        """Files go when the machines that write them have."""
+        for node in self._nodes:
+            node.machine.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _remove_stale_folders() -> None:
+    """Those of processes that were killed before they could do it."""
+    for folder in _TEMPORARY.glob(f"{_FOLDERS}*"):
+        if not Path("/proc", folder.name.removeprefix(_FOLDERS)).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,133 @@
+"""A small site on several nodes of this machine: what it is configured to be, and where its workers are."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any, Literal
+
+from twostroke.tools.nodes.machines import Machines
+from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
+
+ROLE_LABEL = "twostroke-role"
+READY_S = 120.0
+
+WorkerRole = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """As /status tells it."""
+
+    role: WorkerRole
+    worker_id: str
+    node: str  # its IP address
+    reachable: bool
+    num_running: int  # requests
+
+
+def node_for(role: Literal["prefill", "decode", "router"]) -> NodeSpec:
+    """A node that runs one worker of a role; for `router` the head, which runs no workers."""
+    if role == "router":
+        return NodeSpec("head", num_cpus=0, labels={ROLE_LABEL: role})
+    return NodeSpec(role, num_cpus=1, labels={ROLE_LABEL: role}, resources={f"{role}_slot": 1})
+
+
+def settings(num_prefill: int, num_decode: int, *, share_memory: bool) -> dict[str, Any]:
+    """The sections of the configuration: one worker a node, by the labels and resources of `node_for`.
+
+    Machines that share memory have shared memory between them switched off: nodes of a real cluster have none.
+    """
+
+    def workers(role: WorkerRole, replicas: int) -> dict[str, Any]:
+        return {
+            "replicas": replicas,
+            "threads": 1,
+            "num_blocks": 512,
+            "node_labels": {ROLE_LABEL: role},
+            "node_resources": {f"{role}_slot": 1},
+        }
+
+    return {
+        "model": {"dtype": "float32"},  # whose answers don't depend on what else runs
+        "prefill": workers("prefill", num_prefill),
+        "decode": workers("decode", num_decode),
+        "router": {"node_labels": {ROLE_LABEL: "router"}, "decodes_alone": False},  # KV is to travel
+        **({"kv_transfer": {"transport": "tcp"}} if share_memory else {}),
+    }
+
+
+class Site:
+    """The application on a cluster, for as long as that lasts."""
+
+    def __init__(self, nodes: RayNodes, machines: Machines, port: int):
+        self._nodes = nodes
+        self._has_own_ports = machines.has_own_ports
+        self._port = port
+        self.url = f"http://{nodes.head.address}:{port}"
+
+    def deploy(self, sections: dict[str, Any]) -> None:
+        """Hand the configuration to Serve. Raises NodeFailed."""
+        self._nodes.serve_run(
+            {
+                "proxy_location": "EveryNode" if self._has_own_ports else "HeadOnly",
+                "http_options": {
+                    "host": "0.0.0.0" if self._has_own_ports else self._nodes.head.address,
+                    "port": self._port,
+                },
+                "applications": [
+                    {
+                        "name": "twostroke",
+                        "route_prefix": "/",
+                        "import_path": "twostroke.cluster.deployments.serve_app:build_app",
+                        "args": sections,
+                    }
+                ],
+            }
+        )
+
+    def get(self, path: str, node: Node | None = None) -> Any:
+        """The JSON that a node's entry, by default the head's, answers. Raises OSError, HTTPException or ValueError."""
+        url = self.url if node is None else f"http://{node.address}:{self._port}"
+        with urllib.request.urlopen(f"{url}{path}", timeout=5) as answer:
+            return json.load(answer)
+
+    def workers(self) -> list[Worker]:
+        """Those that the router knows. Raises OSError, HTTPException or ValueError where it doesn't answer."""
+        return [
+            Worker(
+                role=one["role"],
+                worker_id=one["worker_id"],
+                node=one["node"],
+                reachable=one["reachable"],
+                num_running=one["stats"]["num_running"] if one["stats"] else 0,
+            )
+            for one in self.get("/status")["workers"]
+        ]
+
+    def await_workers(self, num_prefill: int, num_decode: int, within_s: float = READY_S) -> list[Worker]:
+        """All of them, once all can be reached. Raises NodeFailed."""
+        wanted = {"prefill": num_prefill, "decode": num_decode}
+
+        def is_there() -> bool:
+            there = [worker.role for worker in self.workers() if worker.reachable]
+            return all(there.count(role) == count for role, count in wanted.items())  # type: ignore[arg-type]
+
+        self.await_that(f"{num_prefill} prefill and {num_decode} decode workers can be reached", is_there, within_s)
+        return self.workers()
+
+    def await_that(self, what: str, condition: Callable[[], bool], within_s: float = READY_S) -> float:
+        """How long it took; meanwhile the site need not answer. Raises NodeFailed."""
+        began = time.monotonic()
+        while True:
+            why = ""
+            try:
+                if condition():
+                    return time.monotonic() - began
+            except (OSError, HTTPException, ValueError) as error:
+                why = f": {error}"
+            if time.monotonic() > began + within_s:
+                raise NodeFailed(f"not within {within_s:g} s: {what}{why}")
+            time.sleep(0.05)

@@ -1,0 +1,174 @@
+"""The numbers that a worker tells of itself, gathered from where they arise; both kinds of worker tell the same."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twostroke.model.step import Engine
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, WorkerStats
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.step_costs import StepCostFit
+
+
+class SchedulerNumbers(Protocol):
+    """What both schedulers count."""
+
+    @property
+    def prefix_queries(self) -> int:
+        """Counter: prompt tokens looked up."""
+
+    @property
+    def prefix_hits(self) -> int:
+        """Counter: prompt tokens found."""
+
+    @property
+    def preemptions(self) -> int:
+        """Counter."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in no step yet."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in steps."""
+
+    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
+        """Tokens still to be computed before they decode, of each request that has some."""
+
+
+class HostBlocks(Protocol):
+    """What a worker sees of its swap space (model/cache/swap_space.py): that of rank 0."""
+
+    num_blocks: int
+    block_bytes: int  # of all layers
+    num_bytes: int  # counter: copied, both ways
+    seconds: float  # counter
+
+
+class TransferNumbers(Protocol):
+    """What either side of KV transfer counts."""
+
+    in_flight: int
+    done: int  # counter
+    failed: int  # counter
+    given_up: int  # counter
+    bytes: int  # counter
+    seconds: float  # counter
+    digest_failures: int  # counter
+    retries: int  # counter
+    links_lost: int  # counter
+
+
+@dataclass(frozen=True, slots=True)
+class SwapNumbers:
+    """What a worker with swap space counts."""
+
+    swaps: int = 0  # counter: requests whose KV went to host memory
+    bytes: int = 0  # counter
+    seconds: float = 0.0  # counter
+    owned_blocks: int = 0
+
+
+NO_SWAPS = SwapNumbers()
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Numbers of WorkerStats that a worker counts itself, and that only grow, and what it learns from its steps."""
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    pulled_tokens: int = 0
+    costs: StepCostFit = field(default_factory=StepCostFit)
+
+    def count_step(self, seconds: float, computed_tokens: int) -> None:
+        """An engine step has run."""
+        self.steps += 1
+        self.step_seconds += seconds
+        self.computed_tokens += computed_tokens
+
+
+def worker_stats(
+    counters: WorkerCounters,
+    scheduler: SchedulerNumbers,
+    pool: BlockPool,
+    transfers: Sequence[TransferNumbers],
+    engine: Engine,
+    *,
+    is_draining: bool,
+    decoding: Iterable[tuple[Promise, int]] = (),
+    swaps: SwapNumbers = NO_SWAPS,
+) -> WorkerStats:
+    """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none.
+
+    `decoding` are the tokens of each request that decodes.
+    """
+    queued = queued_work(scheduler.waiting_work())
+    contexts = list(decoding)
+    counters.costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
+    costs = counters.costs.costs()
+    return WorkerStats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        num_waiting_tokens=sum(of_class.tokens for of_class in queued),
+        free_blocks=pool.free_blocks,
+        total_blocks=pool.num_blocks,
+        owned_blocks=pool.owned_blocks,
+        num_transfers=sum(side.in_flight for side in transfers),
+        prefix_queries=scheduler.prefix_queries,
+        prefix_hits=scheduler.prefix_hits,
+        computed_tokens=counters.computed_tokens,
+        generated_tokens=counters.generated_tokens,
+        steps=counters.steps,
+        step_seconds=counters.step_seconds,
+        preemptions=scheduler.preemptions,
+        swaps=swaps.swaps,
+        swap_bytes=swaps.bytes,
+        swap_seconds=swaps.seconds,
+        swapped_blocks=swaps.owned_blocks,
+        finished_requests=counters.finished_requests,
+        aborted_requests=counters.aborted_requests,
+        transfers_done=sum(side.done for side in transfers),
+        transfers_failed=sum(side.failed for side in transfers),
+        transfers_given_up=sum(side.given_up for side in transfers),
+        transfer_bytes=sum(side.bytes for side in transfers),
+        transfer_seconds=sum((side.seconds for side in transfers), 0.0),
+        transfer_digest_failures=sum(side.digest_failures for side in transfers),
+        transfer_retries=sum(side.retries for side in transfers),
+        transfer_links_lost=sum(side.links_lost for side in transfers),
+        pulled_tokens=counters.pulled_tokens,
+        broken_logit_rows=engine.num_broken_rows,
+        queued=queued,
+        context_tokens=sum(num_tokens for _, num_tokens in contexts),
+        tightest_tpot_s=_tightest_tpot_s(contexts, costs),
+        costs=costs,
+        is_draining=is_draining,
+    )
+
+
+def _tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts | None) -> float | None:
+    """What the worker keeps: else one request with a promise that nobody could keep would have all others refused."""
+    promised_s = [promise.tpot_s for promise, _ in decoding if promise.tpot_s is not None]
+    if not promised_s or costs is None:
+        return min(promised_s, default=None)
+    context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
+    return max(min(promised_s), LEAST_STRETCH * (costs.base_s + costs.decode_s(1, context_tokens)))
+
+
+def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:
+    """Tokens of each request, summed up by what the requests' classes are: the highest priority first."""
+    tokens: Counter[tuple[str, int, float]] = Counter()
+    requests: Counter[tuple[str, int, float]] = Counter()
+    for promise, num_tokens in work:
+        of_class = (promise.class_name, promise.priority, promise.share)
+        tokens[of_class] += num_tokens
+        requests[of_class] += 1
+    order = sorted(requests, key=lambda of_class: (-of_class[1], of_class))
+    return tuple(QueuedWork(*of_class, tokens[of_class], requests[of_class]) for of_class in order)

@@ -1,0 +1,170 @@
+"""Whose turn it is: the order of those who wait for a step, the same on both kinds of worker. Pure.
+
+Higher priorities go first. Within one, requests that have tokens already, resumed or preempted ones, go before those
+that have none: somebody reads along. Then the policy decides:
+
+    edf    by the deadline of the first token: least time left first; without a promise, as if it were a minute
+    sjf    by the tokens to be computed, fewest first. Whoever waits grows smaller with time, so long ones come, too
+    fcfs   by arrival
+
+A turn doesn't change while a request waits. So nobody overtakes one whose turn has come but by coming before it in this
+order, and each policy lets only so much come before it; across priorities it is ClassShares that sees to that.
+
+What classes of a lower priority get while higher ones keep a worker busy, so that none starves. Pure.
+
+A class that waits saves up its share of the tokens that go to higher classes. What it has saved it may spend before
+them; what it is given anyhow is paid from that, too. Where nobody of the class waits, nothing is kept: it has missed
+nothing.
+
+Who gives blocks back to a request of a higher class, on both kinds of worker. Pure.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
+
+from twostroke.protocol.requests import GenerateRequest, Promise
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.sequence import SequenceState
+
+LEAST_SHARE = 0.02  # of a class that has been promised less: it must get on, too
+MOST_SHARE = 0.9
+
+
+class ClassShares:
+    """Tokens saved by each class. They may stand for anything that is scheduled and counted: tokens, rows of steps."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any class has something saved."""
+        return bool(self._saved)
+
+    def saved(self, class_name: str) -> int:
+        """Whole tokens that the class may have before any higher class."""
+        return int(self._saved.get(class_name, 0.0))
+
+    def settle(self, given: Mapping[Promise, int], waiting: Iterable[Promise]) -> None:
+        """A step gives so many tokens to requests with these promises, and leaves these classes waiting for more."""
+        highest = max((promise.priority for promise in given), default=None)
+        if highest is None and not self._saved:
+            return
+        saved: dict[str, float] = {}
+        for name, promise in {promise.class_name: promise for promise in waiting}.items():
+            to_higher = sum(tokens for other, tokens in given.items() if other.priority > promise.priority)
+            to_it = sum(tokens for other, tokens in given.items() if other.class_name == name)
+            share = min(max(promise.share, LEAST_SHARE), MOST_SHARE)
+            # x of T tokens are its share of all once x / (T - x) of what others get are saved.
+            left = self._saved.get(name, 0.0) + to_higher * share / (1 - share) - to_it
+            if left > 0:
+                saved[name] = left
+        self._saved = saved
+
+
+QueuePolicy = Literal["edf", "sjf", "fcfs"]
+Turn = tuple[float, ...]
+"""The smallest goes first."""
+
+UNPROMISED_S = 60.0  # the deadline of requests that were promised none: after all others, and yet not never
+AGEING_TOKENS_PER_S = 512.0  # so many tokens fewer count after each second of waiting
+LEAST_AHEAD = 64  # tokens: chunks that a class gets before higher ones are no smaller, unless they end a prompt
+NO_LIMIT = 1 << 62  # tokens
+
+
+class Queued(Protocol):
+    """What the order sees of a job of either kind of worker."""
+
+    arrival: int  # 0, 1, 2, ...: the order in which requests came
+    arrived_at: float  # in seconds of the worker's clock
+    num_uncached: int  # tokens that were not in the prefix cache when it came
+    turn: Turn
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What was asked for."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has output tokens already."""
+
+    @property
+    def num_indivisible(self) -> int:
+        """Tokens that it must be given at once, or 0 where chunks will do."""
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose KV is still missing."""
+
+
+Job = TypeVar("Job", bound=Queued)
+
+
+def turn_of(job: Queued, policy: QueuePolicy) -> Turn:
+    """The job's turn under a policy."""
+    promise = job.request.promise
+    urgency = 0.0
+    match policy:
+        case "edf":
+            urgency = job.arrived_at + (UNPROMISED_S if promise.ttft_left_s is None else promise.ttft_left_s)
+        case "sjf":
+            urgency = job.num_uncached + job.arrived_at * AGEING_TOKENS_PER_S
+        case "fcfs":
+            pass  # the arrival alone
+    return (-promise.priority, not job.has_begun, urgency, job.arrival)
+
+
+def turns(ready: Sequence[Sequence[Job]], shares: ClassShares) -> Iterator[tuple[Job, int]]:
+    """Everybody in order, each with the tokens that it may be given in this turn; `ready` are lists in that order.
+
+    First come those whose class has saved enough, each with what is saved: a job may come twice.
+    """
+    if shares:
+        firsts: dict[str, Job] = {}
+        for jobs in ready:
+            for name, job in {job.request.promise.class_name: job for job in reversed(jobs)}.items():
+                firsts[name] = min(firsts.get(name, job), job, key=_turn)
+        for job in sorted(firsts.values(), key=_turn):
+            saved = shares.saved(job.request.promise.class_name)
+            if saved >= (job.num_indivisible or min(LEAST_AHEAD, job.num_to_compute)):
+                yield job, saved
+    for job in heapq.merge(*ready, key=_turn):
+        yield job, NO_LIMIT
+
+
+def _turn(job: Queued) -> Turn:
+    return job.turn
+
+
+class Holder(Protocol):
+    """A job of either kind of worker."""
+
+    sequence: SequenceState
+
+
+Giver = TypeVar("Giver", bound=Holder)
+
+
+def who_gives_way(candidates: Iterable[Giver], missing_blocks: int, pool: BlockPool) -> list[Giver]:
+    """The first of the candidates that together free so many blocks; nobody where all of them would not.
+
+    Those who turn out not to be needed are spared. So each one's blocks are needed, and none can come straight back.
+    """
+    chosen: list[tuple[Giver, int]] = []
+    freed = 0
+    for job in candidates:
+        if freed >= missing_blocks:
+            break
+        own = sum(pool.references(block_id) == 1 for block_id in job.sequence.block_ids)
+        if own:
+            chosen.append((job, own))
+            freed += own
+    if freed < missing_blocks:
+        return []
+    needed: list[Giver] = []
+    for job, own in chosen:
+        if freed - own >= missing_blocks:
+            freed -= own
+        else:
+            needed.append(job)
+    return needed

@@ -1,0 +1,275 @@
+"""How long this worker's steps take, learnt from those that have run. No torch.
+
+The form is protocol.step_costs.StepCosts: seconds = sum of costs x features, the first feature being 1. It is fitted by
+least squares of the relative error, no cost below 0. What makes that safe on live steps:
+
+- A worker's first steps are left out: they load kernels and touch memory for the first time.
+- The last few steps of every kind are kept, a kind being steps of about the same size, and fitted anew each time. The
+  older count less, but never nothing: so what steps of late don't tell apart stays as it was told by others before.
+- A step that takes far longer, or less, than its like counts as one at the edge of what is usual: steps that record a
+  CUDA graph, or are held up by a neighbour, say nothing about the next.
+- The costs are tied to each other as they are on most machines, with less force than a single step that can tell them
+  apart. Short prompts say nothing of pairs, nor two of one length of the constant: there the ties decide, or the fit of
+  noise would be a hundred times off for prompts a hundred times as long, which then never come here to teach better.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.stats import StepCosts
+
+COLD_STEPS = 5
+FIRST_SAMPLES = 10  # behind the first fit
+BATCH = 32  # steps that are taken in at once, where nobody asks earlier: one at a time would cost the event loop more
+KEPT = 16  # steps of a kind
+MOST_KINDS = 64
+MEMORY = 100.0  # steps after which one counts 1/e
+LEAST_WEIGHT = 0.01  # of a step, however old
+ROUNDS = 24  # of fitting, and finding out who is far off, at most
+SETTLED = 0.03  # a round that changes no step's expected time by more than this part has found what it could
+MOST_EDGE = 20.0  # of the first round: how far off a step may be, as a logarithm
+NARROWER = 4.0  # times, once that has settled
+EDGE = 4.0  # times the usual error: the least
+LEAST_ERROR = 0.02  # the usual error is taken to be at least this
+LEAST_S = 1e-9  # no step takes less
+LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
+
+# The ties. Reading all weights, which is most of the constant, takes a CPU as long as computing dozens of tokens, and a
+# GPU some hundred. What attention adds for each token looked at is 1/10,000 (160M parameters) to 1/30,000 (8B) of what
+# a token's products take, and about the same part of reading weights where it is read.
+TOKENS_A_BASE = 64.0
+PAIR_SHARE = 5e-5
+TIE = 0.3  # how much a tie counts, in steps as far off as it is, for each part of a step that is the usual error
+
+_BASE, _TOKENS, _PAIRS, _ROWS, _CONTEXT = range(5)
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Sample = tuple[float, ...]  # its number, features, seconds
+
+
+class StepContent(NamedTuple):
+    """What is in a step: the features of StepCosts, the constant aside."""
+
+    prompt_tokens: int
+    pairs: float  # of a prompt token and a token that it attends to
+    rows: int  # requests that decode
+    context_tokens: int  # of those, and before chunks of prompts: a step reads each once, however many look at it
+
+    @staticmethod
+    def of(batch: Sequence[SequenceStep]) -> "StepContent":
+        """The content of an engine step. A single token is a decoding row: a prompt's last one is computed as such."""
+        prompt_tokens = rows = context_tokens = 0
+        pairs = 0.0
+        for one in batch:
+            num_tokens = len(one.token_ids)
+            if num_tokens == 1:
+                rows += 1
+                context_tokens += one.start + 1
+            else:
+                prompt_tokens += num_tokens
+                context_tokens += one.start
+                pairs += num_tokens * (one.start + num_tokens / 2)
+        return StepContent(prompt_tokens, pairs, rows, context_tokens)
+
+    def expected_s(self, costs: StepCosts) -> float:
+        """Seconds that a step of this content takes."""
+        prompts_s = self.prompt_tokens * costs.token_s + self.pairs * costs.pair_s
+        return costs.base_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
+
+    def prompts_part(self, costs: StepCosts | None) -> float:
+        """What part of such a step's time is its prompts': all, where nothing else is in it, or costs are not known."""
+        if not self.rows or costs is None:
+            return 1.0
+        without = StepContent(0, 0.0, self.rows, self.context_tokens)
+        return 1.0 - without.expected_s(costs) / max(self.expected_s(costs), LEAST_S)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The last steps of a kind. They stand for those before them, too."""
+
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
+    weight: float = 0.0  # of all its steps, when the newest came
+
+    def add(self, sample: Sample) -> None:
+        if self.samples:
+            self.weight *= math.exp((self.samples[-1][0] - sample[0]) / MEMORY)
+        self.weight += 1.0
+        self.samples.append(sample)
+
+    def each(self, now: float) -> float:
+        """What every one of them weighs, when sample `now` is the newest of all."""
+        return self.weight / len(self.samples) * math.exp((self.samples[-1][0] - now) / MEMORY)
+
+
+class StepCostFit:
+    """Learns from each step of one worker. Cheap enough to be told of all of them."""
+
+    def __init__(self) -> None:
+        self._num_told = 0
+        self._num_samples = 0
+        self._num_pending = 0
+        self._kinds: dict[tuple[int, ...], _Kind] = {}  # the one with the newest sample last
+        self._solution: Array | None = None
+        self._costs: StepCosts | None = None
+
+    def add(self, content: StepContent, seconds: float) -> None:
+        """A step with this content has taken so long. One that took no time is not looked at."""
+        self._num_told += 1
+        if self._num_told <= COLD_STEPS or seconds < LEAST_S:
+            return
+        self._num_samples += 1
+        self._num_pending += 1
+        name = _kind_of(content)
+        kind = self._kinds[name] = self._kinds.pop(name) if name in self._kinds else _Kind()
+        kind.add((self._num_samples, 1.0, *content, seconds))
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if self._num_pending >= BATCH or self._num_samples == FIRST_SAMPLES:
+            self.take_in()
+
+    def take_in(self) -> None:
+        """Fit now, if anything has come since: to be called before the costs are told to others."""
+        if not self._num_pending or self._num_samples < FIRST_SAMPLES:
+            return
+        self._num_pending = 0
+        samples = np.array([sample for kind in self._kinds.values() for sample in kind.samples])
+        each = np.repeat(
+            [kind.each(self._num_samples) for kind in self._kinds.values()],
+            [len(kind.samples) for kind in self._kinds.values()],
+        )
+        weights = np.maximum(each, LEAST_WEIGHT)
+        self._solution = _fit(samples[:, 1:6], samples[:, 6], weights, self._solution)
+        base, token, pair, row, context = self._solution.tolist()
+        self._costs = StepCosts(base, token, pair, row, context, self._num_samples)
+
+    def costs(self) -> StepCosts | None:
+        """What steps cost, by the last fit; None before the first."""
+        return self._costs
+
+
+def _kind_of(content: StepContent) -> tuple[int, ...]:
+    """Steps are of one kind where nothing in them differs by more than a factor of two, or four for context."""
+    return (
+        content.prompt_tokens.bit_length(),
+        int(content.pairs).bit_length() // 2,
+        content.rows.bit_length(),
+        content.context_tokens.bit_length() // 2,
+    )
+
+
+def _fit(features: Array, seconds: Array, weights: Array, start: Array | None) -> Array:
+    """Fit again and again, at last with little regard for those that are far off; begins with the solution `start`.
+
+    First all are believed, however far off: a machine that has changed, or prompts of a length that never was.
+    """
+    solution = _shared_out(features, seconds) if start is None else start
+    expected = _expected(features, solution)
+    usual_s = _median(seconds, weights)
+    edge = MOST_EDGE
+    for _ in range(ROUNDS):
+        usual_error = max(LEAST_ERROR, _median(np.abs(np.log(seconds / expected)), weights))
+        least_edge = min(MOST_EDGE, EDGE * usual_error)
+        edge = max(edge, least_edge)
+        left, right = _equations(features, seconds, expected, edge, weights)
+        solution = _least(left + TIE * usual_error * _ties(solution, usual_s), right)
+        before, expected = expected, _expected(features, solution)
+        if np.abs(np.log(expected / before)).max() < SETTLED:
+            if edge == least_edge:
+                break
+            edge /= NARROWER
+    return solution
+
+
+def _expected(features: Array, solution: Array) -> Array:
+    return np.maximum(features @ solution, LEAST_S)
+
+
+def _median(values: Array, weights: Array) -> float:
+    order = np.argsort(values)
+    summed = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(summed, summed[-1] / 2)]])
+
+
+def _shared_out(features: Array, seconds: Array) -> Array:
+    """Costs that could be, before anything is known: half of a step is the constant, the rest its tokens and rows."""
+    costs = np.zeros(5)
+    kinds = [kind for kind in (_TOKENS, _ROWS) if (features[:, kind] > 0).any()]
+    for kind in kinds:
+        has_some = features[:, kind] > 0
+        costs[kind] = 0.5 / len(kinds) * np.median(seconds[has_some] / features[has_some, kind])
+    costs[_BASE] = 0.5 * np.median(seconds)
+    costs[_PAIRS] = PAIR_SHARE * costs[_TOKENS]
+    costs[_CONTEXT] = PAIR_SHARE * costs[_BASE]
+    return costs
+
+
+def _ties(costs: Array, usual_s: float) -> Array:
+    """What ties add to the left of the normal equations, given about what the costs are.
+
+    Each is the square of how far two costs are from their proportion, in units that grow with the cost, so that data
+    can get there though it is a hundred times as much. Where the cost is all of the unit, no distance costs more than
+    a short one: that is for pairs and context, of which one odd step can't be full. A tiny prompt that was held up is
+    full of what seems to be tokens; to take tokens and rows for ten times as dear therefore costs ten times as much.
+    """
+    base = max(costs[_BASE], 1e-3 * usual_s)
+    token = max(costs[_TOKENS], base / TOKENS_A_BASE)
+    left = np.zeros((5, 5))
+    for tied, to, share, cost in (
+        (_TOKENS, _BASE, 1 / TOKENS_A_BASE, base),
+        (_ROWS, _TOKENS, 1.0, token),
+        (_PAIRS, _TOKENS, PAIR_SHARE, token),
+        (_CONTEXT, _BASE, PAIR_SHARE, base),
+    ):
+        off = np.zeros(5)
+        off[tied], off[to] = 1.0, -share
+        should = share * cost
+        unit = max(should, costs[tied])
+        left += np.outer(off, off) / (unit * (unit if tied in (_PAIRS, _CONTEXT) else should))
+    return left
+
+
+def _equations(features: Array, seconds: Array, expected: Array, edge: float, weights: Array) -> tuple[Array, Array]:
+    """Normal equations of the relative error, with what is beyond the edge at the edge.
+
+    Relative to the larger of the two times as they are: else one that is far off would outweigh the rest, on whichever
+    side it is, and where far too little was expected, the fit would never get away from that. For the same reason not
+    relative to a small part of what steps mostly take: of two that ended while the event loop was busy, the second
+    seems to have taken no time.
+    """
+    scale = np.maximum(np.maximum(seconds, expected), LEAST_PART * np.median(seconds))
+    shares = features / scale[:, None]
+    edged = np.clip(seconds, expected * np.exp(-edge), expected * np.exp(edge))
+    weighted = shares.T * weights
+    return weighted @ shares, weighted @ (edged / scale)
+
+
+def _scale(left: Array) -> Array:
+    """What makes the diagonal 1: the features differ by orders of magnitude."""
+    scale: Array = 1.0 / np.sqrt(np.diag(left))
+    return scale
+
+
+def _least(left: Array, right: Array) -> Array:
+    """The x >= 0 that minimises x . left x / 2 - right . x, for a positive definite `left`.
+
+    Murty's least-index method: of those that are negative, or at 0 and pulled up, the last changes sides, until there
+    are none. It ends for every such matrix, mostly at once.
+    """
+    scale = _scale(left)
+    left, right = left * scale * scale[:, None], right * scale
+    is_free = np.ones(len(right), bool)
+    while True:
+        x = np.zeros(len(right))
+        x[is_free] = np.linalg.solve(left[np.ix_(is_free, is_free)], right[is_free])
+        slope = left @ x - right
+        wrong = np.flatnonzero(np.where(is_free, x < 0, slope < -1e-9))
+        if not len(wrong):
+            return x * scale
+        is_free[wrong[-1]] ^= True

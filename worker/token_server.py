@@ -1,0 +1,271 @@
+"""The worker's end of the token channel: one connection per router, one frame per router and engine step.
+
+Lost routers are told to the worker, once, and never twice for one connection. The worker's StatsFrames are its proof
+of life; the router's are its Pings.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twostroke.protocol.blocks import BlockReports, NamedBlocks
+from twostroke.protocol.clock import Clock, Silence
+from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.messages import (
+    AskTurn,
+    BlocksChanged,
+    BlocksHeld,
+    Cancel,
+    Convicted,
+    Drain,
+    EndTurn,
+    GiveTurn,
+    Hello,
+    KVNotSent,
+    Ping,
+    PrefillFailed,
+    Refuse,
+    ReportBlocks,
+    SendPrefix,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
+from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.turns import Turns
+from twostroke.protocol.verdicts import Verdict, Verdicts
+
+_log = logging.getLogger(__name__)
+
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted | GiveTurn
+
+
+@dataclass(frozen=True)
+class TokenServerConfig:
+    """Times and bounds of a worker's token channel. Raises ConfigError for values that can't work."""
+
+    stats_interval_s: float = 0.5  # between StatsFrames
+    lease_s: float = 10.0  # a router silent for longer is lost
+    max_unsent_bytes: int = 4 * 1024 * 1024  # a router that leaves more than this unread is dropped
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stats_interval_s <= self.lease_s / 3:
+            raise ConfigError(
+                f"token_channel.stats_interval_s is {self.stats_interval_s}: it must be above 0, and at most a third "
+                f"of token_channel.lease_s ({self.lease_s}), since StatsFrames are the worker's proof of life"
+            )
+        if self.max_unsent_bytes < 1:
+            raise ConfigError(f"token_channel.max_unsent_bytes is {self.max_unsent_bytes}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class TokenServerCallbacks:
+    """What the worker wants to hear. All are called on the event loop and must not wait."""
+
+    cancel: Callable[[str], None]  # a request id
+    prefill_failed: Callable[[str], None]  # a request id
+    send_prefix: Callable[[Ticket, Sequence[int], bytes], None]  # where to, the prefix's tokens, its cache salt
+    router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
+    stats: Callable[[], WorkerStats]  # asked for the worker's numbers
+    drain: Callable[[], None] = lambda: None  # the worker is being taken down
+
+
+class TokenServer:
+    """Accepts routers, sends them token frames and statistics, and hears what they want.
+
+    Routers that ask are told of the names in the prefix cache of `blocks`. What one router says of requests that take
+    workers down the others are told, now or when they come; and one router at a time has its turn (protocol/turns.py).
+    The worker itself makes nothing of either.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: Peer,
+        network: Network,
+        config: TokenServerConfig,
+        callbacks: TokenServerCallbacks,
+        blocks: NamedBlocks,
+        clock: Clock,
+    ):
+        self._peer = peer
+        self._network = network
+        self._config = config
+        self._callbacks = callbacks
+        self._listener: Listener | None = None
+        self._stats_task: asyncio.Task[None] | None = None
+        self._routers: dict[str, Connection] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._block_reports = BlockReports(blocks, self._send)
+        self._verdicts = Verdicts(clock)
+        self._turns = Turns(self._give_turn)
+
+    async def start(self, host: str) -> Address:
+        """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
+        self._listener = await self._network.listen(host, self._serve)
+        self._stats_task = asyncio.create_task(self._send_stats_forever(), name="token-server-stats")
+        return self._listener.address
+
+    async def close(self) -> None:
+        """Drop every router and stop listening; may be called again. No callback is made once this has returned."""
+        self._turns.close()
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+            await asyncio.gather(self._stats_task, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.close()
+        await self._block_reports.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def is_connected(self, router_id: str) -> bool:
+        """Whether events for this router have a way to go."""
+        return router_id in self._routers
+
+    def emit(self, router_id: str, events: Sequence[TokenEvent]) -> None:
+        """Send one frame. Events for a router that is not connected are dropped: it has been told lost already."""
+        connection = self._routers.get(router_id)
+        if connection is not None:
+            self._send(router_id, connection, TokenFrame(tuple(events)))
+
+    def kv_not_sent(self, router_id: str, request_id: str) -> None:
+        """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
+        connection = self._routers.get(router_id)
+        if connection is not None:
+            self._send(router_id, connection, KVNotSent(request_id))
+
+    def tell_stats(self) -> None:
+        """Send the worker's numbers to all routers now, ahead of their time."""
+        frame = StatsFrame(self._callbacks.stats())
+        for router_id, connection in list(self._routers.items()):
+            self._send(router_id, connection, frame)
+
+    async def _serve(self, connection: Connection) -> None:
+        """One router's connection, from its Hello to its end."""
+        router_id = await self._accept(connection)
+        if router_id is None:
+            return
+        silence = Silence(asyncio.get_running_loop().time, self._config.lease_s)
+        watch = asyncio.create_task(self._watch(router_id, connection, silence), name=f"token-server-watch-{router_id}")
+        try:
+            await self._listen_to(router_id, connection, silence)
+        except ConnectionLost as error:
+            _log.info("token channel of router %s ended: %s", router_id, error)
+        finally:
+            watch.cancel()
+            self._drop(router_id, connection)
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _accept(self, connection: Connection) -> str | None:
+        """The id of the router that says hello; None where it is refused or gone."""
+        try:
+            async with asyncio.timeout(self._config.lease_s):
+                hello = await connection.receive()
+            reason = self._refusal(hello)
+            if reason is not None:
+                _log.warning("token channel refused: %s", reason)
+                connection.send(Refuse(reason))
+                await connection.drain()
+                return None
+        except (ConnectionLost, TimeoutError) as error:
+            _log.info("a connection ended before its hello: %s", error)
+            return None
+        if not isinstance(hello, Hello):  # `_refusal` has refused it; this tells the type checker
+            return None
+        router_id = hello.sender.worker_id
+        older = self._routers.get(router_id)
+        if older is not None:
+            # What the older connection still carried may be lost, so the requests that relied on it are too.
+            self._drop(router_id, older)
+        try:
+            connection.send(Welcome(self._peer))
+            connection.send(Convicted(self._verdicts.to_tell()))
+            connection.send(StatsFrame(self._callbacks.stats()))
+        except ConnectionLost:
+            return None
+        self._routers[router_id] = connection
+        return router_id
+
+    def _refusal(self, hello: object) -> str | None:
+        if not isinstance(hello, Hello):
+            return f"expected a Hello, got {type(hello).__name__}"
+        if hello.receiver.worker_id != self._peer.worker_id:
+            return f"this is worker {self._peer.worker_id}, not {hello.receiver.worker_id}"
+        if hello.receiver.epoch != self._peer.epoch:
+            return f"worker {self._peer.worker_id} has restarted: epoch {hello.receiver.epoch:x} is over"
+        return None
+
+    async def _watch(self, router_id: str, connection: Connection, silence: Silence) -> None:
+        """Drop a router after a lease of silence; that ends its `_listen_to` as well."""
+        await silence.outlast()
+        _log.warning("router %s was silent for %.1f s: dropped", router_id, silence.length_s)
+        self._drop(router_id, connection)
+
+    async def _listen_to(self, router_id: str, connection: Connection, silence: Silence) -> None:
+        """Raises ConnectionLost at the connection's end."""
+        while True:
+            message = await connection.receive()
+            if self._routers.get(router_id) is not connection:
+                raise ConnectionLost("it was dropped, with all that it still carried")
+            silence.end()
+            match message:
+                case Cancel(request_id):
+                    self._callbacks.cancel(request_id)
+                case Drain():
+                    self._callbacks.drain()
+                case PrefillFailed(request_id):
+                    self._callbacks.prefill_failed(request_id)
+                case SendPrefix(ticket, token_ids, cache_salt):
+                    self._callbacks.send_prefix(ticket, token_ids, cache_salt)
+                case ReportBlocks():
+                    self._block_reports.begin(router_id, connection)
+                case AskTurn(number):
+                    self._turns.ask(router_id, number)
+                case EndTurn():
+                    self._turns.end(router_id)
+                case Convicted(verdicts):
+                    self._pass_on(verdicts, but_to=router_id)
+                case Ping():
+                    pass
+                case _:
+                    raise ConnectionLost(f"a router must not send {type(message).__name__}")
+
+    def _pass_on(self, verdicts: Sequence[Verdict], *, but_to: str) -> None:
+        if news := self._verdicts.learn(verdicts):
+            for router_id, connection in list(self._routers.items()):
+                if router_id != but_to:
+                    self._send(router_id, connection, Convicted(news))
+
+    def _give_turn(self, router_id: str, number: int) -> None:
+        self._send(router_id, self._routers[router_id], GiveTurn(number))
+
+    async def _send_stats_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.stats_interval_s)
+            if self._routers:
+                self.tell_stats()
+
+    def _send(self, router_id: str, connection: Connection, message: _ToRouter) -> None:
+        try:
+            connection.send(message)
+        except ConnectionLost as error:
+            _log.info("router %s is gone: %s", router_id, error)
+            self._drop(router_id, connection)
+            return
+        if connection.unsent_bytes > self._config.max_unsent_bytes:
+            _log.warning("router %s leaves %d bytes unread: dropped", router_id, connection.unsent_bytes)
+            self._drop(router_id, connection)
+
+    def _drop(self, router_id: str, connection: Connection) -> None:
+        """Forget a connection, close it, and tell the worker. Harmless for one that is dropped already."""
+        if self._routers.get(router_id) is not connection:
+            return
+        del self._routers[router_id]
+        self._block_reports.end(router_id)
+        self._turns.end(router_id)
+        closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._callbacks.router_lost(router_id)

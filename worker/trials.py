@@ -1,0 +1,140 @@
+"""Trial transfers between two workers: real ones, of blocks that nobody uses.
+
+So they take the very way that a request's KV takes, and need no message of their own. The router mints their tickets
+(`router/http/doctor.py`), as it does for requests.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.store import KVStore
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import RequestError, TransferFailed
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import Peer, Ticket
+from twostroke.worker.block_pool import BlockPool
+
+T = TypeVar("T")
+
+
+def _ignore() -> None:
+    """Nobody waits for blocks."""
+
+
+class LinkProbe:
+    """One worker's part in trial transfers. It takes at most half of the free blocks, and waits for none.
+
+    Cached blocks count as free, so that a trial may cost the prefix cache some. A cancelled call returns at once; its
+    blocks go back as soon as nothing reads or writes them any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        sender: SendingSide | None,
+        receiver: ReceivingSide | None,
+        store: KVStore,
+        clock: Clock,
+        on_released: Callable[[], None] = _ignore,
+    ):
+        """`on_released` is called whenever a trial has given its blocks back: others may be waiting for some."""
+        self._pool = pool
+        self._sender = sender
+        self._receiver = receiver
+        self._store = store
+        self._clock = clock
+        self._on_released = on_released
+        self._tasks: set[asyncio.Task[Any]] = set()  # each holds blocks until it ends
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a trial holds blocks, its caller's call over or not."""
+        return bool(self._tasks)
+
+    async def source(self, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        """Send as many tokens' KV once for each ticket, one after the other. All go to one target.
+
+        The first transfer may also have to wait for the connection, the link and the target's own call. Raises
+        RequestError (this worker sends nothing, or has too few free blocks) and TransferFailed.
+        """
+        sender = self._sender
+        if sender is None:
+            raise RequestError("this worker sends no KV", code="no_transfers", status=409)
+        return await self._owned(self._send(sender, tickets, num_tokens))
+
+    async def target(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """Receive what `source` sends with these tickets. Raises RequestError and TransferFailed as it does."""
+        receiver = self._receiver
+        if receiver is None:
+            raise RequestError("this worker receives no KV", code="no_transfers", status=409)
+        await self._owned(self._receive(receiver, tickets, num_tokens))
+
+    async def _owned(self, trial: Coroutine[Any, Any, T]) -> T:
+        """Run the trial in a task of ours, which sees its transfer to the end even where the caller is cancelled."""
+        task = asyncio.get_running_loop().create_task(trial, name="probe")
+        self._tasks.add(task)
+        task.add_done_callback(self._released)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    def _released(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        self._on_released()
+
+    async def _send(self, sender: SendingSide, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        seconds: list[float] = []
+        with self._blocks(num_tokens) as block_ids:
+            for ticket in tickets:
+                began = self._clock()
+                transfer = sender.open(ticket, num_tokens, block_ids, num_tokens)
+                transfer.commit(None)
+                try:
+                    await transfer.done()
+                except asyncio.CancelledError:
+                    transfer.abort("the trial was cancelled")
+                    with suppress(TransferFailed):
+                        await transfer.done()
+                    raise
+                seconds.append(self._clock() - began)
+        transport, why, missing = _links(sender, tickets[0].target)
+        return ProbeTimes(tuple(seconds), transport, why, missing)
+
+    async def _receive(self, receiver: ReceivingSide, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        with self._blocks(num_tokens) as block_ids:
+            for ticket in tickets:
+                incoming = receiver.expect(ticket, block_ids, num_tokens, 0)
+                try:
+                    await incoming.verified()
+                except asyncio.CancelledError:
+                    await incoming.cancel()
+                    raise
+
+    @contextmanager
+    def _blocks(self, num_tokens: int) -> Iterator[list[int]]:
+        """Unpublished blocks for so many tokens. Raises RequestError where that is more than half of the free ones."""
+        count = -(-num_tokens // self._store.layout.block_size)
+        most = self._pool.free_blocks // 2
+        if not 1 <= count <= most:
+            raise RequestError(f"a trial of {count} blocks: it may take 1 to {most} here now", code="too_few_blocks")
+        block_ids = self._pool.allocate(count)
+        try:
+            yield block_ids
+        finally:
+            self._pool.release(block_ids)
+
+
+def _links(sender: SendingSide, target: Peer) -> tuple[str, str, tuple[str, ...]]:
+    """(transport, why, missing) of the links to `target`; what several ranks have in common is said once."""
+    reports = [report for report in sender.links() if report.target == target]
+    return (
+        ", ".join(dict.fromkeys(report.transport for report in reports)),
+        "; ".join(dict.fromkeys(report.why for report in reports)),
+        tuple(dict.fromkeys(reason for report in reports for reason in report.missing)),
+    )
