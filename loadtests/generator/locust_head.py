@@ -15,9 +15,8 @@ import msgspec
 from flask import request
 
 from twostroke.loadtests.errors import unwritable
-from twostroke.loadtests.generator.live import LiveFigures, Second, percentile, series
+from twostroke.loadtests.generator.live import LiveFigures, Progress, Second, percentile, series
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
-from twostroke.loadtests.generator.progress import Progress
 from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder

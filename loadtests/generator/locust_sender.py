@@ -19,14 +19,12 @@ from gevent.event import AsyncResult
 from gevent.pool import Group
 
 from twostroke.loadtests.errors import LoadTestError, unwritable
-from twostroke.loadtests.generator.conversation import Conversation, Line, check_prompts
-from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
+from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, Line, Share, check_prompts
 from twostroke.loadtests.generator.http_stream import endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.records import Record, append
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFolder, append
 
 PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
 

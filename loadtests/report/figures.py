@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from twostroke.loadtests.plan import SLO, Plan
-from twostroke.loadtests.records import Status
 from twostroke.loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
 from twostroke.loadtests.report.observations import Bools, Observations, Validity, judge, read_observations, tail_tbt
-from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
+from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample, Status
 
 
 class StagePart(msgspec.Struct, frozen=True):

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.loadtests.plan import MOST_LAG_OF_SLO, SLO, Plan
-from twostroke.loadtests.records import Record, Status
 from twostroke.loadtests.report.estimates import Floats, Ints, percentile
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFacts
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, Status
 
 Bools = NDArray[np.bool_]
 
