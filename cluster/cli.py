@@ -113,7 +113,15 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
 
 
 def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    loaded = import_module(f"twostroke.{module}")
+    try:
+        loaded = import_module(f"twostroke.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "twostroke":
+            raise
+        command = parser.prog.removeprefix("twostroke ")
+        raise ConfigError(
+            f"{command} needs {error.name}: in the project's checkout, pip install '.[serve]'"
+        ) from error
     loaded.add_arguments(parser)
     run: Callable[[argparse.Namespace], int] = loaded.run
     return run
