@@ -6,9 +6,7 @@ median of these ratios is what counts. The floor of a step is max(bytes / read b
 GEMM rate that prefill is held against is measured with the model's own projections. What quantisation gains at batch 1
 is measured in turns too, step by step, with one engine for each kind of weights.
 
-The random models that `bench engine` measures: what speed depends on is their shape.
-
-What an engine's step can't do without, and what the machine can do: the two sides of the floor.
+Models are random: what speed depends on is their shape.
 """
 
 import argparse

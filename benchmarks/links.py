@@ -14,16 +14,13 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice, pairwise
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from twostroke.cluster.local.ray import free_ports
 from twostroke.kvtransfer.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.host_units import HostUnits
@@ -35,7 +32,7 @@ from twostroke.model.config import ModelConfig, RopeConfig
 from twostroke.protocol.errors import ConfigError, TransferFailed
 
 HOST = "127.0.0.1"
-TRANSPORTS = ("tcp", "shm", "torch_distributed")
+TRANSPORTS = ("tcp", "shm")
 POOL_BYTES = 256 * 1024 * 1024
 """Of a case's cache: far more than the processor's caches hold, since KV that is sent was not touched just before.
 
@@ -43,7 +40,6 @@ A short prompt is there many times, each in blocks of its own. Of a longer one t
 chunks for longer.
 """
 IOV_MAX = 1024
-GROUP_TIMEOUT = timedelta(seconds=60)
 SHAPES = {  # layers, KV heads, head dimension
     "160M": (12, 4, 64),
     "1B": (16, 8, 64),
@@ -69,16 +65,13 @@ class Ratios:
 
     tcp_over_bare: float
     shm_over_memcpy: float
-    gloo_over_bare: float
     tcp_bytes_per_s: float
     shm_bytes_per_s: float
-    gloo_bytes_per_s: float
 
 
 async def measure_case(peer: "Peer", case: Case, rounds: int) -> Ratios:
     """All links of one case. Raises TransferFailed where a chunk comes damaged, or the peer ends."""
     port = await peer.order("begin", case)
-    group_port = free_ports(1)[0]
     end = End(case)
 
     async def turn(send: Callable[[], Awaitable[None]], *order: Any) -> float:
@@ -93,14 +86,6 @@ async def measure_case(peer: "Peer", case: Case, rounds: int) -> Ratios:
     def over_bare() -> Awaitable[float]:
         return turn(lambda: asyncio.to_thread(end.send_bare), "receive_bare")
 
-    async def over_group() -> float:
-        if end.group is None:
-            peer.begin("receive_group", group_port)
-            await asyncio.to_thread(end.join_group, 0, group_port)
-            await asyncio.to_thread(end.send_group)
-            await peer.done()
-        return await turn(lambda: asyncio.to_thread(end.send_group), "receive_group", group_port)
-
     async def memcpy() -> float:
         return float(await peer.order("memcpy"))
 
@@ -113,12 +98,11 @@ async def measure_case(peer: "Peer", case: Case, rounds: int) -> Ratios:
             await peer.done()
         tcp, tcp_s = await _in_turns(over_bare, over_link("tcp"), rounds)
         shm, shm_s = await _in_turns(memcpy, over_link("shm"), rounds)
-        gloo, gloo_s = await _in_turns(over_group, over_link("torch_distributed"), rounds)
     finally:
         await end.close()
     await peer.order("end")
     moved = end.message.num_bytes
-    return Ratios(tcp, shm, gloo, moved / tcp_s, moved / shm_s, moved / gloo_s)
+    return Ratios(tcp, shm, moved / tcp_s, moved / shm_s)
 
 
 async def _in_turns(
@@ -148,10 +132,9 @@ class Peer:
     async def done(self) -> Any:
         """What the order brought. Raises TransferFailed where it failed."""
         try:
-            answer = await asyncio.to_thread(self._pipe.recv)
+            return await asyncio.to_thread(self._pipe.recv)
         except EOFError:
             raise TransferFailed("the peer has ended; its standard error says why") from None
-        return answer
 
     async def order(self, *order: Any) -> Any:
         """Both."""
@@ -197,10 +180,6 @@ async def _serve(pipe: Pipe) -> None:
                 await end.receive(name)
             case ("receive_bare",), End():
                 end.receive_bare()
-            case ("receive_group", port), End():
-                if end.group is None:
-                    end.join_group(1, port)
-                end.receive_group()
             case ("memcpy",), End():
                 answer = memcpy_s(end.message)
             case ("end",), End():
@@ -253,7 +232,6 @@ class Message:
         for first in range(0, num_blocks, prompt_blocks):
             self.chunks += self._chunks(tuple(table[first : first + prompt_blocks]))
         self.num_bytes = num_layers * num_blocks * layout.block_bytes
-        self.prompt_bytes = [self.num_bytes // copies] * copies  # of each prompt
 
     def _chunks(self, table: tuple[int, ...]) -> list[tuple[Segment, ...]]:
         """Of one prompt whose KV is all ready."""
@@ -273,14 +251,13 @@ class Message:
 
 
 class End:
-    """One side of a case: its message, its ends of the links, of a bare connection and of a bare gloo group."""
+    """One side of a case: its message, its ends of the links and of a bare connection."""
 
     def __init__(self, case: Case):
         self.message = Message(case)
         self.transports = {name: make_transports(name, self.message.cache).by_name[name] for name in TRANSPORTS}
         self.links: dict[str, DataLink] = {}
         self.bare: socket.socket | None = None
-        self.group: ProcessGroupGloo | None = None
         self._listener: socket.socket | None = None
 
     def listen(self) -> int:
@@ -343,30 +320,11 @@ class End:
                 if moved:
                     left[0] = left[0][moved:]
 
-    def join_group(self, rank: int, port: int) -> None:
-        """Both ends at once make a gloo group of two, which sends one contiguous buffer for each prompt."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = GROUP_TIMEOUT
-        options._threads = 1
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
-        store = TCPStore(HOST, port, None, rank == 0, GROUP_TIMEOUT, False)
-        self.group = ProcessGroupGloo(store, rank, 2, options)
-        self._buffers = [torch.ones(size, dtype=torch.uint8) for size in self.message.prompt_bytes]
-
-    def send_group(self) -> None:
-        for buffer in self._buffers:
-            self.group.send([buffer], 1, 0).wait()  # type: ignore[union-attr]
-
-    def receive_group(self) -> None:
-        for buffer in self._buffers:
-            self.group.recv([buffer], 0, 0).wait()  # type: ignore[union-attr]
-
     async def close(self) -> None:
         for link in self.links.values():
             await link.close()
         for transport in self.transports.values():
             await transport.close()
-        self.group = None
         for connection in (self.bare, self._listener):
             if connection is not None:
                 connection.close()

@@ -5,7 +5,7 @@ Three parts, all between processes of this machine:
     hand-over  from the end of a prompt's prefill to its first decode step, with several requests at a time
     exposed    the same of one prompt alone, as a share of the prefill's time, on a link on which the whole KV takes
                half as long as the prefill
-    links      tcp against a bare sendmsg/recvmsg_into loop, shm against memcpy, gloo against a bare gloo send
+    links      tcp against a bare sendmsg/recvmsg_into loop, shm against memcpy
 
 For the first two there are two real workers in processes of their own, the router's pipeline before them, no Ray.
 Moments are the engines' own: the end of the step that drew the first token, the beginning of the first decode step.
@@ -96,8 +96,7 @@ async def _measure_links(arguments: argparse.Namespace, figures: dict[str, float
             say(
                 f"links {number}/{len(cases)}  {case!s:>34}  "
                 f"tcp {ratios.tcp_over_bare:.2f} of bare ({ratios.tcp_bytes_per_s / 1e9:.1f} GB/s), "
-                f"shm {ratios.shm_over_memcpy:.2f} of memcpy ({ratios.shm_bytes_per_s / 1e9:.1f}), "
-                f"gloo {ratios.gloo_over_bare:.2f} of bare ({ratios.gloo_bytes_per_s / 1e9:.1f})"
+                f"shm {ratios.shm_over_memcpy:.2f} of memcpy ({ratios.shm_bytes_per_s / 1e9:.1f})"
             )
     for field in dataclasses.fields(Ratios):
         figures[field.name] = statistics.median(getattr(one, field.name) for one in results)

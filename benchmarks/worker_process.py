@@ -1,10 +1,10 @@
-"""One worker in a process of its own, without Ray: `python -m twostroke.benchmarks.worker_process SETTINGS`.
+"""One worker in a process of its own, without Ray, and such processes as a Fleet for the router's own pipeline.
 
-Takes calls as JSON lines on its standard input and answers on its standard output; ends with its input. Notes when the
-engine began the first step of each request and ended the step that drew its first token: moments of CLOCK_MONOTONIC,
-which all processes of a machine share.
+Together they are the serving path without Ray and HTTP.
 
-Worker processes as a Fleet, so that the router's own pipeline drives them: the serving path without Ray and HTTP.
+`python -m twostroke.benchmarks.worker_process SETTINGS` takes calls as JSON lines on its standard input and answers on
+its standard output; it ends with its input. It notes when the engine began the first step of each request and ended the
+step that drew its first token: moments of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import asyncio

@@ -119,9 +119,7 @@ def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse
         if error.name is None or error.name.partition(".")[0] == "twostroke":
             raise
         command = parser.prog.removeprefix("twostroke ")
-        raise ConfigError(
-            f"{command} needs {error.name}: in the project's checkout, pip install '.[serve]'"
-        ) from error
+        raise ConfigError(f"{command} needs {error.name}: in the project's checkout, pip install '.[serve]'") from error
     loaded.add_arguments(parser)
     run: Callable[[argparse.Namespace], int] = loaded.run
     return run

@@ -2,14 +2,12 @@
 
 plan.json            what was to be done
 run.json             what it was done with: server, machine, versions, and how well the generator kept its schedule
-records-N.jsonl      each request, of Locust process N
+records-N.jsonl      what became of each request, of Locust process N: a line as soon as it is over
 samples.jsonl        the server's queues and KV use, about once a second, where it tells them
 locust-*.log         what Locust itself said
 report.json, report.html, *.png
 
-What became of each request: a line of JSON, written as soon as it is over (`records-*.jsonl` of a run's folder).
-
-All moments are seconds after the run's beginning, by the sender's monotonic clock.
+All moments of records are seconds after the run's beginning, by the sender's monotonic clock.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Attention on a GPU: prompts against torch's, scattered blocks and cached prefixes against neither, decodes against
-the bandwidth.
+"""Parts of serving on a GPU: attention, packing KV, drawing tokens, and the start of a worker.
 
-Smaller parts of serving on a GPU: packing KV, drawing tokens, and the start of a worker.
+Attention of prompts is held against torch's, of scattered blocks and cached prefixes against that of blocks in order,
+of decodes against the bandwidth.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Whole steps of a model on a GPU: prompts, decodes, what the host costs them, and what quantisation gains.
 
-A decoder of random weights that are made on the GPU: no file is written or read, and none has to fit.
+The model's weights are random and made on the GPU: no file is written or read, and none has to fit.
 """
 
 import statistics

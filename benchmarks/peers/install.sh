@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install the peers, each in an environment of its own: sh loadtests/peers/install.sh [FOLDER]
+# Install the peers, each in an environment of its own: sh benchmarks/peers/install.sh [FOLDER]
 # Needs uv, Python 3.11, a C++ compiler (vLLM compiles its model when it starts) and, on Debian,
 # `apt-get install -y --no-install-recommends libtcmalloc-minimal4`, which vLLM's installation page asks for.
 set -eu

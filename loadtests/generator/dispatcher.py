@@ -1,8 +1,7 @@
 """When each request is sent. Open loop: at its own instant, however slow the server is; closed: when a user is free.
 
-Nothing here knows HTTP or gevent: conversations and time are given.
-
-A session as it goes on: its requests, made from what was said before, and a record of each.
+A session is a conversation: its requests are made from what was said before, and each leaves a record. Nothing here
+knows sockets or gevent: how a request is posted, and time, are given.
 """
 
 import json

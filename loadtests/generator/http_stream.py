@@ -1,4 +1,4 @@
-"""A request sent over a socket of its own, and the raw bytes of the answer, each stamped as it comes.
+"""One streamed request over a socket of its own: its bytes stamped as they come, and read when all is over.
 
 Nothing is read while it streams: the less a chunk costs, the more streams a core can stamp on time. Under gevent's
 monkey patching all of this waits for one request while others run; without it, it just blocks.
@@ -7,14 +7,8 @@ Each request has a connection of its own, as each of many users behind a load ba
 requests, not a few connections, and no request fails since the server has just closed an idle one. What connecting
 costs counts in the time to first token.
 
-From the raw bytes of an HTTP response to its server-sent events, each with the moment at which its last byte came.
-
-Nothing here does I/O: bytes are stamped when they come and read when all is over, so that the client takes next to
-nothing of the cores that it shares with the server.
-
-One streamed completion: the request as it is sent, and the raw bytes that come back, each stamped as it comes.
-
-What a streamed answer says: its tokens' times, its text, its usage. Also of one that failed on its way.
+What is read of the bytes: the response's head, its server-sent events, each with the moment at which its last byte
+came, and what these say: the tokens' times, the text, the usage. Also of an answer that failed on its way.
 """
 
 import socket

@@ -1,12 +1,7 @@
-"""Figures of a run while it goes on: counts of each second, small enough to be sent, and to be added up.
+"""How a run goes while it goes on, for people to watch: reports are made of the records.
 
-They are for people to watch. Reports are made of the records.
-
-A run's live figures as curves over its time: what the live page draws.
-
-How a run goes, for people: a line each second.
-
-How a run goes, on the terminal: one line that changes; into a file or a pipe a line every ten seconds.
+Counts and histograms of each second, small enough to be sent by each process and to be added up; the curves that the
+live page draws of them; and on the terminal one line that changes, into a file or a pipe a line every ten seconds.
 """
 
 import math

@@ -1,8 +1,6 @@
 """The head of a run, in Locust's master or in its only process: makes all begin together, and adds up their reports.
 
-Live charts beside Locust's own: a page of ours in Locust's web server, under /twostroke.
-
-Locust's page can be given tables, but no charts; it gets a link to ours.
+Locust's page can be given tables, but no charts: it gets a link to a page of ours, in its own web server, with charts.
 """
 
 import logging

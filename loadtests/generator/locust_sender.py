@@ -1,11 +1,8 @@
-"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/generator/locust_sender.py).
-
-What the head of a run and the processes that send say to each other.
+"""The sending side of a Locust process, and what it and the head of the run say to each other.
 
 The head sends `prepare` and, when all have answered `prepared`, `begin` with one instant for all. Each second it gets a
-report from everybody, the last when the share is over. All of it is msgpack within Locust's own messages.
-
-The crew of a Locust process: greenlets, and the machine's monotonic clock. Locust has patched all blocking calls.
+report from everybody, the last when the share is over. All of it is msgpack within Locust's own messages. Requests are
+sent by greenlets: Locust has patched all blocking calls.
 """
 
 import gc

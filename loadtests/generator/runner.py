@@ -1,9 +1,4 @@
-"""One run: starts Locust's processes, watches them, samples the server, and leaves a run's folder.
-
-Locust's processes of one run: started, listened to, and ended on every path.
-
-The server's queues and KV use, about once a second, from its Prometheus text: ours, or vLLM's.
-"""
+"""One run: starts Locust's processes, watches them, samples the server, ends all of them, and leaves a run's folder."""
 
 import os
 import re

@@ -1,12 +1,6 @@
-"""The report of one run: report.json, report.html and the plots, all made from what the run has left.
+"""The reports of runs, sweeps and comparisons: a file of JSON, plots, and one HTML file that has all of it inside it.
 
-Reports as one HTML file each, which asks nothing of any network: style and pictures are inside it.
-
-How reports are written.
-
-The report of a sweep: sweep.html and its plots, from sweep.json and the runs' own reports.
-
-The report of a comparison: comparison.json, comparison.html and plots, in a folder of its own.
+A page asks nothing of any network. All is made from what runs have left, and can be made again.
 """
 
 import base64

@@ -1,11 +1,8 @@
 """`twostroke loadtest selfcheck`: can this machine's load generator be believed?
 
-It sends real load to a stub server in a process of its own, whose every instant is known, and compares. Both share this
-machine, so run it while nothing else runs there. The last line of output is one JSON object.
-
-The real generator against the stub server: how true its times, its rate, its attainment and its verdict are.
-
-What the generator recorded against what the stub did. Pure.
+It sends real load to a stub server in a process of its own, whose every instant is known, and compares: how true its
+times, its rate, its attainment and its verdict are. Both share this machine, so run it while nothing else runs there.
+The last line of output is one JSON object.
 """
 
 import argparse

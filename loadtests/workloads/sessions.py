@@ -1,7 +1,4 @@
-"""From a plan to its sessions: what is sent, and when. Lazy, and the same on every machine.
-
-Conversations: a system prompt that many share, a geometric number of turns, and time to think between them. Pure.
-"""
+"""From a plan to its sessions: what is sent, and when. Lazy, pure, and the same on every machine."""
 
 import random
 from collections.abc import Iterator

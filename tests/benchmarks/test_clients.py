@@ -72,9 +72,7 @@ def test_an_answer_that_lacks_tokens_has_failed() -> None:
 
 async def test_a_request_asks_for_greedy_tokens_of_a_fixed_number_and_for_usage() -> None:
     async with scripted_server(lambda body: [HEAD, token_event("a"), end(len(body["prompt"]), 1)]) as server:
-        answer = read_stream(
-            await stream_completion(server.base_url.removesuffix("/v1"), completion_body("m", [5, 6, 7], 1))
-        )
+        answer = read_stream(await stream_completion(server.url, completion_body("m", [5, 6, 7], 1)))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 1)
     [body] = server.bodies
     assert body.pop("path") == "/v1/completions"
@@ -91,7 +89,7 @@ async def test_a_request_asks_for_greedy_tokens_of_a_fixed_number_and_for_usage(
 
 async def test_a_token_comes_after_it_was_written_and_before_the_answer_is_over() -> None:
     async with scripted_server(lambda body: [HEAD, token_event("a"), token_event("b"), end(1, 2)]) as server:
-        result = await stream_completion(server.base_url.removesuffix("/v1"), completion_body("m", [5], 2))
+        result = await stream_completion(server.url, completion_body("m", [5], 2))
         over_at = time.perf_counter()
     answer = read_stream(result)
     written_at = server.written_at[1:3]
@@ -120,7 +118,7 @@ async def test_a_server_that_does_not_answer_in_time_is_told() -> None:
 async def test_so_many_clients_send_one_request_after_the_other() -> None:
     bodies = [completion_body("m", [number], 1) for number in range(5)]
     async with scripted_server(lambda body: [HEAD, token_event("a"), end(1, 1)]) as server:
-        came = await send_in_turn(server.base_url.removesuffix("/v1"), bodies, clients=2)
+        came = await send_in_turn(server.url, bodies, clients=2)
     assert server.most_open <= 2
     assert sorted(body["prompt"] for body, _ in came) == [[number] for number in range(5)]
     assert all(read_stream(exchange).status == "ok" for _, exchange in came)

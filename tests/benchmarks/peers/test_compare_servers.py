@@ -1,13 +1,5 @@
-"""Turns, and the report that is made of them.
+"""Which answers the comparison takes, the rows and how they are sent, turns, and the report that is made of them."""
 
-Which answers the comparison takes, and what it reads of them.
-
-The rows, their prompts, and how a row is sent.
-
-Rates, percentiles and ratios.
-"""
-
-import argparse
 import functools
 import json
 from typing import Any
@@ -35,16 +27,15 @@ from twostroke.benchmarks.peers.compare_servers import (
     send_row,
     summarise,
     table,
-    target,
     worst,
 )
 from twostroke.loadtests.generator.http_stream import BadResponse, Exchange
 
-TARGETS = [Target("ours", "http://a/v1"), Target("one", "http://b/v1"), Target("two", "http://c/v1")]
+TARGETS = [Target("ours", "http://a"), Target("one", "http://b"), Target("two", "http://c")]
 
 
-def turn(out_tok_s: float, itl_p99_s: float = 0.1) -> Turn:
-    return Turn(out_tok_s, 1.0, 1.0, 1.0, 1.0, itl_p99_s, 1.0, 0, 0)
+def turn(out_tok_s: float | None = None, itl_p99_s: float | None = None, errors: int = 0) -> Turn:
+    return Turn(out_tok_s, None, None, None, None, itl_p99_s, None, errors, 0)
 
 
 def test_each_server_begins_a_round_in_its_turn() -> None:
@@ -89,7 +80,7 @@ async def test_servers_take_turns_with_the_same_prompts_each_round() -> None:
         scripted_server(functools.partial(noting, "ours")) as ours,
         scripted_server(functools.partial(noting, "peer")) as peer,
     ):
-        turns = await measure([Target("ours", ours.base_url), Target("peer", peer.base_url)], plan)
+        turns = await measure([Target("ours", ours.url), Target("peer", peer.url)], plan)
     assert order == ["ours", "ours", "peer", "peer", "peer", "peer", "ours", "ours"]
     assert [len(each) for each in turns["c1"].values()] == [2, 2]
     measured = [[body["prompt"] for body in each.bodies if body["max_tokens"] == 16] for each in (ours, peer)]
@@ -100,18 +91,8 @@ async def test_servers_take_turns_with_the_same_prompts_each_round() -> None:
 async def test_no_round_begins_after_the_time_limit() -> None:
     plan = Plan("m", 32000, 16, rounds=2, time_limit_s=0.0, request_limit_s=10.0, only_rows=("c1",), settle_s=0.0)
     async with scripted_server(answer) as server:
-        turns = await measure([Target("ours", server.base_url)], plan)
+        turns = await measure([Target("ours", server.url)], plan)
     assert turns == {"c1": {"ours": []}}
-
-
-@pytest.mark.parametrize("text", ["http://127.0.0.1:1/v1", "=http://127.0.0.1:1/v1", "a=127.0.0.1:1", "a"])
-def test_a_server_without_name_or_url_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="NAME=http"):
-        target(text)
-
-
-def test_a_url_may_end_in_a_slash() -> None:
-    assert target("a=http://127.0.0.1:1/v1/") == Target("a", "http://127.0.0.1:1/v1")
 
 
 def answer_of(*pieces: tuple[float, bytes], broken: str | None = None) -> Exchange:
@@ -200,7 +181,7 @@ async def test_a_row_is_sent_by_as_many_clients_as_it_says(concurrency: int) -> 
     async with scripted_server(
         lambda body: [HEAD, *([token_event("a")] * body["max_tokens"]), end(2, body["max_tokens"])]
     ) as server:
-        figures, faults = await send_row(Target("scripted", server.base_url), "m", row, prompts(row, 0, 32000), 10.0)
+        figures, faults = await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0)
     assert faults == []
     assert [body["max_tokens"] for body in server.bodies] == [1, 2, 3, 4, 5, 6] or concurrency > 1
     assert sorted(body["max_tokens"] for body in server.bodies) == [1, 2, 3, 4, 5, 6]
@@ -216,13 +197,9 @@ async def test_a_refused_and_a_short_answer_are_told_apart() -> None:
 
     row = Row("some", (Length(2, 1), Length(2, 9)), 1)
     async with scripted_server(answer) as server:
-        figures, faults = await send_row(Target("scripted", server.base_url), "m", row, prompts(row, 0, 32000), 10.0)
+        figures, faults = await send_row(Target("scripted", server.url), "m", row, prompts(row, 0, 32000), 10.0)
     assert faults == ["429 Too Many Requests: full"]
     assert (figures.errors, figures.wrong_length) == (1, 1)
-
-
-def turn_figures(out_tok_s: float | None = None, itl_p99_s: float | None = None, errors: int = 0) -> Turn:
-    return Turn(out_tok_s, None, None, None, None, itl_p99_s, None, errors, 0)
 
 
 def test_a_turn_lasts_from_the_first_request_to_the_last_token() -> None:
@@ -255,28 +232,28 @@ def test_a_turn_without_answers_has_no_rates() -> None:
 
 
 def test_rounds_are_compared_each_by_itself() -> None:
-    ours = [turn_figures(10.0), turn_figures(100.0), turn_figures(30.0)]
-    theirs = [turn_figures(5.0), turn_figures(100.0), turn_figures(10.0)]
+    ours = [turn(10.0), turn(100.0), turn(30.0)]
+    theirs = [turn(5.0), turn(100.0), turn(10.0)]
     assert ratio("out_tok_s", ours, theirs) == Ratio(median=2.0, low=1.0, high=3.0, rounds=3)
 
 
 def test_above_one_is_better_for_times_too() -> None:
-    assert ratio("itl_p99_s", [turn_figures(itl_p99_s=0.1)], [turn_figures(itl_p99_s=0.4)]) == Ratio(4.0, 4.0, 4.0, 1)
+    assert ratio("itl_p99_s", [turn(itl_p99_s=0.1)], [turn(itl_p99_s=0.4)]) == Ratio(4.0, 4.0, 4.0, 1)
 
 
 def test_a_round_without_answers_of_either_is_left_out() -> None:
     found = ratio(
         "out_tok_s",
-        [turn_figures(10.0), turn_figures(None), turn_figures(9.0)],
-        [turn_figures(None), turn_figures(1.0), turn_figures(3.0)],
+        [turn(10.0), turn(None), turn(9.0)],
+        [turn(None), turn(1.0), turn(3.0)],
     )
     assert found == Ratio(3.0, 3.0, 3.0, 1)
-    assert ratio("out_tok_s", [turn_figures(None)], [turn_figures(1.0)]) is None
+    assert ratio("out_tok_s", [turn(None)], [turn(1.0)]) is None
 
 
 def test_turns_of_different_rounds_are_no_pairs() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        ratio("out_tok_s", [turn_figures(1.0), turn_figures(2.0)], [turn_figures(1.0)])
+        ratio("out_tok_s", [turn(1.0), turn(2.0)], [turn(1.0)])
 
 
 def test_the_best_peer_is_the_one_with_the_smallest_ratio() -> None:
@@ -285,7 +262,7 @@ def test_the_best_peer_is_the_one_with_the_smallest_ratio() -> None:
 
 
 def test_medians_leave_out_what_is_missing_and_sum_errors() -> None:
-    figures = medians([turn_figures(1.0, errors=1), turn_figures(None, errors=2), turn_figures(5.0)])
+    figures = medians([turn(1.0, errors=1), turn(None, errors=2), turn(5.0)])
     assert figures["out_tok_s"] == 3.0
     assert figures["itl_p99_s"] is None
     assert figures["errors"] == 3

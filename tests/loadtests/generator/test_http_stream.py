@@ -36,7 +36,7 @@ async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[
 async def test_each_piece_has_the_moment_at_which_it_came() -> None:
     ticks = itertools.count(1.0)
     async with scripted_server(lambda _: [HEAD, token_event("a"), token_event("b", "length") + end(1, 2)]) as server:
-        exchange, answer = await sent(endpoint_of(server.base_url.removesuffix("/v1")), clock=lambda: next(ticks))
+        exchange, answer = await sent(endpoint_of(server.url), clock=lambda: next(ticks))
     assert exchange.sent_at == 1.0
     times = [at for at, _ in exchange.arrivals]
     assert times == [2.0 + number for number in range(len(times))]
@@ -50,14 +50,14 @@ async def test_of_several_addresses_of_a_name_one_that_answers_is_taken(monkeypa
 
     async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
         monkeypatch.setattr(socket, "getaddrinfo", addresses)
-        endpoint = endpoint_of(server.base_url.replace("127.0.0.1", "both"))
+        endpoint = endpoint_of(server.url.replace("127.0.0.1", "both"))
     assert endpoint.address[0] == "127.0.0.1"
-    assert endpoint_of(server.base_url).address[0] == "127.0.0.2"  # none answers any more
+    assert endpoint_of(server.url).address[0] == "127.0.0.2"  # none answers any more
 
 
 async def test_a_server_may_live_under_a_path() -> None:
     async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
-        _, answer = await sent(endpoint_of(server.base_url.replace("/v1", "/models/small/")))
+        _, answer = await sent(endpoint_of(server.url + "/models/small/"))
     assert answer.status == "ok"
     assert server.bodies[0]["path"] == "/models/small/v1/completions"
 
@@ -72,7 +72,7 @@ async def test_no_connection_is_a_failure_with_its_reason() -> None:
 async def test_an_answer_that_trickles_beyond_the_limit_is_given_up() -> None:
     moments = iter([0.0])  # when it is sent; whatever comes, comes too late
     async with scripted_server(lambda _: [HEAD, token_event("a"), token_event("b")]) as server:
-        exchange, answer = await sent(endpoint_of(server.base_url), clock=lambda: next(moments, 10.0))
+        exchange, answer = await sent(endpoint_of(server.url), clock=lambda: next(moments, 10.0))
     assert (answer.status, answer.error) == ("failed", "no whole answer within 10 s")
     assert len(exchange.arrivals) == 1
 

@@ -27,7 +27,7 @@ def served(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> Iterator[str]
 
     async def serve() -> None:
         async with scripted_server(answer) as server:
-            urls.append(server.base_url.removesuffix("/v1"))
+            urls.append(server.url)
             is_up.set()
             await is_over.wait()
 
