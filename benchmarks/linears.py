@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twostroke.benchmarks.arguments import positive
 from twostroke.model.cpu.kernels.program import Launcher, Program
-from twostroke.model.cpu.linear import CpuLinear, is_supported
+from twostroke.model.cpu.linears import CpuLinear, is_supported
 from twostroke.protocol.errors import ConfigError
 
 SHAPES = {  # (out, in)

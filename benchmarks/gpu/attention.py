@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.model.batch import make_layout
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 
 _PEERS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION), ("plain", SDPBackend.MATH))

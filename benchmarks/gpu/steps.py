@@ -7,7 +7,7 @@ from collections.abc import Callable
 from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.benchmarks.gpu.model import GpuModel, make_model
-from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.config import Quantization
 
 TURNS = 3
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}

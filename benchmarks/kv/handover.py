@@ -21,7 +21,7 @@ from twostroke.benchmarks.workers.fleet import Served, serve
 from twostroke.benchmarks.workers.process import Settings
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.config import load_model_config
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.errors import TransferFailed
 
 BLOCK_SIZE = 16
