@@ -173,7 +173,7 @@ def _drawn(room: str, box: Box) -> list[str]:
     if room in places:
         lines.append(_mark(box.x + box.width - 16, box.y + 14, places[room]))
     rows = list(_rows(room, box.width))
-    step = CELL_HEIGHT + CELL_GAP
+    step: float = CELL_HEIGHT + CELL_GAP
     if room in TALL:  # its cells take what height there is
         step = (box.height - TITLE_HEIGHT - PADDING) / len(rows)
     for index, row in enumerate(rows):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
-from twostroke.model.checkpoint.decoder_weights import DecoderWeights, load_decoder_weights
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine
@@ -75,7 +75,7 @@ def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
         tp_size=shard.size,
         rank=shard.rank,
     )
-    sampler = Sampler(config.vocab_size, CPU) if shard.rank == 0 else DrawnElsewhere()
+    sampler = Sampler(config.vocab_size) if shard.rank == 0 else DrawnElsewhere()
     return ModelRunner(Decoder(config, weights, backend, parallel), sampler, cache, config.max_position)
 
 
@@ -110,7 +110,7 @@ def held_bytes(weights: DecoderWeights) -> int:
     linears = [weights.lm_head]
     for layer in weights.layers:
         linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    held = [linear.rows(torch.arange(linear.out_features), torch.float32) for linear in linears]
+    held = [linear.embed(torch.arange(linear.out_features), 0, torch.float32) for linear in linears]
     return sum(tensor.numel() * 4 for tensor in (embedding, *held))
 
 
@@ -160,10 +160,8 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
 ) -> None:
     heads: list[int] = []
 
-    def measure(
-        decoder: Decoder, sampler: Any, _config: Any, bounds: StepBounds, kv_cache: KVCache, **_: Any
-    ) -> GpuMemory:
-        ModelRunner(decoder, sampler, kv_cache, 64).run(largest_batch(bounds, kv_cache.block_size, 64))
+    def measure(decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, max_context: int) -> GpuMemory:
+        ModelRunner(decoder, sampler, kv_cache, 64).run(largest_batch(config.bounds, kv_cache.block_size, 64))
         heads.append(kv_cache.tensors[0].shape[2])
         kv_cache.close()
         return GpuMemory(CUDA_CONTEXT_BYTES + 2**20, free=2**30, share=1.0, weights=0, peak_step=0)

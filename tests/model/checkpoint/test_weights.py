@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
-from twostroke.model.config import load_model_config
 from twostroke.protocol.errors import ConfigError
 
 

@@ -44,7 +44,7 @@ class DeviceSampler:
     def __init__(self, vocab_size: int, device: torch.device):
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._with_logprobs = Sampler(vocab_size, device)
+        self._with_logprobs = Sampler(vocab_size)
         self._num_broken_rows = 0
 
     @property

@@ -10,7 +10,8 @@ import torch
 
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.cache.swap_space import SwapSpace, consecutive_runs, copy_over_bus
-from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.config import ModelConfig
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
 from twostroke.model.step import BlockCopy, Draw, SequenceStep

@@ -5,7 +5,10 @@ from typing import Literal
 import pytest
 import torch
 
-from twostroke.model.checkpoint.quantization import quantize, weight_bytes
+from twostroke.model.checkpoint.config_file import parse_model_config
+from twostroke.model.checkpoint.decoder_weights import weight_bytes
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.weights import expected_shapes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -41,16 +44,15 @@ def test_int4_scales_fit_into_bf16() -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied: bool) -> None:
-    shapes = {
-        "model.embed_tokens.weight": (100, 128),
-        "model.norm.weight": (128,),
-        "model.layers.0.mlp.down_proj.weight": (128, 192),
-        "model.layers.0.mlp.down_proj.bias": (128,),
-    }
-    if not is_tied:
-        shapes["lm_head.weight"] = (100, 128)
-    norms, table, head = 2 * 128 * 2, 0 if is_tied else 100 * 128 * 2, 100 * 128 + 100 * 4
-    plain = sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
-    assert weight_bytes(shapes, torch.bfloat16, "none") == plain
-    assert weight_bytes(shapes, torch.bfloat16, "int8") == norms + table + head + 128 * 192 + 128 * 4
-    assert weight_bytes(shapes, torch.bfloat16, "int4") == norms + table + head + 128 * 96 + 128 * 3 * 2
+    sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mlp_bias": True, "tie_word_embeddings": is_tied}
+    config = parse_model_config({"architectures": ["LlamaForCausalLM"], **sizes, **heads}, "test")
+    table, head = 0 if is_tied else 100 * 128 * 2, 100 * 128 + 100 * 4
+    norms_and_biases = (7 * 128 + 3 * (2 * 192 + 128)) * 2
+    rows = {128: 3 * (128 + 64 + 64 + 128 + 2 * 192), 192: 3 * 128}  # of projections, by their columns
+    plain = sum(torch.Size(shape).numel() for _, shape in expected_shapes(config)) * 2
+    assert weight_bytes(config, torch.bfloat16, "none") == plain
+    int8 = sum(count * (columns + 4) for columns, count in rows.items())
+    int4 = sum(count * (columns // 2 + columns // 64 * 2) for columns, count in rows.items())
+    assert weight_bytes(config, torch.bfloat16, "int8") == norms_and_biases + table + head + int8
+    assert weight_bytes(config, torch.bfloat16, "int4") == norms_and_biases + table + head + int4

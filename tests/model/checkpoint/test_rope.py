@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twostroke.model.architectures.rope import cos_sin_table
-from twostroke.model.config import parse_model_config
+from twostroke.model.checkpoint.config_file import parse_model_config
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.model.architectures.llama import decoder_spec
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
 from twostroke.protocol.errors import ConfigError
@@ -31,6 +32,7 @@ CONFIG = ModelConfig(
     max_position=64,
     rms_norm_eps=1e-5,
     rope=RopeConfig(),
+    spec=decoder_spec(),
 )
 
 

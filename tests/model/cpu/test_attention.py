@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from twostroke.model.cpu import reference as cpu_reference
+from twostroke.model import reference
+from twostroke.model.batch import make_layout
 from twostroke.model.cpu.kernels import attention as cpu_attention
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: i
     kv_layer = (torch.randn(num_blocks, 2, kv_heads, block_size, dim, generator=generator) * 3).to(dtype)
     out = torch.empty_like(q)
     cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, out)
-    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    expected = reference.attention(q, kv_layer, layout).view_as(q)
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
@@ -56,7 +56,7 @@ def test_contexts_shared_in_segments_give_the_same_bits(dtype: torch.dtype, dim:
     finally:
         torch.set_num_threads(1)
     assert torch.equal(whole, shared)
-    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    expected = reference.attention(q, kv_layer, layout).view_as(q)
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(shared, expected, rtol=tolerance, atol=tolerance)
 
@@ -82,7 +82,7 @@ def test_whole_sequences_give_the_same_bits_as_their_heads_alone(block_size: int
     finally:
         torch.set_num_threads(1)
     assert torch.equal(whole, apart)
-    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    expected = reference.attention(q, kv_layer, layout).view_as(q)
     torch.testing.assert_close(whole, expected, rtol=1e-2, atol=1e-2)
 
 
@@ -102,7 +102,7 @@ def test_prefill_after_a_cached_prefix_equals_the_reference(
     kv_layer = torch.randn(16, 2, kv_heads, 16, dim, generator=generator).to(dtype)
     out = torch.empty_like(q)
     cpu_attention.prefill_attention(q, kv_layer, layout, out)
-    expected = cpu_reference.attention(q, kv_layer, layout).view_as(q)
+    expected = reference.attention(q, kv_layer, layout).view_as(q)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
@@ -125,7 +125,7 @@ def test_short_chunks_whose_heads_share_tiles_equal_the_reference_with_poison_ar
     around = torch.full((count + 2, heads, dim), 7.0, dtype=torch.bfloat16)
     out = around[1:-1]
     cpu_attention.prefill_attention(q, poisoned, layout, out)
-    expected = cpu_reference.attention(q, clean, layout).view_as(q)
+    expected = reference.attention(q, clean, layout).view_as(q)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     assert (around[[0, -1]] == 7.0).all()
 
