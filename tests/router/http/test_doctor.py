@@ -7,7 +7,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 
 from twostroke.protocol.errors import RequestError, TransferFailed
@@ -16,7 +15,6 @@ from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.http import doctor as module
-from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import MAX_BYTES, Doctor, possible_pairs
 
 SECRET = b"the cluster's secret"
@@ -225,21 +223,10 @@ async def test_workers_that_are_to_be_there_and_are_not_are_told_first(
     assert begin["missing_workers"] == missing
 
 
-class FakeService:
-    """What the endpoint asks of the service."""
-
-    def __init__(self) -> None:
-        self.metrics = self
-        self.refusals: list[RequestError] = []
-
-    def refused(self, error: RequestError) -> None:
-        self.refusals.append(error)
-
-
-async def test_the_endpoint_sends_a_line_for_each_pair_and_refuses_a_second_run():
-    app, service, fleet = build_app(), FakeService(), FakeFleet([P0, D0])
-    app.state.service, app.state.doctor = service, doctor_of(fleet)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+async def test_the_endpoint_sends_a_line_for_each_pair_and_refuses_a_second_run(site_of):
+    fleet = FakeFleet([P0, D0])
+    async with site_of(0, 1) as site:
+        site.app.state.doctor, http = doctor_of(fleet), site.http
         answer = await http.get("/doctor")
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/x-ndjson"
@@ -255,11 +242,6 @@ async def test_the_endpoint_sends_a_line_for_each_pair_and_refuses_a_second_run(
         second = await http.get("/doctor")
         assert second.status_code == 409
         assert second.json()["error"]["code"] == "doctor_is_running"
-        assert [refusal.status for refusal in service.refusals] == [409]
+        assert 'code="doctor_is_running"' in (await http.get("/metrics")).text
         fleet.gate.set()
         assert (await first).status_code == 200
-
-
-async def test_a_starting_server_has_no_doctor_yet():
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app()), base_url="http://router") as http:
-        assert (await http.get("/doctor")).status_code == 503

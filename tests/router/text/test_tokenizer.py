@@ -12,7 +12,7 @@ def folder(tmp_path):
     """A model folder with the bundled tokenizer, to break."""
     from pathlib import Path
 
-    bundled = Path(__file__).parents[2] / "model" / "bundled"
+    bundled = Path(__file__).parents[3] / "model" / "bundled"
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
         shutil.copy(bundled / name, tmp_path / name)
     return tmp_path

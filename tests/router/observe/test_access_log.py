@@ -62,7 +62,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
 
 async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not(site_of, logged):
     async with site_of(1, 1) as site:
-        await site.http.post("/v1/completions", json={**ASKED, SECRET: 1})
+        await site.http.post("/v1/completions", json={**ASKED, SECRET: 1, "n": SECRET})
         await site.http.get("/nowhere%0a%1b[31m")
         await site.http.get("/health")
     lines = access(logged)
@@ -85,7 +85,7 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
 
     async def failing(num_deltas):
         async with site_of(0, 1) as site:
-            whole = site.service.generate
+            whole = site.service.runner.deltas
 
             async def generate(job, stages):
                 async with aclosing(whole(job, stages)) as deltas:
@@ -93,7 +93,7 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
                         yield await anext(deltas)
                 raise failure
 
-            monkeypatch.setattr(site.service, "generate", generate)
+            monkeypatch.setattr(site.service.runner, "deltas", generate)
             await site.http.post("/v1/completions", json={**ASKED, "stream": True, "return_token_ids": True})
 
     await failing(num_deltas=0)

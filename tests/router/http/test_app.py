@@ -4,8 +4,6 @@ import json
 import httpx
 import pytest
 
-from twostroke.router.http.app import build_app
-
 
 async def complete(site, **asked):
     response = await site.http.post(
@@ -40,17 +38,6 @@ async def test_the_app_says_what_it_is(site_of):
         assert models["data"][0]["max_model_len"] == 512
         assert (await site.http.get("/v1/models/fake")).json() == models["data"][0]
         assert (await site.http.get("/v1/models/other/name")).status_code == 404
-
-
-async def test_an_app_without_its_service_is_alive_but_not_ready():
-    import httpx
-
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app()), base_url="http://router") as http:
-        assert (await http.get("/health")).status_code == 200
-        for path in ("/ready", "/v1/models", "/metrics"):
-            response = await http.get(path)
-            assert response.status_code == 503
-            assert response.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(("lost", "ready"), [("p0", False), ("d0", False), (None, True)])
@@ -210,6 +197,23 @@ async def test_a_stream_of_several_choices_ends_each_once(site_of):
             assert own[-1]["finish_reason"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(site_of, path):
+    async with site_of(1, 1) as site:
+        asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last, done = await events(site, path, **asked, ignore_eos=True, stream_options=options)
+        assert done is None
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 2
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == counts[-1] == 24
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        chunks = await events(site, path, **asked, stream_options={"continuous_usage_stats": True})
+        assert all("usage" not in chunk for chunk in chunks[:-1])  # as in vLLM, it needs include_usage
+
+
 async def test_chat_opens_each_choice_with_the_role(site_of):
     async with site_of(1, 1) as site:
         messages = [
@@ -320,7 +324,7 @@ async def test_a_bug_before_a_stream_began_is_a_500(site_of, monkeypatch):
             raise ZeroDivisionError("the insides")
             yield
 
-        monkeypatch.setattr(site.service, "generate", buggy)
+        monkeypatch.setattr(site.service.runner, "deltas", buggy)
         response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "stream": True})
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
@@ -328,14 +332,14 @@ async def test_a_bug_before_a_stream_began_is_a_500(site_of, monkeypatch):
 
 async def test_a_bug_in_a_stream_is_an_error_event(site_of, monkeypatch):
     async with site_of(0, 1) as site:
-        original = site.service.generate
+        original = site.service.runner.deltas
 
         async def buggy(job, stages):
             async for delta in original(job, stages):
                 yield delta
                 raise ZeroDivisionError("the insides")
 
-        monkeypatch.setattr(site.service, "generate", buggy)
+        monkeypatch.setattr(site.service.runner, "deltas", buggy)
         chunks = await events(site)
         assert chunks[-1]["error"]["code"] == "internal_error"
 

@@ -2,6 +2,7 @@ import pytest
 
 from twostroke.protocol.errors import RequestError
 from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.parsing import prompts_of
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 
 
@@ -14,8 +15,13 @@ def asked(**fields):
     return CompletionRequest.model_validate({"model": "m", "prompt": [5, 6, 7], **fields})
 
 
+async def jobs_of(maker, **fields):
+    request = asked(**fields)
+    return await maker.of_completion(request, prompts_of(request, 100), 100)
+
+
 async def only(maker, **fields):
-    (job,) = await maker.of_completion(asked(**fields), 100)
+    (job,) = await jobs_of(maker, **fields)
     return job.request
 
 
@@ -56,8 +62,8 @@ async def test_what_is_not_given_has_openais_defaults(maker):
 
 
 async def test_choices_of_a_prompt_have_seeds_of_their_own_that_do_not_depend_on_the_other_prompts(maker):
-    two = await maker.of_completion(asked(prompt=[[5], [6]], n=2, seed=3), 100)
-    one = await maker.of_completion(asked(prompt=[6], n=2, seed=3), 100)
+    two = await jobs_of(maker, prompt=[[5], [6]], n=2, seed=3)
+    one = await jobs_of(maker, prompt=[6], n=2, seed=3)
     assert [job.index for job in two] == [0, 1, 2, 3]
     assert [job.group for job in two] == [0, 0, 1, 1]
     assert [job.request for job in two[2:]] == [job.request for job in one]

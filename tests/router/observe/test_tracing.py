@@ -21,7 +21,6 @@ from twostroke.router.observe.exchange import Exchange
 from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 from twostroke.router.observe.stages import Stages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
-from twostroke.router.openai.jobs import Job
 from twostroke.router.routing.policy import Path
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -89,7 +88,7 @@ async def test_refusals_have_the_root_span_alone_and_other_paths_have_none(site_
 
 def exchange(*stages, status=200):
     made = Exchange("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
-    return replace(made, jobs=(), stages=stages)
+    return replace(made, requests=(), stages=stages)
 
 
 def path(number):
@@ -106,7 +105,7 @@ def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a
     stages.end_attempt(11.0, 13.0, path("0"), WorkerLost("of a secret prompt"))
     stages.prefill_queue_s, stages.prefill_s, stages.transfer_s, stages.decode_queue_s = 0.5, 1.0, 2.0, 0.25
     stages.end_attempt(14.0, 20.0, path("1"), None)
-    traces.record(replace(exchange(stages), jobs=(Job(0, 0, a_request(), ()),)))
+    traces.record(replace(exchange(stages), requests=(a_request(),)))
     spans = by_name(exporter)
     assert seconds(spans["POST /v1/completions"]) == (990.0, 1000.0)
     assert seconds(spans["router/admission"]) == (990.0, 991.0)
