@@ -4,20 +4,18 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from tests.rigs.processes import alive
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
-SETTLE_S = 15.0  # for what other processes bring about
 ENDING_S = 10.0  # from Ctrl-C to the last process's end
 # Where outputs are compared: bf16 leaves near-ties that the order of additions decides.
 EXACT = ("--dtype", "float32")
@@ -55,27 +53,6 @@ class Server:
 
     def processes(self) -> list[int]:
         return descendants(self.process.pid)
-
-
-def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTLE_S) -> None:
-    """Wait for something that other processes bring about, and fail where it doesn't come."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
-
-
-def alive(pids: list[int]) -> dict[int, str]:
-    """Those that still run, zombies that nobody has waited for left out."""
-    found: dict[int, str] = {}
-    for pid in pids:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue  # it has ended
-        if stat.rpartition(")")[2].split()[0] != "Z":
-            found[pid] = stat[: stat.rindex(")") + 1]
-    return found
 
 
 def serving(*arguments: str) -> Iterator[Server]:

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.conftest import MODEL, Server, serving
+from tests.rigs.processes import eventually
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine

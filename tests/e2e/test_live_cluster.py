@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import openai
 
-from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive, eventually
+from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server
+from tests.rigs.processes import alive, eventually
 from twostroke.benchmarks.serving import stream_completion, whole_answer
 from twostroke.cluster.local.server_process import ServerProcess, processes_named
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.conftest import alive, eventually
+from tests.rigs.processes import alive, eventually
 from twostroke.cluster.local.processes import descendants
 from twostroke.tools.nodes.machines import LoopbackMachines
 
