@@ -10,7 +10,7 @@ from collections import Counter
 
 from prometheus_client.core import Metric
 
-from tests.deploy.monitored import (
+from tests.deploy.monitoring import (
     PROMETHEUS,
     RULES,
     RULES_TEST,
