@@ -2,8 +2,9 @@
 
 Each method of Injector returns an Injected, or None where the fault found nothing to harm: that is not counted.
 
-`wreak` draws from a seed which fault comes when, in three lanes beside each other, each with one after another. A lane for each role takes one worker out of use at a time, so that another is always sound; the third has faults that
-leave every worker in use.
+`wreak` draws from a seed which fault comes when, in three lanes beside each other, each with one after another. A lane
+for each role takes one worker out of use at a time, so that another is always sound; the third has faults that leave
+every worker in use.
 """
 
 import asyncio
