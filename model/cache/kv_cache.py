@@ -1,9 +1,8 @@
 """The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
 
 A block of a layer is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
-Which block belongs to whom is the block pool's business, not ours.
-
-Tells of layers whose KV is in the cache while the GPU computes on: the step's thread waits for none of them.
+Which block belongs to whom is the block pool's business, not ours. LayerAnnouncer tells of layers whose KV is in the
+cache while a GPU computes on: the step's thread waits for none of them.
 """
 
 import logging
