@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.benchmarks.arguments import positive
+from twostroke.benchmarks.console import positive, say
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, make_layout
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     windows = held_out_text(args.model, args.length, args.windows)
     losses: dict[Quantization, list[float]] = {}
     for quantization in get_args(Quantization):
-        print(f"{quantization}: {len(windows)} windows of {args.length} tokens", file=sys.stderr, flush=True)
+        say(f"{quantization}: {len(windows)} windows of {args.length} tokens")
         losses[quantization] = window_losses(args.model, windows, quantization)
     plain = losses["none"]
     result: dict[str, float] = {"perplexity": round(math.exp(statistics.fmean(plain)), 4)}

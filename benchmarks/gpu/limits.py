@@ -1,7 +1,4 @@
-"""What a GPU can do, measured in the run that holds the engine against it, and how its time is taken.
-
-How large the work of `twostroke bench gpu` is, and where it is done.
-"""
+"""How large the work of `twostroke bench gpu` is, where it is done, and what the GPU can do in the same run."""
 
 import statistics
 from collections.abc import Callable

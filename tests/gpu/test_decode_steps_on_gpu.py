@@ -19,7 +19,8 @@ from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
-from twostroke.model.load import EngineConfig, LoadedEngine, load_engine
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.model.conftest import make_decoder
-from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import DecoderWeights, load_decoder_weights
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
