@@ -60,8 +60,7 @@ class Settings(msgspec.Struct, frozen=True):
     block_size: int
     transport: TransportChoice
     secret: str
-    threads: int = 1  # of each rank
-    tensor_parallel: int = 1
+    threads: int = 1
     tcp_max_bytes_per_s: int | None = None
     decode: DecodeConfig = DecodeConfig()
 
@@ -142,7 +141,7 @@ async def serve(settings: Settings) -> None:
             max_step_tokens=config.max_step_tokens,
             max_batch=config.max_batch,
             block_size=settings.block_size,
-            tensor_parallel=settings.tensor_parallel,
+            tensor_parallel=1,
             device="cpu",
             threads=settings.threads,
             transport=settings.transport,
