@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, make_layout
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.quantization import Quantization
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
+from twostroke.model.config import Quantization
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import resolve_dtype
 from twostroke.model.parallel.tensor_parallel import SingleRank
-from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.tools.bundled.corpus import is_held_out, source_files

@@ -26,9 +26,10 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.model.checkpoint.quantization import INT4_GROUP, Quantization, of_lm_head
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
 from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
-from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.step import Draw, SequenceStep

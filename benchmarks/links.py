@@ -27,6 +27,7 @@ from twostroke.kvtransfer.host_units import HostUnits
 from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.link import DataLink
 from twostroke.kvtransfer.transports import make_transports
+from twostroke.model.architectures.llama import decoder_spec
 from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
 from twostroke.protocol.errors import ConfigError, TransferFailed
@@ -206,6 +207,7 @@ class Message:
             max_position=case.prompt_tokens,
             rms_norm_eps=1e-5,
             rope=RopeConfig(),
+            spec=decoder_spec(),
         )
         pool_blocks = max(1, POOL_BYTES // (num_layers * 4 * num_kv_heads * head_dim * case.block_size))
         prompt_blocks = min(-(-case.prompt_tokens // case.block_size), pool_blocks)

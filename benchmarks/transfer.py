@@ -38,7 +38,7 @@ from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.config import load_model_config
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.errors import TransferFailed
 
 PROMPT_TOKENS = (128, 1024, 8192, 32768)  # of the links' cases

@@ -43,7 +43,8 @@ from twostroke.protocol.requests import (
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.generate.pipeline import Pipeline, PipelineConfig
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import Stages
 
 LINE_BYTES = 16 * 1024 * 1024

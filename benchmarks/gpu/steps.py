@@ -13,16 +13,16 @@ from torch import Tensor
 
 from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
-from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.architectures.decoder import Decoder, DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table
 from twostroke.model.cache.kv_cache import make_kv_cache
-from twostroke.model.checkpoint.decoder_weights import DecoderWeights, LayerWeights
-from twostroke.model.checkpoint.quantization import Quantization, of_lm_head
+from twostroke.model.checkpoint.quantization import of_lm_head
+from twostroke.model.config import Quantization
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
+from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.device_sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
