@@ -14,7 +14,6 @@ import asyncio
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -355,13 +354,3 @@ def _print(results: Mapping[str, Result], gains: Mapping[str, float], args: argp
             }
         )
     )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m twostroke.benchmarks.engine", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

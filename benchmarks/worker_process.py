@@ -49,6 +49,7 @@ from twostroke.router.observe.stages import Stages
 
 LINE_BYTES = 16 * 1024 * 1024
 HOST = "127.0.0.1"
+END_S = 30.0
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -61,8 +62,7 @@ class Settings(msgspec.Struct, frozen=True):
     block_size: int
     transport: TransportChoice
     secret: str
-    threads: int = 1  # of each rank
-    tensor_parallel: int = 1
+    threads: int = 1
     tcp_max_bytes_per_s: int | None = None
     decode: DecodeConfig = DecodeConfig()
 
@@ -98,139 +98,6 @@ class Answer(msgspec.Struct, frozen=True):
     decode: DecodeReply | None = None
     notes: Notes | None = None
     error: str | None = None
-
-
-class NotingEngine:
-    """An Engine that passes everything on and notes when."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._began: dict[int, float] = {}
-        self.moments: dict[str, Moments] = {}
-
-    async def step(
-        self,
-        batch: Sequence[SequenceStep],
-        on_layer: OnLayer | None = None,
-        copies: Sequence[BlockCopy] = (),
-    ) -> list[SampledToken | None]:
-        began = time.monotonic()
-        sampled = await self._engine.step(batch, on_layer, copies)
-        ended = time.monotonic()
-        for entry, token in zip(batch, sampled, strict=True):
-            # A prompt's chunks begin at 0, or where a cached prefix ends; only the last one draws.
-            if entry.start == 0:
-                self._began[entry.token_ids[0]] = began
-            if token is not None and entry.draw is not None:
-                name = entry.draw.history[0]
-                self.moments.setdefault(str(name), Moments(self._began.pop(name, began), ended))
-        return sampled
-
-    @property
-    def num_broken_rows(self) -> int:
-        return self._engine.num_broken_rows
-
-
-async def serve(settings: Settings) -> None:
-    """Run the worker until standard input ends."""
-    secret = settings.secret.encode()
-    config = PrefillConfig() if settings.role == "prefill" else settings.decode
-    peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
-    parts = await load_parts(
-        WorkerSettings(
-            model=ModelSection(path=settings.model, dtype=settings.dtype),
-            resources=WorkerResources(num_blocks=settings.num_blocks),
-            max_step_tokens=config.max_step_tokens,
-            max_batch=config.max_batch,
-            block_size=settings.block_size,
-            tensor_parallel=settings.tensor_parallel,
-            device="cpu",
-            threads=settings.threads,
-            transport=settings.transport,
-            tcp_streams=4,
-            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
-            transfer=TransferConfig(),
-        ),
-        peer,
-        network,
-        secret,
-        host=HOST,
-        start_ranks=start_processes,
-    )
-    engine = NotingEngine(parts.engine)
-    common = {
-        "peer": peer,
-        "engine": engine,
-        "store": parts.store,
-        "pool": parts.pool,
-        "network": network,
-        "sender": parts.sender,
-        "receiver": parts.receiver,
-        "clock": time.monotonic,
-        "max_context": parts.max_context,
-    }
-    worker: PrefillWorker | DecodeWorker
-    if isinstance(config, PrefillConfig):
-        worker = PrefillWorker(config=config, **common)  # type: ignore[arg-type]
-    else:
-        worker = DecodeWorker(config=config, **common)  # type: ignore[arg-type]
-    calls: set[asyncio.Task[None]] = set()
-    try:
-        parts.watch(worker.engine_lost)
-        _say(Answer(0, info=await worker.start(HOST)))
-        async for call in _calls():
-            task = asyncio.create_task(_answer(worker, engine, call))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
-    finally:
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        await worker.stop()
-        await parts.close()
-
-
-async def _answer(worker: PrefillWorker | DecodeWorker, engine: NotingEngine, call: Call) -> None:
-    try:
-        if call.request is None:
-            notes = Notes(dict(engine.moments), worker.stats())
-            engine.moments.clear()
-            _say(Answer(call.number, notes=notes))
-        elif isinstance(worker, PrefillWorker):
-            _say(Answer(call.number, prefill=await worker.prefill(call.request, call.ticket)))
-        else:
-            _say(Answer(call.number, decode=await worker.decode(call.request, call.ticket)))
-    except TwostrokeError as error:
-        _say(Answer(call.number, error=f"{type(error).__name__}: {error}"))
-
-
-async def _calls() -> AsyncIterator[Call]:
-    reader = asyncio.StreamReader(limit=LINE_BYTES)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
-    decoder = msgspec.json.Decoder(Call)
-    try:
-        while line := await reader.readline():
-            yield decoder.decode(line)
-    finally:
-        transport.close()
-
-
-def _say(answer: Answer) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
-
-
-if __name__ == "__main__":
-    main()
-
-
-END_S = 30.0
 
 
 class WorkerProcess:
@@ -387,3 +254,133 @@ async def serve_workers(prefill: Settings, decode: Settings) -> AsyncIterator[Se
     finally:
         await channels.close()
         await asyncio.gather(*(worker.end() for worker in workers))
+
+
+class NotingEngine:
+    """An Engine that passes everything on and notes when."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._began: dict[int, float] = {}
+        self.moments: dict[str, Moments] = {}
+
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        began = time.monotonic()
+        sampled = await self._engine.step(batch, on_layer, copies)
+        ended = time.monotonic()
+        for entry, token in zip(batch, sampled, strict=True):
+            # A prompt's chunks begin at 0, or where a cached prefix ends; only the last one draws.
+            if entry.start == 0:
+                self._began[entry.token_ids[0]] = began
+            if token is not None and entry.draw is not None:
+                name = entry.draw.history[0]
+                self.moments.setdefault(str(name), Moments(self._began.pop(name, began), ended))
+        return sampled
+
+    @property
+    def num_broken_rows(self) -> int:
+        return self._engine.num_broken_rows
+
+
+async def serve(settings: Settings) -> None:
+    """Run the worker until standard input ends."""
+    secret = settings.secret.encode()
+    config = PrefillConfig() if settings.role == "prefill" else settings.decode
+    peer, network = Peer(f"{settings.role}-{os.getpid()}", draw_epoch()), TcpNetwork(secret)
+    parts = await load_parts(
+        WorkerSettings(
+            model=ModelSection(path=settings.model, dtype=settings.dtype),
+            resources=WorkerResources(num_blocks=settings.num_blocks),
+            max_step_tokens=config.max_step_tokens,
+            max_batch=config.max_batch,
+            block_size=settings.block_size,
+            tensor_parallel=1,
+            device="cpu",
+            threads=settings.threads,
+            transport=settings.transport,
+            tcp_streams=4,
+            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
+            transfer=TransferConfig(),
+        ),
+        peer,
+        network,
+        secret,
+        host=HOST,
+        start_ranks=start_processes,
+    )
+    engine = NotingEngine(parts.engine)
+    common = {
+        "peer": peer,
+        "engine": engine,
+        "store": parts.store,
+        "pool": parts.pool,
+        "network": network,
+        "sender": parts.sender,
+        "receiver": parts.receiver,
+        "clock": time.monotonic,
+        "max_context": parts.max_context,
+    }
+    worker: PrefillWorker | DecodeWorker
+    if isinstance(config, PrefillConfig):
+        worker = PrefillWorker(config=config, **common)  # type: ignore[arg-type]
+    else:
+        worker = DecodeWorker(config=config, **common)  # type: ignore[arg-type]
+    calls: set[asyncio.Task[None]] = set()
+    try:
+        parts.watch(worker.engine_lost)
+        _say(Answer(0, info=await worker.start(HOST)))
+        async for call in _calls():
+            task = asyncio.create_task(_answer(worker, engine, call))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await worker.stop()
+        await parts.close()
+
+
+async def _answer(worker: PrefillWorker | DecodeWorker, engine: NotingEngine, call: Call) -> None:
+    try:
+        if call.request is None:
+            notes = Notes(dict(engine.moments), worker.stats())
+            engine.moments.clear()
+            _say(Answer(call.number, notes=notes))
+        elif isinstance(worker, PrefillWorker):
+            _say(Answer(call.number, prefill=await worker.prefill(call.request, call.ticket)))
+        else:
+            _say(Answer(call.number, decode=await worker.decode(call.request, call.ticket)))
+    except TwostrokeError as error:
+        _say(Answer(call.number, error=f"{type(error).__name__}: {error}"))
+
+
+async def _calls() -> AsyncIterator[Call]:
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    decoder = msgspec.json.Decoder(Call)
+    try:
+        while line := await reader.readline():
+            yield decoder.decode(line)
+    finally:
+        transport.close()
+
+
+def _say(answer: Answer) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -27,6 +27,9 @@ from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.workloads.arrivals import seed_of
 
+MODEL = "stub"
+VOCABULARY = 32_000
+END_LIMIT_S = 30.0
 KEY_TOKENS = 16  # of the prompt's beginning, that tell requests apart
 
 Ending = Literal["whole", "broken", "silent"]
@@ -109,6 +112,36 @@ class Served(msgspec.Struct):
     key: int
     arrived_s: float  # when its last byte was read
     token_s: list[float] = []  # when each token was handed to the socket
+
+
+@dataclass
+class Stub:
+    """A running stub; what it served is known once it has ended."""
+
+    url: str
+    served: list[Served] = field(default_factory=list)
+
+
+@contextmanager
+def stub_server(scenario: str, log: Path) -> Iterator[Stub]:
+    """Until the block's end; then `served` is filled from `log`. Raises LoadTestError where it did not start or end."""
+    command = [sys.executable, "-m", "twostroke.loadtests.selfcheck.stub_server", "--scenario", scenario]
+    command += ["--model", MODEL, "--log", str(log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().strip()
+            if not port:
+                raise LoadTestError(f"the stub server ended with {process.wait()} before it served")
+            stub = Stub(f"http://127.0.0.1:{port}")
+            yield stub
+            process.terminate()
+            if process.wait(END_LIMIT_S) != 0:
+                raise LoadTestError(f"the stub server ended with {process.returncode}, and its log is not whole")
+        finally:
+            process.kill()
+    decode = msgspec.json.Decoder(Served).decode
+    stub.served += map(decode, log.read_bytes().splitlines())
 
 
 class _Body(msgspec.Struct):
@@ -236,38 +269,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-MODEL = "stub"
-VOCABULARY = 32_000
-END_LIMIT_S = 30.0
-
-
-@dataclass
-class Stub:
-    """A running stub; what it served is known once it has ended."""
-
-    url: str
-    served: list[Served] = field(default_factory=list)
-
-
-@contextmanager
-def stub_server(scenario: str, log: Path) -> Iterator[Stub]:
-    """Until the block's end; then `served` is filled from `log`. Raises LoadTestError where it did not start or end."""
-    command = [sys.executable, "-m", "twostroke.loadtests.selfcheck.stub_server", "--scenario", scenario]
-    command += ["--model", MODEL, "--log", str(log)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            port = process.stdout.readline().strip()
-            if not port:
-                raise LoadTestError(f"the stub server ended with {process.wait()} before it served")
-            stub = Stub(f"http://127.0.0.1:{port}")
-            yield stub
-            process.terminate()
-            if process.wait(END_LIMIT_S) != 0:
-                raise LoadTestError(f"the stub server ended with {process.returncode}, and its log is not whole")
-        finally:
-            process.kill()
-    decode = msgspec.json.Decoder(Served).decode
-    stub.served += map(decode, log.read_bytes().splitlines())

@@ -235,7 +235,7 @@ class Format:
     @property
     def fields(self) -> tuple[str, ...]:
         """The columns that a row must have."""
-        return *self.others, self.time, self.input_tokens, self.output_tokens
+        return self.time, self.input_tokens, self.output_tokens, *self.others
 
     def read(self, path: Path) -> Iterator[TraceRequest]:
         """The file's requests that were answered. Raises LoadTestError."""

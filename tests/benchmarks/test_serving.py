@@ -1,7 +1,4 @@
-"""What the serving bench makes of raw streams.
-
-Counting instructions, where the machine lets us.
-"""
+"""What the serving bench makes of raw streams, and counting instructions where the machine lets us."""
 
 import os
 import threading

@@ -1,7 +1,4 @@
-"""A sweep against a server of known capacity: what it runs, when it ends, and what it leaves.
-
-The search for a capacity, against curves of attainment that are known.
-"""
+"""A search on known curves of attainment, and a sweep against a server of known capacity."""
 
 import math
 import random

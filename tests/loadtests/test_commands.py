@@ -1,9 +1,4 @@
-"""`twostroke loadtest report` and `compare`: their arguments, and what they say.
-
-The sweep's arguments, and the SLO that is measured before it.
-
-A run that is lost on its way.
-"""
+"""The commands of `twostroke loadtest`: their arguments, what they say, and a run that is lost on its way."""
 
 import argparse
 import json
@@ -15,9 +10,9 @@ import pytest
 
 from tests.loadtests.report.runs import drawn, facts, plan, write_run
 from tests.loadtests.test_capacity import PLAN, summary_of
-from twostroke.loadtests import capacity as slowdown
-from twostroke.loadtests.commands import arguments as slo_multiple
+from twostroke.loadtests import capacity
 from twostroke.loadtests.commands import compare, report, run, sweep
+from twostroke.loadtests.commands.arguments import with_slo_multiple
 from twostroke.loadtests.errors import LoadTestError, RunLost
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.estimates import Estimate
@@ -161,7 +156,7 @@ def test_a_server_that_goes_away_ends_the_sweep_with_a_report_of_what_was_measur
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=fast", "itl=2", "ttft=0", "tpot=-1"])
 def test_multiples_are_of_ttft_and_tpot(text: str) -> None:
     with pytest.raises(LoadTestError, match=f"--slo-multiple {text}: "):
-        slowdown.parse_multiples(text)
+        capacity.parse_multiples(text)
 
 
 def spread(p50: float) -> Spread:
@@ -176,8 +171,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, summary: Summary) -> list[Plan]:
         plans.append(plan)
         return RunFolder(folder)
 
-    monkeypatch.setattr(slowdown, "run_plan", run_plan)
-    monkeypatch.setattr(slowdown, "summarise", lambda folder: summary)
+    monkeypatch.setattr(capacity, "run_plan", run_plan)
+    monkeypatch.setattr(capacity, "summarise", lambda folder: summary)
     return plans
 
 
@@ -189,24 +184,24 @@ def result(ok: int) -> Summary:
 
 def test_an_slo_is_multiples_of_one_users_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = measured(monkeypatch, result(9))
-    plan = slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5,tpot=2"), tmp_path)
+    plan = with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5,tpot=2"), tmp_path)
     assert plan.slo == SLO(ttft_s=1.0, tpot_s=0.02)
     assert (plans[0].arrivals, plans[0].seconds, plans[0].workload) == (Closed(1), 20.0, NO_SLO.workload)
     assert plans[0].seed != NO_SLO.seed
-    only = slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "tpot=3"), tmp_path)
+    only = with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "tpot=3"), tmp_path)
     assert only.slo == SLO(tpot_s=0.03)
 
 
 def test_too_few_answers_make_no_slo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, result(4))
     with pytest.raises(LoadTestError, match="had 4 whole answers in 20 s, too few for an SLO: give more --seconds"):
-        slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
+        with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
 
 
 def test_an_slo_and_a_multiple_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(LoadTestError, match="there is an SLO already"):
-        slo_multiple.with_slo_multiple(PLAN, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
-    assert slo_multiple.with_slo_multiple(PLAN, parsed_sweep(), tmp_path) == PLAN
+        with_slo_multiple(PLAN, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
+    assert with_slo_multiple(PLAN, parsed_sweep(), tmp_path) == PLAN
 
 
 def lose_after(monkeypatch: pytest.MonkeyPatch, num_requests: int, folder: Path) -> argparse.Namespace:

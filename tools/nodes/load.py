@@ -1,20 +1,21 @@
 """A steady load of greedy streams, whose answers are known: to see what becomes of each while nodes die.
 
-Open loop: a request is sent when its time has come, however the server fares.
+Open loop: a request is sent when its time has come, however the server fares, by a thread of its own.
 """
 
-import asyncio
 import itertools
+import json
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-from twostroke.benchmarks.clients import completion_body, send_at_moments, stream_completion
-from twostroke.loadtests.generator.http_stream import read_stream
+from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, read_stream, stream
 
 _FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 300, 700  # ordinary tokens in any vocabulary
+PATIENCE_S = 300.0
+"""A request that takes longer in all is lost."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,16 @@ class Request:
 
     def body(self, prompt: int) -> dict[str, Any]:
         ids = [_FIRST_TOKEN_ID + (prompt * 37 + i * 11) % _NUM_TOKEN_IDS for i in range(self.prompt_tokens)]
-        return completion_body(self.model, ids, self.max_tokens)
+        asked = {"model": self.model, "prompt": ids, "max_tokens": self.max_tokens, "ignore_eos": True}
+        return asked | {"temperature": 0, "stream": True}
 
 
 def ask(url: str, request: Request, prompt: int) -> Answer:
     """Send one and read all of it."""
-    return asyncio.run(_ask(url, request, prompt))
-
-
-async def _ask(url: str, request: Request, prompt: int) -> Answer:
-    answer = read_stream(await stream_completion(url, request.body(prompt)))
+    endpoint, exchange = endpoint_of(url), Exchange(0.0)
+    body = json.dumps(request.body(prompt)).encode()
+    stream(endpoint, endpoint.request("/v1/completions", body), exchange, PATIENCE_S)
+    answer = read_stream(exchange)
     pauses_s = (after - before for before, after in itertools.pairwise(answer.token_times))
     return Answer(prompt, answer.text, max(pauses_s, default=0.0), answer.error)
 
@@ -81,11 +82,9 @@ class SteadyLoad:
         self._sender.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ending.set()
-        if error is None:
+        if kind is None:
             self._sender.join()
 
     def verdict(self) -> Verdict:
@@ -101,9 +100,14 @@ class SteadyLoad:
         )
 
     def _send(self) -> None:
-        moments = (number / self._rate for number in itertools.count())
-        until = itertools.takewhile(lambda _: not self._ending.is_set(), moments)
-        self._answers = asyncio.run(send_at_moments(until, self._ask))
+        began = time.monotonic()
+        asking: list[threading.Thread] = []
+        while not self._ending.wait(began + len(asking) / self._rate - time.monotonic()):
+            prompt = len(asking) % self._request.num_prompts
+            asking.append(threading.Thread(target=self._ask, args=(prompt,), daemon=True))
+            asking[-1].start()
+        for thread in asking:
+            thread.join()
 
-    async def _ask(self, number: int, _: float) -> Answer:
-        return await _ask(self._url, self._request, number % self._request.num_prompts)
+    def _ask(self, prompt: int) -> None:
+        self._answers.append(ask(self._url, self._request, prompt))

@@ -1,7 +1,4 @@
-"""When requests are sent, on virtual time.
-
-What a session's requests say.
-"""
+"""When requests are sent, on virtual time, and what those of a session say."""
 
 from dataclasses import replace
 

@@ -1,9 +1,4 @@
-"""Figures while a run goes on: counted by second, added up over processes.
-
-The page beside Locust's own, in an app like Locust's.
-
-The line that tells how a run goes.
-"""
+"""Figures while a run goes on, counted by second and added up over processes; the page and the line that show them."""
 
 import json
 from pathlib import Path

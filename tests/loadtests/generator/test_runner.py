@@ -1,6 +1,6 @@
-"""Whole runs, by Locust's own processes against the stub server. Two processes, since one is the selfcheck's test.
+"""Whole runs, by Locust's own processes against the stub server, and the server's queues, read from its metrics.
 
-The server's queues, read from its metrics.
+Two processes, since one is the selfcheck's test.
 """
 
 import os

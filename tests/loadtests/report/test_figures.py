@@ -1,9 +1,4 @@
-"""Each definition of docs/loadtests.md, on a few records that can be reckoned by hand.
-
-When a run tells of the generator, and not of the server.
-
-Stages overlap; their parts must not.
-"""
+"""Each definition of docs/loadtests.md on records reckoned by hand, and when a run tells of the generator."""
 
 import itertools
 from pathlib import Path

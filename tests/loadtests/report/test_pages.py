@@ -1,11 +1,4 @@
-"""The page of a run: what it says, that it asks nothing of any network, and that it is small.
-
-What is written and read, where it can't be.
-
-What the plots over time draw.
-
-The page of a sweep.
-"""
+"""The reports of runs and sweeps: what they say and draw, that they ask nothing of any network, and are small."""
 
 import re
 from pathlib import Path

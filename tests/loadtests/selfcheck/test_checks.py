@@ -1,6 +1,6 @@
-"""The real generator, in a process of its own, against the stub server. No timing is asserted: delays are generous.
+"""The real generator against the stub server, its records against the stub's log, and what a script's answer is worth.
 
-The generator's records against the stub's log, and what a script's answer is worth.
+No timing is asserted: delays are generous.
 """
 
 from pathlib import Path

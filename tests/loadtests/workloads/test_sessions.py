@@ -1,7 +1,4 @@
-"""From plans to sessions: lengths, shared prefixes, and that every machine gets the same.
-
-Pieces made into token ids and words.
-"""
+"""From plans to sessions and to words: lengths, shared prefixes, and that every machine gets the same."""
 
 from collections.abc import Iterable
 from itertools import islice, pairwise

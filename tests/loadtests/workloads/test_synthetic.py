@@ -1,7 +1,4 @@
-"""Synthetic requests against the parameters of the traces that they stand for.
-
-Distributions of lengths, and how they are brought into a context.
-"""
+"""Synthetic requests against the parameters of the traces that they stand for, and lengths brought into a context."""
 
 import random
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Machines in namespaces: what is on one, who reaches it, and that nothing is left of any, however all ends.
-
-Machines that are only processes: they die as a whole, and with their owner.
-"""
+"""Machines of both kinds: what is on one, who reaches it, and that nothing is left of any, however all ends."""
 
 import json
 import os
