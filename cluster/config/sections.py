@@ -17,7 +17,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.channels.worker_channel import TokenChannelConfig
-from twostroke.router.generate.pipeline import PipelineConfig
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
 
 
