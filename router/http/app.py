@@ -30,8 +30,7 @@ from twostroke.router.http.middleware import (
 )
 from twostroke.router.http.responses import ClientGone, EventStream, error_response, until_disconnect
 from twostroke.router.http.service import RouterService
-from twostroke.router.observe.access_log import Exchanges
-from twostroke.router.observe.exchange import CLIENT_GONE, exchange_of
+from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
 from twostroke.router.observe.scrape import exposition
 from twostroke.router.openai.answers import ErrorObject, Format
 from twostroke.router.openai.chat import ChatCompletion, ChatFormat

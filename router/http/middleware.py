@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke.protocol.errors import RequestError
 from twostroke.router.http.responses import error_response
 from twostroke.router.http.tenants import Tenant, Tenants
-from twostroke.router.observe.exchange import exchange_of
+from twostroke.router.observe.access_log import exchange_of
 from twostroke.router.observe.log_format import REQUEST_ID
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
