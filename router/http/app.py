@@ -4,11 +4,10 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Security
+from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -21,11 +20,17 @@ from typing_extensions import TypedDict
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import Authentication, RequestIds, admins_only, tenant_of
+from twostroke.router.http.middleware import (
+    Authentication,
+    Belongings,
+    RequestIds,
+    admins_only,
+    tenant_of,
+    until_responded,
+)
 from twostroke.router.http.responses import ClientGone, EventStream, error_response, until_disconnect
 from twostroke.router.http.service import RouterService
-from twostroke.router.observe.access_log import Exchanges
-from twostroke.router.observe.exchange import CLIENT_GONE, exchange_of
+from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
 from twostroke.router.observe.scrape import exposition
 from twostroke.router.openai.answers import ErrorObject, Format
 from twostroke.router.openai.chat import ChatCompletion, ChatFormat
@@ -38,11 +43,18 @@ from twostroke.router.openai.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationFields,
-    SLOHeaders,
     TokenizeRequest,
 )
 from twostroke.router.routing.policy import NoPath
-from twostroke.router.slo.promises import promise_of
+from twostroke.router.slo.promises import (
+    CLASS_HEADER,
+    MOST_MS,
+    MOST_PRIORITY,
+    PRIORITY_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+    promise_of,
+)
 
 _JSON_LINES = "application/x-ndjson"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -64,12 +76,13 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     )
     app.state.service, app.state.doctor = service, doctor
     app.state.max_body_bytes = service.config.max_body_bytes
+    app.include_router(_keyed, dependencies=[Security(_key)] if service.tenants else [])
     app.include_router(_open)
-    app.include_router(_keyed)
     # The last one is passed first.
     app.add_middleware(Authentication, tenants=service.tenants)
     app.add_middleware(Exchanges, clock=service.clock, over=service.over)
     app.add_middleware(RequestIds)
+    app.add_middleware(Belongings)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -78,8 +91,8 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
 
 
 _open = APIRouter(route_class=BoundedRoute)
-_key = HTTPBearer(auto_error=False, description="An API key, where the server has any; `Authentication` checks it")
-_keyed = APIRouter(route_class=BoundedRoute, dependencies=[Security(_key)])
+_keyed = APIRouter(route_class=BoundedRoute)
+_key = HTTPBearer(auto_error=False)  # for the document: `Authentication` has checked it
 _ADMINS = [Depends(admins_only)]
 
 
@@ -94,16 +107,15 @@ Service = Annotated[RouterService, Depends(_service_of)]
 class Call:
     """A request for tokens: who asks, on which terms, and what is held for it until its response is over."""
 
-    def __init__(self, request: Request, headers: Mapping[str, str], held: ExitStack):
-        self._request = request
-        self._headers = headers
-        self._held = held
-        self._tenant = tenant_of(request)
+    def __init__(self, request: Request):
         self.service: RouterService = request.app.state.service
+        self._request = request
+        self._tenant = tenant_of(request)
+        self._held = until_responded(request)
 
     def terms(self, asked: GenerationFields) -> Terms:
         """Raises RequestError for what the caller may not have."""
-        promise = promise_of(self.service.slo, self._tenant, self._headers, asked.service_tier, asked.priority)
+        promise = promise_of(self.service.slo, self._tenant, self._request.headers, asked.service_tier, asked.priority)
         return Terms(promise, b"" if self._tenant is None else self._tenant.cache_salt)
 
     def reserve(self, num_choices: int) -> None:
@@ -136,23 +148,28 @@ class Call:
         return Response(body, media_type="application/json")
 
 
-async def _call_of(request: Request, headers: Annotated[SLOHeaders, Header()]) -> AsyncIterator[Call]:
-    with ExitStack() as held:  # FastAPI goes on behind the `yield` once the response is over
-        yield Call(request, headers.model_dump(by_alias=True, exclude_none=True), held)
+def _header(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
-Called = Annotated[Call, Depends(_call_of)]
-
-
-_STREAMED: dict[str, Any] = {
+_GENERATES: dict[str, Any] = {
     "response_description": "The answer; with `stream: true` server-sent events, whose data are chunks and then [DONE]",
     "responses": {200: {"content": {"text/event-stream": {}}}},
+    "openapi_extra": {  # `promise_of` reads them
+        "parameters": [
+            _header(CLASS_HEADER, type="string"),
+            _header(TTFT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
+            _header(TPOT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
+            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_PRIORITY, maximum=MOST_PRIORITY),
+        ]
+    },
 }
 
 
-@_keyed.post("/v1/completions", response_model=Completion, **_STREAMED)
-async def completions(asked: CompletionRequest, call: Called) -> Response:
+@_keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
+async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Continue a prompt."""
+    call = Call(request)
     service = call.service
     service.check(asked)
     terms, max_context = call.terms(asked), service.max_context()
@@ -162,9 +179,10 @@ async def completions(asked: CompletionRequest, call: Called) -> Response:
     return await call.answer(asked, jobs, CompletionFormat)
 
 
-@_keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_STREAMED)
-async def chat_completions(asked: ChatRequest, call: Called) -> Response:
+@_keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
+async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
+    call = Call(request)
     service = call.service
     service.check(asked)
     terms, max_context = call.terms(asked), service.max_context()

@@ -1,7 +1,10 @@
-"""What every request passes before its endpoint: `RequestIds` labels it, `Authentication` finds out who asks."""
+"""What every request passes before its endpoint: `Authentication` finds out who asks, `RequestIds` labels it, and what
+it holds ends with its response (`Belongings`).
+"""
 
 import re
 import secrets
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -10,13 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke.protocol.errors import RequestError
 from twostroke.router.http.responses import error_response
 from twostroke.router.http.tenants import Tenant, Tenants
-from twostroke.router.observe.exchange import exchange_of
+from twostroke.router.observe.access_log import exchange_of
 from twostroke.router.observe.log_format import REQUEST_ID
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answer everybody, with or without a key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_BELONGINGS = "twostroke.belongings"
 _TENANT = "twostroke.tenant"
 
 
@@ -47,6 +51,24 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             REQUEST_ID.reset(label)
+
+
+class Belongings:
+    """Middleware: what a request enters on `until_responded` ends with its response, on every path."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as stack:
+            scope[_BELONGINGS] = stack
+            await self._app(scope, receive, send)
+
+
+def until_responded(request: HTTPConnection) -> ExitStack:
+    """Enter here what a request holds until its response is over. For an app with `Belongings`."""
+    stack: ExitStack = request.scope[_BELONGINGS]
+    return stack
 
 
 class Authentication:

@@ -17,7 +17,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
-from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import Expected, RouterMetrics
 from twostroke.router.observe.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers

@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.stages import Stages, Try
 
 MAX_CHOICES = 16

@@ -123,11 +123,11 @@ def _prompts(value: Any, max_context: int) -> Sequence[Prompt]:
 
 def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
-    for name, value in asked:
-        if name not in type(asked).model_fields:
-            if path or (name not in LACKING and name not in WITHOUT_EFFECT):
-                yield (*path, name), [*type(asked).model_fields]
-        elif isinstance(value, BaseModel):
+    for name in asked.model_extra or ():
+        if path or (name not in LACKING and name not in WITHOUT_EFFECT):
+            yield (*path, name), [*type(asked).model_fields]
+    for name, value in vars(asked).items():
+        if isinstance(value, BaseModel):
             yield from _unknown(value, (*path, name))
         elif isinstance(value, list):
             for i, one in enumerate(value):

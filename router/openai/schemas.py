@@ -10,15 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from twostroke.router.slo.promises import (
-    CLASS_HEADER,
-    MOST_MS,
-    MOST_PRIORITY,
-    PRIORITY_HEADER,
-    TPOT_HEADER,
-    TTFT_HEADER,
-)
-
 MAX_CHOICES = 64  # prompts times n, of one request
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -59,9 +50,6 @@ _PROMPT = {
         {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TOKEN_IDS},
     ]
 }
-
-_MILLISECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
-_PRIORITIES = {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY}
 
 
 class FieldError(ValueError):
@@ -239,15 +227,6 @@ class CompletionRequest(GenerationFields):
         if self.echo and self.logprobs is not None:
             raise FieldError("echo", "can't be combined with logprobs: prompt tokens have no log-probabilities here")
         return self
-
-
-class SLOHeaders(BaseModel):
-    """What a request for tokens may ask for in headers; `promise_of` checks what they say."""
-
-    slo_class: Annotated[str | None, Field(alias=CLASS_HEADER)] = None  # before what `service_tier` names
-    ttft_ms: Annotated[str | None, Field(alias=TTFT_HEADER), WithJsonSchema(_MILLISECONDS)] = None
-    tpot_ms: Annotated[str | None, Field(alias=TPOT_HEADER), WithJsonSchema(_MILLISECONDS)] = None
-    priority: Annotated[str | None, Field(alias=PRIORITY_HEADER), WithJsonSchema(_PRIORITIES)] = None
 
 
 class TextPart(_Request):

@@ -23,8 +23,7 @@ from twostroke.router.http.app import build_app
 from twostroke.router.openai.chat import ChatChunk
 from twostroke.router.openai.completions import Completion
 
-SERVICE = Mock()
-SERVICE.config.version = "fuzzed"
+SERVICE = Mock(tenants=None, config=Mock(version="fuzzed"))
 SCHEMA = schemathesis.openapi.from_dict(build_app(SERVICE, Mock()).openapi())
 
 HANG_S = 1.0
@@ -33,19 +32,19 @@ CPU_PER_ENGINE_S = 2.0  # of the fake engines, which run in this very thread
 
 COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
     ("/v1/completions", "POST"): (1300, 900),
-    ("/v1/chat/completions", "POST"): (1000, 700),
+    ("/v1/chat/completions", "POST"): (1100, 750),
     ("/tokenize", "POST"): (300, 150),
     ("/detokenize", "POST"): (250, 150),
-    ("/v1/models", "GET"): (50, 0),
+    ("/v1/models", "GET"): (1, 0),
     ("/v1/models/{name}", "GET"): (100, 0),
-    ("/health", "GET"): (50, 0),
-    ("/ready", "GET"): (50, 0),
-    ("/metrics", "GET"): (50, 0),
-    ("/status", "GET"): (50, 0),
-    ("/doctor", "GET"): (50, 0),
-    ("/version", "GET"): (50, 0),
+    ("/health", "GET"): (1, 0),
+    ("/ready", "GET"): (1, 0),
+    ("/metrics", "GET"): (1, 0),
+    ("/status", "GET"): (1, 0),
+    ("/doctor", "GET"): (1, 0),
+    ("/version", "GET"): (1, 0),
 }
-"""Unsound ones exist where there is a body: no parameter can be wrong."""
+"""Unsound ones exist where there is a body; a path without parameters can be asked in one way alone."""
 
 PARTS = 300  # cases of one test, so that tests can run beside each other
 

@@ -7,6 +7,8 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
+from twostroke.router.http.middleware import OPEN_PATHS
+from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 from twostroke.router.openai.schemas import LACKING, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
@@ -52,10 +54,13 @@ def test_what_is_checked_by_hand_is_described_too(told):
     assert headers["x-slo-ttft-ms"]["maximum"] == 3600000
 
 
-def test_what_needs_a_key_says_so_and_health_never_does(told):
-    for path, methods in told["paths"].items():
-        for operation in methods.values():
-            assert ("security" in operation) == (path not in ("/health", "/ready"))
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_what_needs_a_key_says_so_and_health_never_does(site_of, has_keys):
+    keys = [KeyConfig("alice", new_key()[1])] if has_keys else []
+    async with site_of(0, 1, tenants=Tenants(keys, secret=b"secret", clock=lambda: 0.0)) as site:
+        for path, methods in site.app.openapi()["paths"].items():
+            for operation in methods.values():
+                assert ("security" in operation) == (has_keys and path not in OPEN_PATHS)
 
 
 async def test_people_get_a_page_and_other_methods_are_refused(site_of):

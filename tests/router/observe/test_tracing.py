@@ -17,7 +17,7 @@ from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 from twostroke.router.observe.stages import Stages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
