@@ -24,9 +24,9 @@ from typing import Any
 
 from twostroke.benchmarks.arguments import positive
 from twostroke.benchmarks.overload import Mix, Outcome, send_all
+from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.benchmarks.serving import stream_completion, whole_answer
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import ServerProcess
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
 
 CLASS = "standard"

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from twostroke.benchmarks.arguments import positive
+from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.benchmarks.serving import fault_of, random_prompt, stream_completion, whole_answer
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import ServerProcess
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.generator.answers import read_stream
 from twostroke.loadtests.generator.http_stream import Exchange, completion_body
 from twostroke.loadtests.report.estimates import percentile
@@ -205,8 +205,10 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
     """An interactive class with these times, and a batch class that has more of both."""
     ttft_s, tpot_s = max(ttft_s, LEAST_TTFT_S), max(tpot_s, LEAST_TPOT_S)
     return {
-        INTERACTIVE: SLOClass(INTERACTIVE, ttft_s, tpot_s, 10, SHARES[INTERACTIVE]),
-        BATCH: SLOClass(BATCH, ttft_s * BATCH_IS_LOOSER, tpot_s * BATCH_IS_LOOSER, 0, SHARES[BATCH]),
+        INTERACTIVE: SLOClass(name=INTERACTIVE, ttft_s=ttft_s, tpot_s=tpot_s, priority=10, share=SHARES[INTERACTIVE]),
+        BATCH: SLOClass(
+            name=BATCH, ttft_s=ttft_s * BATCH_IS_LOOSER, tpot_s=tpot_s * BATCH_IS_LOOSER, share=SHARES[BATCH]
+        ),
     }
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from twostroke.benchmarks.arguments import positive
 from twostroke.benchmarks.instructions import counting
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import cpu_seconds, processes_named, server_at
+from twostroke.benchmarks.server_process import cpu_seconds, processes_named, server_at
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
 from twostroke.loadtests.generator.http_stream import Exchange, completion_body, exchange
 from twostroke.loadtests.report.estimates import percentile

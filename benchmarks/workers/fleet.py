@@ -15,6 +15,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
+from twostroke.protocol.settings import to_plain
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.pipeline import Pipeline, PipelineConfig
@@ -41,7 +42,7 @@ class WorkerProcess:
             sys.executable,
             "-m",
             "twostroke.benchmarks.workers.process",
-            msgspec.json.encode(self._settings).decode(),
+            msgspec.json.encode(self._settings, enc_hook=to_plain).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,

@@ -28,6 +28,7 @@ from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SampledToken, Ticket
+from twostroke.protocol.settings import from_plain
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 
 LINE_BYTES = 16 * 1024 * 1024
@@ -206,7 +207,7 @@ def _say(answer: Answer) -> None:
 
 
 def main() -> None:
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings, dec_hook=from_plain)))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ class Look(NamedTuple):
     pairs: float
     output_tokens: float  # of the answers that ended
     ended: float
-    prefilling: float  # requests at prefill workers, waiting ones included
-    decoding: float
+    decoding: float  # requests at decode workers, waiting ones included
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Window:
     pairs: Series
     output_tokens: Series
     ended: Series
-    prefilling: Series
     decoding: Series
     mean_output: float | None  # tokens of an answer; None: none has ever ended
 
@@ -107,7 +105,6 @@ def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
         pairs=max(0.0, now.prompt_pairs - before.prompt_pairs),
         output_tokens=max(0.0, now.output_tokens - before.output_tokens),
         ended=max(0.0, now.ended - before.ended),
-        prefilling=float(signals.prefill.queued_requests),
         decoding=float(signals.decode.num_decoding + signals.decode.queued_requests),
     )
 

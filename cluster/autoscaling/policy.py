@@ -21,8 +21,6 @@ import msgspec
 import numpy as np
 
 from twostroke.cluster.autoscaling import history as replay
-from twostroke.cluster.autoscaling import separate
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.demand import (
     NONE,
     SETTLE_S,
@@ -40,6 +38,7 @@ from twostroke.cluster.autoscaling.demand import (
 )
 from twostroke.cluster.autoscaling.history import History, Series, Window
 from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
 HOUR_S = 3600.0
@@ -308,11 +307,7 @@ def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
 def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
     window = memory.history.window()
     idle = _idle(signals, memory.history, config)
-    if config.policy == "separate":
-        need = separate.needs(window, config)
-        prefill, decode = (Needs(one, one, idle) for one in need)
-    else:
-        prefill, decode = _joint_needs(signals, window, memory, config, idle)
+    prefill, decode = _joint_needs(signals, window, memory, config, idle)
     p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
     d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
     claims = (

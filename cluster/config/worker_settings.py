@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.process_logs import LoggingConfig
 from twostroke.cluster.config.sections import (
     DecodeSection,
     ModelSection,
@@ -14,7 +15,6 @@ from twostroke.cluster.config.sections import (
     kv_cache_size,
     parse_cores,
 )
-from twostroke.cluster.local.process_logs import LoggingConfig
 from twostroke.kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
@@ -45,18 +45,18 @@ class WorkerSettings:
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
         return cls(
             model=config.model,
-            resources=section.resources,
-            max_step_tokens=section.worker.max_step_tokens,
-            max_batch=section.worker.max_batch,
+            resources=section.part(WorkerResources),
+            max_step_tokens=section.max_step_tokens,
+            max_batch=section.max_batch,
             block_size=section.block_size or config.default_block_size,
-            tensor_parallel=section.resources.tensor_parallel,
+            tensor_parallel=section.tensor_parallel,
             device=config.device,
-            threads=config.threads(section.resources),
+            threads=config.threads(section),
             transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
-            swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
+            swap_bytes=int(section.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
             announces_layers=isinstance(section, PrefillSection),
             logging=config.logging,
         )

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from twostroke.cluster.config.placement import Placement
+from twostroke.cluster.config.process_logs import log_as_replica
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.directory import worker_metadata
-from twostroke.cluster.deployments.placement import Placement
 from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.local.process_logs import log_as_replica
 from twostroke.cluster.ranks.tensor_parallel_ranks import own_gpu, rank_options, start_actors
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig

@@ -1,10 +1,6 @@
-"""What can be found out before anything is started: each check raises ConfigError with one line to act on.
-
-Who can reach an endpoint, and the loud line where that is everybody and nobody needs a key.
-"""
+"""What can be found out before anything is started: each check raises ConfigError with one line to act on."""
 
 import errno
-import ipaddress
 import socket
 from pathlib import Path
 
@@ -98,23 +94,3 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     if config.model.quantization != "none":
         held += f" with {config.model.quantization} weights"
     return f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`. A name that is no address counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def exposure_warning(host: str, *, has_keys: bool) -> str | None:
-    """What to say of an endpoint on `host`; None where it is no concern."""
-    if has_keys or is_loopback(host):
-        return None
-    return (
-        f"NO API KEYS: the endpoint listens on {host}, so whoever reaches this machine may use it, and see and load "
-        "its workers. Add keys (`twostroke key new NAME`), or listen on 127.0.0.1"
-    )

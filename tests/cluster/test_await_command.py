@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.await_application import failure_of
+from twostroke.cluster.commands.application import failure_of
 
 
 def waited(looks: Sequence[Mapping[str, Any] | None], patience_s: float = 60.0) -> tuple[str | None, float]:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.asking import ask
 from twostroke.cluster.commands.status import show_status, worker_rows
+from twostroke.cluster.local.asking import ask
 from twostroke.protocol.stats import WorkerStats
 
 

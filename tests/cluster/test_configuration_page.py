@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
 import yaml
 
 from twostroke.cluster.config.config import ClusterConfig, read_config
-from twostroke.cluster.config.settings import member_of
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 REQUIRED = "required"
@@ -31,24 +30,16 @@ class Row(NamedTuple):
     text: str
 
 
-def settings_of(cls: type[Any], path: str = "") -> Iterator[tuple[str, Setting]]:
-    hints = get_type_hints(cls)
-    for one in fields(cls):
-        kind = hints[one.name]
-        if one.metadata.get("same_level"):
-            yield from settings_of(kind, path)
-        elif is_dataclass(kind):
-            yield from settings_of(kind, f"{path}{one.name}.")
-        elif (member := member_of(kind)) is not None:
-            yield from settings_of(member, f"{path}{one.name}[].")
+def settings_of(section: type[Section], path: str = "") -> Iterator[tuple[str, Setting]]:
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if get_origin(kind) is tuple:
+            yield from settings_of(get_args(kind)[0], f"{path}{name}[].")
+        elif isinstance(kind, type) and issubclass(kind, Section):
+            yield from settings_of(kind, f"{path}{name}.")
         else:
-            yield f"{path}{one.name}", Setting(kind, default_of(one))
-
-
-def default_of(one: Field[Any]) -> object:
-    if one.default is not MISSING:
-        return one.default
-    return REQUIRED if one.default_factory is MISSING else one.default_factory()
+            default = REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
+            yield f"{path}{name}", Setting(kind, default)
 
 
 def rows() -> Iterator[tuple[str, Row]]:
@@ -79,7 +70,7 @@ def test_a_setting_is_told_with_its_default_and_unit(name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
     row, kind = ROWS[name], SETTINGS[name].kind
-    options = get_args(kind) or (kind,)
+    options = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(kind) or (kind,)]
     by_name = get_origin(kind) is Mapping
     assert row.bounds.endswith(" by name") == by_name
     if get_origin(kind) is Literal:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.cluster.local.preflight import exposure_warning, is_loopback
+from twostroke.cluster.deployments.proxies import exposure_warning, is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])

@@ -6,7 +6,6 @@ import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster import cli
-from twostroke.cluster.commands import loadtest
 
 
 def test_a_load_test_s_error_is_one_line_and_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +16,7 @@ def test_a_load_test_s_error_is_one_line_and_a_wrong_setting(capsys: pytest.Capt
 def test_missing_packages_are_told_with_the_way_to_get_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loadtest, "NEEDED", ("sys", "no_such_package"))
+    monkeypatch.setattr(cli, "_LOADTESTS_NEED", ("sys", "no_such_package"))
     assert cli.main(["loadtest", "run", "--rate", "1"]) == cli.CONFIG_ERROR_EXIT
     told = "twostroke: loadtest needs no_such_package: in the project's checkout, pip install '.[loadtest]'"
     assert one_line(capsys) == told

@@ -5,8 +5,8 @@ from ray._private.label_utils import validate_label_selector
 from ray.serve._private.config import ReplicaConfig
 
 from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.placement import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.placement import Placement
 from twostroke.cluster.deployments.router import router_options
 from twostroke.cluster.local.server import check_is_anywhere
 from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
@@ -21,7 +21,7 @@ class Replica:
 
 def test_a_worker_of_one_rank_asks_for_the_nodes_labels_and_resources() -> None:
     config = read_config({"decode": {"threads": 2, **PLACE}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode.placement)
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
     assert options == {
         "ray_actor_options": {
             "num_cpus": 2,
@@ -35,7 +35,7 @@ def test_a_worker_of_one_rank_asks_for_the_nodes_labels_and_resources() -> None:
 
 def test_the_ranks_of_a_worker_ask_for_the_labels_each_and_for_the_resources_once() -> None:
     config = read_config({"decode": {"threads": 2, "tensor_parallel": 2, **PLACE}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode.placement)
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
     assert options["placement_group_bundles"] == [{"CPU": 2, "decode_slot": 1.0}, {"CPU": 2}]
     assert options["placement_group_bundle_label_selector"] == [{"twostroke-role": "decode"}] * 2
     assert options["ray_actor_options"]["resources"] == {"decode_slot": 1.0}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.process_logs import LoggingConfig, log_to
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.local.process_logs import LoggingConfig, log_to
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _as_before() -> Iterator[None]:
 
 
 def test_json_lines_name_their_process(tmp_path: Path) -> None:
-    log_to(tmp_path / "log", LoggingConfig("json", "info"), {"worker_id": "w1", "epoch": "07"})
+    log_to(tmp_path / "log", LoggingConfig(format="json", level="info"), {"worker_id": "w1", "epoch": "07"})
     logging.getLogger("twostroke.decode_worker.scheduler").info("hello")
     logging.getLogger("twostroke.decode_worker.scheduler").debug("too fine")
     logging.getLogger("somebody.else").warning("not ours")
@@ -43,4 +43,4 @@ def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
 
 def test_workers_and_their_ranks_are_told_how_to_log() -> None:
     config = read_config({"logging": {"format": "json", "level": "debug"}})
-    assert WorkerSettings.of(config, config.decode).logging == LoggingConfig("json", "debug")
+    assert WorkerSettings.of(config, config.decode).logging == LoggingConfig(format="json", level="debug")

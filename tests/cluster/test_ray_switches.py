@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.local.ray import LocalRayOptions, ray_environment
-from twostroke.cluster.local.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 
 
 @pytest.mark.parametrize("haproxy", [True, False])

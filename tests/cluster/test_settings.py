@@ -1,49 +1,60 @@
-"""YAML to dataclasses: every wrong setting is named by its path."""
+"""YAML to sections: every wrong setting is named by its path."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import kv_cache_size
-from twostroke.cluster.config.settings import SAME_LEVEL, bounds, bounds_within, load_yaml, read_settings
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Section
 from twostroke.router.http.tenants import KeyConfig
 from twostroke.router.slo.classes import SLOClass
 
 
-@dataclass(frozen=True)
-class Inner:
-    speed: float = 1.0
+class Inner(Section):
+    speed: NonNegativeFloat = 1.0
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_speed(self) -> "Inner":
         if self.speed == 13:
             raise ValueError("speed 13 can't be meant")
+        if self.speed == 14:
+            raise ValueError("speed: 14 can't be meant")
+        return self
 
 
-@dataclass(frozen=True)
-class Outer:
+class Beside(Section):
+    weight: Annotated[float, Gt(0), Lt(5)] = 1.0
+
+
+class Outer(Beside):
     name: str
-    count: int | None = field(default=None, metadata=bounds(1, 9))
+    count: Annotated[int, Ge(1), Le(9)] | None = None
     mode: Literal["fast", "slow"] = "slow"
-    inner: Inner = field(default_factory=Inner)
-    beside: Inner = field(default_factory=Inner, metadata=SAME_LEVEL)
-    many: tuple[Inner, ...] = field(default_factory=tuple, metadata=bounds_within(speed=2))
+    inner: Inner = Field(default_factory=Inner)
+    many: tuple[Inner, ...] = Field(default=(), strict=False)
+    labels: Mapping[str, Annotated[float, Ge(2)]] = Field(default_factory=dict)
 
 
-def test_defaults_fill_what_is_not_said() -> None:
-    assert read_settings(Outer, {"name": "x"}) == Outer("x")
-
-
-def test_values_land_in_their_sections_and_beside_their_owner() -> None:
-    raw = {"name": "x", "count": 3, "mode": "fast", "inner": {"speed": 2}, "speed": 0.5, "many": [{"speed": 3}, {}]}
-    assert read_settings(Outer, raw) == Outer("x", 3, "fast", Inner(2.0), Inner(0.5), (Inner(3.0), Inner()))
+def test_values_land_in_their_sections_and_a_part_is_told_its_own() -> None:
+    raw = {"name": "x", "count": 3, "inner": {"speed": 2}, "weight": 2, "many": [{"speed": 3}, {}], "labels": None}
+    raw.pop("labels")
+    whole = read_settings(Outer, raw)
+    assert whole == Outer(
+        name="x", count=3, inner=Inner(speed=2.0), weight=2.0, many=(Inner(speed=3.0), Inner()), mode="slow"
+    )
+    assert whole.part(Beside) == Beside(weight=2.0)
+    assert read_settings(Outer, {"name": "x", "inner": None}) == Outer(name="x")  # all of its lines commented out
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,14 @@ def test_values_land_in_their_sections_and_beside_their_owner() -> None:
         ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
         ({"name": "x", "many": {"speed": 3}}, "many: expected a list, found {'speed': 3}"),
         ({"name": "x", "many": [{"speed": 3}, 4]}, "many[1]: expected keys and values, found 4"),
-        ({"name": "x", "many": [{"speed": 3}, {"speed": 1}]}, "many[1].speed: 1.0 must be at least 2"),
+        ({"name": "x", "inner": {"speed": 14}}, "inner.speed: 14 can't be meant"),
+        ({"name": "x", "many": [{"speed": 3}, {"speed": -1}]}, "many[1].speed: -1.0 must be at least 0"),
+        ({"name": "x", "weight": 5}, "weight: 5.0 must be above 0 and below 5"),
+        ({"name": "x", "labels": {"a": 1}}, "labels.a: 1.0 must be at least 2"),
+        ({"name": "x", "labels": {"a": "1"}}, "labels.a: expected a number, found '1'"),
+        ({"name": "x", "labels": {3: 4}}, "labels: expected texts as names, found 3"),
+        ({"name": "x", "labels": [4]}, "labels: expected names and values, found [4]"),
+        ({"name": "x", 3: 4}, "3: there is no such setting; known are count, inner, labels, many, mode, name, weight"),
         ({"name": "x", "many": [{"spede": 3}]}, "many[0].spede: there is no such setting; did you mean speed?"),
         ({"name": "x", "inner": [1]}, "inner: expected keys and values, found [1]"),
         ("text", "the configuration: expected keys and values, found 'text'"),
@@ -118,7 +136,15 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
         ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
         ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),
-        ({"router": {"retry_first_s": 2}}, "router.retry_first_s is 2: it must not be over router.retry_most_s, 1"),
+        ({"router": {"retry_first_s": 2}}, "router.retry_first_s: 2 must be at most retry_most_s (1)"),
+        (
+            {"router": {"ejection": {"first_s": 5, "most_s": 4}}},
+            "router.ejection.first_s: 5 must be at most most_s (4)",
+        ),
+        (
+            {"prefill": {"token_channel": {"stats_interval_s": 2, "lease_s": 3}}},
+            "prefill.token_channel.stats_interval_s: 2 must be at most a third of lease_s (3)",
+        ),
         ({"router": {"token_channel": {"ping_s": 0}}}, "router.token_channel.ping_s: 0.0 must be at least 0.001"),
         (
             {"router": {"token_channel": {"silence_s": 0.9}}},
@@ -175,8 +201,8 @@ def test_a_key_may_stand_in_two_sections(tmp_path: Path) -> None:
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:
     several = read_config({"prefill": {"replicas": 500}, "decode": {"replicas": 500, "threads": 3}})
-    assert several.threads(several.prefill.resources) == 1
-    assert several.threads(several.decode.resources) == 3
+    assert several.threads(several.prefill) == 1
+    assert several.threads(several.decode) == 3
 
 
 def test_each_role_may_have_its_own_block_size() -> None:
@@ -231,16 +257,16 @@ def test_the_router_is_told_how_many_workers_are_to_be_there() -> None:
 
 def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
     config = read_config({"prefill": {"num_blocks": 77}, "decode": {"kv_cache_gib": 0.5}})
-    assert kv_cache_size(config.prefill.resources, "cpu") == (None, 77)
-    assert kv_cache_size(config.decode.resources, "cpu") == (2**29, None)
+    assert kv_cache_size(config.prefill, "cpu") == (None, 77)
+    assert kv_cache_size(config.decode, "cpu") == (2**29, None)
 
 
 @pytest.mark.parametrize(
     ("decode", "told"),
     [
         ({"num_blocks": 77, "kv_cache_gib": 0.5}, "decode.num_blocks: 77 beside kv_cache_gib 0.5: "),
-        ({"preemption": "recompute", "swap_gib": 1}, "decode.swap_gib is 1, but decode.preemption recompute never"),
-        ({"preemption": "swap"}, "decode.preemption is swap, but decode.swap_gib 0"),
+        ({"preemption": "recompute", "swap_gib": 1}, "decode.swap_gib: 1 is never used with preemption recompute"),
+        ({"preemption": "swap"}, "decode.preemption: swap has no memory, since swap_gib is 0"),
         ({"cores": "0", "threads": 2}, "decode.threads: 2 on the cores 0: "),
         ({"cores": "0-1", "tensor_parallel": 2}, "decode.cores: 0-1 can't be shared"),
         ({"cores": "0-"}, "decode.cores: '0-' is no list"),
@@ -265,15 +291,15 @@ def test_the_serve_file_has_a_valid_configuration():
 
 
 def test_a_cache_of_no_said_size_is_small_on_a_cpu_and_what_fits_on_a_gpu() -> None:
-    resources = read_config({}).decode.resources
+    resources = read_config({}).decode
     assert kv_cache_size(resources, "cpu") == (2**28, None)
     assert kv_cache_size(resources, "cuda") == (None, None)
 
 
 def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
     config = read_config({"decode": {"num_gpus": 0.5, "gpu_memory_utilization": 0.8}, "prefill": {"num_gpus": 2}})
-    assert config.decode.resources.gpu_memory_share == pytest.approx(0.4)
-    assert config.prefill.resources.gpu_memory_share == pytest.approx(0.9)
+    assert config.decode.gpu_memory_share == pytest.approx(0.4)
+    assert config.prefill.gpu_memory_share == pytest.approx(0.9)
 
 
 def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
@@ -295,9 +321,11 @@ HASH = "ab" * 32
 
 def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
     config = read_config({"slo": CLASSES, "auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "batch"}]}})
-    assert config.slo.default_class == SLOClass("batch")
-    assert config.slo.named("interactive") == SLOClass("interactive", 0.5, 0.05, 10, 0.3)
-    assert config.auth.keys == (KeyConfig("a", HASH, "batch"),)
+    assert config.slo.default_class == SLOClass(name="batch")
+    assert config.slo.named("interactive") == SLOClass(
+        name="interactive", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3
+    )
+    assert config.auth.keys == (KeyConfig(name="a", sha256=HASH, slo_class="batch"),)
 
 
 @pytest.mark.parametrize(

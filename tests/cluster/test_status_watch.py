@@ -108,7 +108,7 @@ def test_the_autoscalers_last_decision_and_last_change_are_shown_with_their_age(
         "prefill": {"running": 1, "target": 2, "reason": "steady", "last_change": "demand", "changed_ago_s": 90.4},
         "decode": {"running": 1, "target": 1, "reason": "cooldown", "last_change": None, "changed_ago_s": None},
     }
-    told = status(worker(), autoscaling={"policy": "joint", "age_s": 1.2, "roles": roles, "demand": {}})
+    told = status(worker(), autoscaling={"age_s": 1.2, "roles": roles, "demand": {}})
     assert scaling_rows(told) == [
         [
             "prefill",
@@ -142,5 +142,5 @@ def test_a_worker_that_does_not_come_is_told_apart_from_one_that_starts(running,
         "last_change": None if changed_ago_s is None else "demand",
         "changed_ago_s": changed_ago_s,
     }
-    told = status(worker(), autoscaling={"policy": "joint", "age_s": 1.2, "roles": {"decode": decode}, "demand": {}})
+    told = status(worker(), autoscaling={"age_s": 1.2, "roles": {"decode": decode}, "demand": {}})
     assert scaling_rows(told)[0][3] == shown

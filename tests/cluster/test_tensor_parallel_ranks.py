@@ -13,7 +13,7 @@ from twostroke.protocol.errors import ConfigError
 
 def test_each_rank_has_a_bundle_of_its_own_on_one_machine() -> None:
     config = read_config({"decode": {"tensor_parallel": 4, "threads": 3}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode.placement)
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
     assert options["placement_group_bundles"] == [{"CPU": 3}] * 4
     assert options["placement_group_strategy"] == "STRICT_PACK"
     assert options["ray_actor_options"]["num_cpus"] == 3
@@ -22,7 +22,7 @@ def test_each_rank_has_a_bundle_of_its_own_on_one_machine() -> None:
 def test_each_rank_has_a_gpu_and_sees_the_others() -> None:
     gpus = {"tensor_parallel": 2, "num_gpus": 1, "threads": 1}
     config = read_config({"prefill": gpus, "decode": gpus})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode.placement)
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
     assert options["placement_group_bundles"] == [{"CPU": 1, "GPU": 1.0}] * 2
     env = options["ray_actor_options"]["runtime_env"]["env_vars"]
     assert env == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -30,14 +30,14 @@ def test_each_rank_has_a_gpu_and_sees_the_others() -> None:
 
 def test_a_worker_of_one_rank_needs_no_placement_group() -> None:
     config = read_config({"decode": {"threads": 2}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode.placement)
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
     assert options == {"ray_actor_options": {"num_cpus": 2, "num_gpus": 0.0}}
 
 
 def test_ranks_share_the_machines_cores_as_workers_do() -> None:
     config = read_config({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 8, "replicas": 60}})
     assert config.num_ranks == 2 + 480
-    assert config.threads(config.decode.resources) == 1
+    assert config.threads(config.decode) == 1
 
 
 def test_the_engine_is_told_its_ranks() -> None:

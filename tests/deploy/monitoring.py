@@ -28,10 +28,10 @@ from tests.deploy.monitored import PROMETHEUS, RULES, panels
 from tests.deploy.programs import environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
 from twostroke.benchmarks.overload import at_their_moments
+from twostroke.benchmarks.server_process import ServerProcess, processes_named
 from twostroke.benchmarks.serving import stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
-from twostroke.cluster.local.server_process import ServerProcess, processes_named
 
 MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {

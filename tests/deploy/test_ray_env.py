@@ -8,7 +8,7 @@ import ray
 
 from tests.deploy.files import DEPLOY, INSTALLED, ray_env
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE
-from twostroke.cluster.local.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
+from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 
 
 def test_it_has_every_switch_that_replicas_count_on() -> None:

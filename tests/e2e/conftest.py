@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
+from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.local.processes import descendants
-from twostroke.cluster.local.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
 SETTLE_S = 15.0  # for what other processes bring about

@@ -7,8 +7,8 @@ import urllib.request
 from pathlib import Path
 
 from tests.e2e.conftest import MODEL, Server, eventually
+from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.benchmarks.serving import random_prompt, stream_completion, whole_answer
-from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.generator.http_stream import Exchange, completion_body
 
 CLIENTS = 24

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import MODEL, Server, alive, eventually, serving
-from twostroke.cluster.local.server_process import processes_named
+from twostroke.benchmarks.server_process import processes_named
 
 PROMPT = [300 + (7 * position) % 3000 for position in range(100)]
 

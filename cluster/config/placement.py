@@ -5,11 +5,12 @@ Imports no Ray: the configuration is read before Ray starts. The rules for names
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from twostroke.cluster.config.settings import bounds
-from twostroke.protocol.errors import ConfigError
+from annotated_types import Ge, Le
+from pydantic import Field, model_validator
+
+from twostroke.protocol.settings import Section
 
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _PREFIX = r"[a-zA-Z0-9](?:[a-zA-Z0-9.-]{0,251}[a-zA-Z0-9])?"
@@ -24,31 +25,30 @@ LEAST_RESOURCE = 0.0001
 """Ray counts resources in these."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(Section):
     """Of one role. Whatever is not said leaves the choice to Ray."""
 
-    # What a node's labels must be. Values as in Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`.
-    node_labels: Mapping[str, str] = field(default_factory=dict)
-    # What each worker takes of a node's custom resources: with 1 slot a node and 1 for a worker they run one a node.
-    node_resources: Mapping[str, float] = field(default_factory=dict, metadata=bounds(LEAST_RESOURCE, 100_000))
+    node_labels: Mapping[str, str] = Field(default_factory=dict)
+    """What a node's labels must be. Values as in Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`."""
+    node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default_factory=dict)
+    """What each worker takes of a node's custom resources: where a node has 1 slot and a worker takes 1, one runs."""
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError for names and values that Ray would refuse, or that no node could ever have."""
+    @model_validator(mode="after")
+    def _check_names(self) -> "Placement":
+        """Ray would refuse other names and values, or no node could ever have them."""
         for name, value in self.node_labels.items():
             if not _LABEL.fullmatch(name):
-                raise ConfigError(f"node_labels: {name!r} is no label's name: letters, digits and - _ . between them")
+                raise ValueError(f"node_labels: {name!r} is no label's name: letters, digits and - _ . between them")
             if not _SELECTOR.fullmatch(value):
-                raise ConfigError(
-                    f"node_labels: {name} can't be {value!r}: give a value, !value, in(a, b) or !in(a, b)"
-                )
+                raise ValueError(f"node_labels: {name} can't be {value!r}: give a value, !value, in(a, b) or !in(a, b)")
         for name, amount in self.node_resources.items():
             if name in _OWN_SETTINGS:
-                raise ConfigError(f"node_resources: {name} is what {_OWN_SETTINGS[name]} takes: set that instead")
+                raise ValueError(f"node_resources: {name} is what {_OWN_SETTINGS[name]} takes: set that instead")
             if name in _NOT_FOR_SALE or not name:
-                raise ConfigError(f"node_resources: {name!r} is no custom resource")
+                raise ValueError(f"node_resources: {name!r} is no custom resource")
             if amount > 1 and amount % 1:
-                raise ConfigError(f"node_resources: {name} is {amount:g}: above 1 Ray takes whole numbers only")
+                raise ValueError(f"node_resources: {name} is {amount:g}: above 1 Ray takes whole numbers only")
+        return self
 
     @property
     def is_anywhere(self) -> bool:

@@ -3,20 +3,19 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal
 
 from twostroke.protocol.requests import Peer
+from twostroke.protocol.settings import Section
 from twostroke.router.observe.log_format import JsonLines, TextLines
 
 _MOST_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
 _OLD_FILES = 4
 
 
-@dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """How our own packages log. Ray's and Serve's logs are their own."""
 
     format: Literal["text", "json"] = "text"

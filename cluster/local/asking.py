@@ -1,19 +1,16 @@
-"""What the commands that ask a running server share: the address, what is told where none answers, the console."""
+"""How this machine asks a running server: the address, the key, and what is told where none answers."""
 
+import json
 import os
 import urllib.error
 import urllib.request
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
+from typing import Any
 from urllib.parse import urlsplit
-
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from twostroke.protocol.errors import ConfigError
 
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
-PIPE_COLUMNS = 190
 
 
 def endpoint(url: str, path: str) -> str:
@@ -44,6 +41,16 @@ def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) ->
     return answer
 
 
+def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What GET /status says. Raises ConfigError where no server of ours answers."""
+    try:
+        with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
+            status: dict[str, Any] = json.load(answer)
+            return status
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(no_answer(url, error)) from error
+
+
 def no_answer(url: str, error: Exception) -> str:
     """One line for people, without the library's own wrapping."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -57,16 +64,3 @@ def no_answer(url: str, error: Exception) -> str:
             return f"{url}: the API key in {used} {wrong}"
         text = f"status {error.code}"
     return f"no Twostroke server answers at {url}: {text}"
-
-
-def table_console() -> Console:
-    """Standard output for tables: into a file or a pipe, a row is one line."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
-
-
-def fits(table: Table, console: Console) -> bool:
-    """Whether a row is one line there."""
-    # Asked of an endless line: within a short one, the table would promise to wrap its cells.
-    endless = console.options.update(width=10_000)
-    return Measurement.get(console, endless, table).maximum <= console.width
