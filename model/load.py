@@ -148,9 +148,10 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedE
     check_cores(config)
     device = resolve_device(config)
     dtype = resolve_dtype(config.dtype, checkpoint.dtype, device)
-    num_blocks = resolve_num_blocks(config, model_config, dtype)
+    needed = _needed_bytes(config, model_config, checkpoint, device, dtype)
+    num_blocks = resolve_num_blocks(config, model_config, dtype, sum(needed))
     max_context = resolve_max_context(config, model_config, num_blocks)
-    _check_memory(config, model_config, checkpoint, device, dtype, num_blocks)
+    _check_memory(config, model_config, needed, device, dtype, num_blocks)
     made: list[tuple[TensorParallel, KVCache, SwapSpace | None]] = []
 
     def build() -> ModelRunner:
@@ -268,18 +269,26 @@ def _swap_space(config: EngineConfig, kv_cache: KVCache) -> SwapSpace | None:
     return SwapSpace(kv_cache, num_blocks)
 
 
+def _needed_bytes(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> tuple[int, int]:
+    """(weights, largest step) of this rank."""
+    step = step_bytes_on_cpu(model, config.bounds, dtype) if device.type == "cpu" else 0  # a GPU's is measured later
+    return weight_bytes(checkpoint.shapes, dtype, config.quantization) // config.tensor_parallel, step
+
+
 def _check_memory(
     config: EngineConfig,
     model: ModelConfig,
-    checkpoint: Checkpoint,
+    needed: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
     num_blocks: int | None,
 ) -> None:
-    step = step_bytes_on_cpu(model, config.bounds, dtype) if device.type == "cpu" else 0  # a GPU's is measured later
+    weights, step = needed
     check_memory(
         device.type,
-        weights=weight_bytes(checkpoint.shapes, dtype, config.quantization) // config.tensor_parallel,
+        weights=weights,
         cache=(num_blocks or 1) * kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel),
         step=step,
         free=available_bytes(device),

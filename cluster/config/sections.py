@@ -5,7 +5,6 @@ Imports no torch: the router's process reads them too.
 Numbers of cores as Linux' tools write them: `0-3,8`.
 """
 
-import math
 import re
 from typing import Annotated, Literal
 
@@ -37,9 +36,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 BUNDLED_MODEL = "bundled"
-
-CPU_CACHE_GIB = 0.25
-"""Of one worker's KV cache, where nothing is said and no GPU's memory sets a limit."""
 
 BlockSize = Annotated[int, Ge(1), Le(1024)]
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
@@ -193,13 +189,3 @@ class TransferSection(TransferConfig):
         if self.progress_s < self.lease_s:
             raise ValueError(f"progress_s: {self.progress_s:g} must be at least kv_transfer.lease_s ({self.lease_s:g})")
         return self
-
-
-def kv_cache_size(resources: WorkerResources, device: Literal["cpu", "cuda"]) -> tuple[int | None, int | None]:
-    """(bytes, blocks) of one worker's KV cache, one of them at most: on a GPU none is whatever fits."""
-    if resources.num_blocks is not None:
-        return None, resources.num_blocks
-    gibibytes = resources.kv_cache_gib
-    if gibibytes is None and device == "cpu":
-        gibibytes = CPU_CACHE_GIB
-    return None if gibibytes is None else math.floor(gibibytes * 2**30), None

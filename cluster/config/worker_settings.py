@@ -12,7 +12,6 @@ from twostroke.cluster.config.sections import (
     PrefillSection,
     TransportChoice,
     WorkerResources,
-    kv_cache_size,
     parse_cores,
 )
 from twostroke.kvtransfer.config import TransferConfig
@@ -40,6 +39,7 @@ class WorkerSettings:
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    num_ranks: int = 1  # of all workers, which may share one host's memory
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
@@ -52,6 +52,7 @@ class WorkerSettings:
             tensor_parallel=section.tensor_parallel,
             device=config.device,
             threads=config.threads(section),
+            num_ranks=config.num_ranks,
             transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
@@ -66,7 +67,7 @@ class WorkerSettings:
         from twostroke.model.cache.memory import StepBounds
         from twostroke.model.engine_config import EngineConfig
 
-        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
+        gibibytes = self.resources.kv_cache_gib
         return EngineConfig(
             model_dir=folder,
             device=self.device,
@@ -75,8 +76,9 @@ class WorkerSettings:
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            num_blocks=num_blocks,
+            kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
+            num_blocks=self.resources.num_blocks,
+            host_ranks=self.num_ranks,
             swap_bytes=self.swap_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),

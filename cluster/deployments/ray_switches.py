@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 SWITCHES: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "twostroke.cluster.deployments.proxies:http_middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",

@@ -95,7 +95,9 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
-    _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
+    described, *caches = check_model(config, folder)
+    for line in (f"Model {name}: {described}", *caches):
+        _report(reports, Report("step", line))
     _report(reports, Report("step", "Starting Ray ..."))
     with local_ray(_ray_options(order, config)):
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))

@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.cluster.local.processes import descendants
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 # A child that leaves a grandchild behind; the grandchild pays no attention to SIGTERM if asked to.
 SCRIPT = """

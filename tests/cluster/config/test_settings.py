@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
 from twostroke.cluster.config.reading import load_yaml, read_settings
-from twostroke.cluster.config.sections import kv_cache_size
+from twostroke.cluster.config.sections import parse_cores
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.protocol.errors import ConfigError
@@ -255,10 +255,13 @@ def test_the_router_is_told_how_many_workers_are_to_be_there() -> None:
     assert RouterSettings.of(config).expected == {"prefill": 0, "decode": 3}
 
 
-def test_a_cache_is_sized_by_blocks_or_by_bytes() -> None:
-    config = read_config({"prefill": {"num_blocks": 77}, "decode": {"kv_cache_gib": 0.5}})
-    assert kv_cache_size(config.prefill, "cpu") == (None, 77)
-    assert kv_cache_size(config.decode, "cpu") == (2**29, None)
+def test_a_cache_is_sized_by_blocks_or_by_bytes_or_by_the_host() -> None:
+    config = read_config({"prefill": {"num_blocks": 77}, "decode": {"replicas": 2, "kv_cache_gib": 0.5}})
+    prefill, decode = (
+        WorkerSettings.of(config, section).engine_config(Path("m")) for section in (config.prefill, config.decode)
+    )
+    assert (prefill.kv_cache_bytes, prefill.num_blocks, prefill.host_ranks) == (None, 77, 3)
+    assert (decode.kv_cache_bytes, decode.num_blocks) == (2**29, None)
 
 
 @pytest.mark.parametrize(
@@ -279,21 +282,15 @@ def test_settings_that_contradict_each_other_are_told_by_their_names(decode: dic
 
 
 def test_the_readme_shows_the_defaults():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     shown = readme.split("```yaml")[1].split("```")[0]
     assert read_config(yaml.safe_load(shown)) == read_config({})
 
 
 def test_the_serve_file_has_a_valid_configuration():
-    file = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+    file = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
     (application,) = file["applications"]
     assert read_config(application["args"]).num_workers == 8
-
-
-def test_a_cache_of_no_said_size_is_small_on_a_cpu_and_what_fits_on_a_gpu() -> None:
-    resources = read_config({}).decode
-    assert kv_cache_size(resources, "cpu") == (2**28, None)
-    assert kv_cache_size(resources, "cuda") == (None, None)
 
 
 def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
@@ -380,3 +377,16 @@ def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) 
     config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
     with pytest.raises(ConfigError, match=re.escape(f"auth.keys_file: {path}: {message}")):
         with_keys_of_file(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), (" 5 , 2-2,1-2", (1, 2, 5)), ("7,7", (7,))]
+)
+def test_ranges_and_single_cores_are_read(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "0-100000", "1.5"])
+def test_what_is_no_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no "):
+        parse_cores(text)

@@ -1,8 +1,12 @@
-"""The command line where nothing can be started: one clear line and exit code 2, before Ray is touched."""
+"""The command line where nothing can be started: one clear line and exit code 2, before Ray is touched.
+
+`twostroke loadtest` is told likewise, though it may not be installed whole.
+"""
 
 import io
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.cluster.command_line import answering, one_line
+from twostroke.cluster import cli
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands.status import show_status, worker_rows
 from twostroke.cluster.local.asking import ask
@@ -172,3 +177,23 @@ def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side
     assert [number for line in preempted for number in line] == ["16"] * (count - 1)
     assert "…" not in console.file.getvalue()
     assert sum(line.count("unreachable") for line in lines) == 1
+
+
+def test_a_load_test_s_error_is_one_line_and_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["loadtest", "run"]) == cli.CONFIG_ERROR_EXIT
+    assert one_line(capsys) == "twostroke: --arrivals poisson needs --rate"
+
+
+def test_missing_packages_are_told_with_the_way_to_get_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_LOADTESTS_NEED", ("sys", "no_such_package"))
+    assert cli.main(["loadtest", "run", "--rate", "1"]) == cli.CONFIG_ERROR_EXIT
+    told = "twostroke: loadtest needs no_such_package: in the project's checkout, pip install '.[loadtest]'"
+    assert one_line(capsys) == told
+
+
+def test_our_own_process_is_never_patched_by_gevent() -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["loadtest", "run", "--help"])
+    assert "locust" not in sys.modules

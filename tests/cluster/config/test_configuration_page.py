@@ -12,7 +12,7 @@ from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 REQUIRED = "required"
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "s", "_bytes": "bytes", "_mib": "MiB", "_gib": "GiB"}
