@@ -17,7 +17,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.worker_channel import TokenChannelConfig
-from twostroke.router.generate.pipeline import PipelineConfig
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
 
 
@@ -143,6 +143,8 @@ class RouterSection(Placement, PipelineConfig):
     """Of a request; longer ones are refused."""
     max_choices_in_flight: Count = 4096
     """Of one replica; more are refused."""
+    strict: bool = False
+    """Requests with unknown fields are refused, not served without them."""
     drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
     """After it others go on with a leaving worker's requests."""
     stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0

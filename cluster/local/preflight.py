@@ -43,9 +43,9 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         gibibytes,
         step_bytes_on_cpu,
     )
-    from twostroke.model.checkpoint.quantization import weight_bytes
+    from twostroke.model.checkpoint.config_file import load_model_config
+    from twostroke.model.checkpoint.decoder_weights import weight_bytes
     from twostroke.model.checkpoint.weights import Checkpoint
-    from twostroke.model.config import load_model_config
     from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
@@ -74,7 +74,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
-        weights = weight_bytes(checkpoint.shapes, dtype, engine.quantization)
+        weights = weight_bytes(model, dtype, engine.quantization)
         step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)

@@ -1,6 +1,6 @@
 """Whether requests are traced, and to where. Unless they are, nothing of it is imported."""
 
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
@@ -8,7 +8,9 @@ from pydantic import field_validator
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
-from twostroke.router.observe.exchange import Exchange
+
+if TYPE_CHECKING:
+    from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
 class TracingConfig(Section):
@@ -35,15 +37,7 @@ class TracingConfig(Section):
         return endpoint
 
 
-class RequestTraces(Protocol):
-    """As OpenTelemetryTraces, which documents these."""
-
-    def record(self, exchange: Exchange) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def request_traces(config: TracingConfig, *, replica: str) -> RequestTraces | None:
+def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":
     """Where requests' traces go; None for nowhere. Raises ConfigError where what that needs is not installed."""
     if config.endpoint is None:
         return None

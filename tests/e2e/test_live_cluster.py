@@ -11,8 +11,8 @@ import httpx
 import openai
 
 from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive, eventually
+from twostroke.benchmarks.clients import stream_completion, whole_answer
 from twostroke.benchmarks.server_process import ServerProcess, processes_named
-from twostroke.benchmarks.serving import stream_completion, whole_answer
 
 PROMPT = "import os\n\ndef list_files(path):\n"
 LEAVING_S = 2.0  # a second for the workers to let go, and half a second each for their reports and for noise

@@ -19,7 +19,7 @@ from twostroke.cluster.deployments.proxies import (
     is_loopback,
     write_unspliced_haproxy,
 )
-from twostroke.router.http.io import RequestIds
+from twostroke.router.http.middleware import RequestIds
 
 ROOT = Path(__file__).resolve().parents[3]
 
