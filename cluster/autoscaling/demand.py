@@ -1,6 +1,6 @@
-"""How many workers of each role the load needs: now, and over the last `cooldown_s`.
+"""How many workers of each role the load needs, now and over the last `cooldown_s`, from what their steps cost.
 
-What one decode worker can do, from what its steps cost. Formulas: docs/autoscaling.md.
+Formulas: docs/autoscaling.md.
 """
 
 import math

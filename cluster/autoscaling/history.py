@@ -1,9 +1,8 @@
-"""What came in the last `cooldown_s`, look by look: demand is counted where requests arrive, not where they end.
+"""What came in the last `cooldown_s`, look by look, and whether fewer workers would have done.
 
-Would fewer workers have done? The last minutes' arrivals, run through them again as a fluid.
-
-A fluid because only sums per look are known; looks are about a second wide, so bursts are in it. Work is in seconds of
-one worker.
+Demand is counted where requests arrive, not where they end. The looks are run through fewer workers again as a fluid,
+since only sums per look are known; looks are about a second wide, so bursts are in it. Work is in seconds of one
+worker.
 """
 
 from dataclasses import dataclass, replace

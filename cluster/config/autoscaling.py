@@ -1,7 +1,4 @@
-"""The section `autoscaling` of the configuration; `prefill.replicas` and `decode.replicas` say where to begin.
-
-How many workers a role may have: what its section and the section `autoscaling` say together.
-"""
+"""The section `autoscaling`, and how many workers a role may have by it and by its own `replicas`, where it begins."""
 
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple

@@ -1,4 +1,4 @@
-"""Where a process of ours logs to, and how."""
+"""The section `logging`, and how a process of ours logs as it says."""
 
 import logging
 import sys

@@ -1,8 +1,6 @@
-"""The sections of the configuration that the cluster itself reads, each with what its parts' own configs may be.
+"""The sections that the cluster itself reads; each has the settings of its parts beside its own.
 
 Imports no torch: the router's process reads them too.
-
-Numbers of cores as Linux' tools write them: `0-3,8`.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The router as a Serve deployment: the application's ingress. Its process never imports torch.
 
-The numbers of the router's other replicas, for a scrape that has reached this one.
+Also, for a scrape that has reached one router, the numbers of the others.
 """
 
 import asyncio

@@ -199,7 +199,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
         **rank_options(settings, placement),
-        "request_router_config": {"request_router_class": "twostroke.cluster.deployments.directory:ReplicaByPeer"},
+        "request_router_config": {"request_router_class": "twostroke.cluster.deployments.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,

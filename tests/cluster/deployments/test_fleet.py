@@ -12,13 +12,13 @@ from ray.serve.request_router import PendingRequest
 
 from twostroke.cluster.deployments.directory import (
     Departure,
-    ReplicaByPeer,
     WorkerDirectory,
     directory_of,
     read_worker_metadata,
     worker_metadata,
 )
 from twostroke.cluster.deployments.fleet import ServeFleet
+from twostroke.cluster.deployments.replica_router import ReplicaByPeer
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import ProbeTimes
@@ -295,3 +295,8 @@ async def test_a_call_for_a_worker_that_is_gone_fails_and_is_forgotten() -> None
         await choosing(router, call(Peer("elsewhere", 7), "a"))
     assert await choosing(router, call(here.peer, "b")) is here
     assert router._pending_requests_by_id == {}
+
+
+def test_what_the_fleet_shares_with_request_routers_is_not_in_the_module_that_serve_ships_by_value() -> None:
+    """A copy of that module's globals in each process that has a handle would leave the fleet without workers."""
+    assert directory_of.__module__ != ReplicaByPeer.__module__
