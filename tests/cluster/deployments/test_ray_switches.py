@@ -31,3 +31,8 @@ def test_a_wrong_value_is_as_good_as_none() -> None:
     said = forgotten_switches(environment)
     assert said is not None
     assert "without RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=600:" in said
+
+
+def test_ray_starts_our_workers_at_no_lower_priority_than_other_processes(tmp_path: Path) -> None:
+    options = LocalRayOptions("127.0.0.1", 8000, num_cpus=1, num_gpus=0, haproxy=False, verbose=False)
+    assert ray_environment(options, tmp_path)["RAY_worker_niceness"] == "0"
