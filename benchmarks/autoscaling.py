@@ -24,8 +24,8 @@ from typing import Any
 
 from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import ServerProcess
+from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
 
 CLASS = "standard"

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="long prompts, one after the other (%(default)s)")
     parser.add_argument("--alone-s", type=float, default=15.0, help="seconds without one in between (%(default)s)")
     parser.add_argument("--tpot-ms", type=float, default=None, help="promised to the streams; default: nothing")
-    parser.add_argument("--stall-factor", type=float, default=DecodeConfig.stall_factor, help="decode.stall_factor")
+    parser.add_argument("--stall-factor", type=float, default=DecodeConfig().stall_factor, help="decode.stall_factor")
     parser.add_argument(
         "--no-limit", action="store_true", help="fill each step up to decode.max_step_tokens, whatever it takes"
     )

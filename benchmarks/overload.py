@@ -21,8 +21,8 @@ from typing import Any
 
 from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals, send_in_turn, whole_answer
 from twostroke.benchmarks.console import add_load_arguments, positive
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import ServerProcess
+from twostroke.benchmarks.server_process import ServerProcess
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.router.slo.classes import SLOClass
 
@@ -92,8 +92,10 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
     """An interactive class with these times, and a batch class that has more of both."""
     ttft_s, tpot_s = max(ttft_s, LEAST_TTFT_S), max(tpot_s, LEAST_TPOT_S)
     return {
-        INTERACTIVE: SLOClass(INTERACTIVE, ttft_s, tpot_s, 10, SHARES[INTERACTIVE]),
-        BATCH: SLOClass(BATCH, ttft_s * BATCH_IS_LOOSER, tpot_s * BATCH_IS_LOOSER, 0, SHARES[BATCH]),
+        INTERACTIVE: SLOClass(name=INTERACTIVE, ttft_s=ttft_s, tpot_s=tpot_s, priority=10, share=SHARES[INTERACTIVE]),
+        BATCH: SLOClass(
+            name=BATCH, ttft_s=ttft_s * BATCH_IS_LOOSER, tpot_s=tpot_s * BATCH_IS_LOOSER, share=SHARES[BATCH]
+        ),
     }
 
 

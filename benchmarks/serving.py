@@ -32,8 +32,8 @@ from twostroke.benchmarks.clients import (
     stream_completion,
 )
 from twostroke.benchmarks.console import add_load_arguments, conclude, positive
-from twostroke.cluster.commands.status import fetch_status
-from twostroke.cluster.local.server_process import cpu_seconds, processes_named, server_at
+from twostroke.benchmarks.server_process import cpu_seconds, processes_named, server_at
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
 

@@ -41,6 +41,7 @@ from twostroke.protocol.requests import (
     SamplingParams,
     Ticket,
 )
+from twostroke.protocol.settings import from_plain, to_plain
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
@@ -118,7 +119,7 @@ class WorkerProcess:
             sys.executable,
             "-m",
             "twostroke.benchmarks.worker_process",
-            msgspec.json.encode(self._settings).decode(),
+            msgspec.json.encode(self._settings, enc_hook=to_plain).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
@@ -379,7 +380,7 @@ def _say(answer: Answer) -> None:
 
 
 def main() -> None:
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings, dec_hook=from_plain)))
 
 
 if __name__ == "__main__":

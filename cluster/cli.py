@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from twostroke.protocol.errors import ConfigError
 
@@ -13,17 +14,18 @@ CONFIG_ERROR_EXIT = 2
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
-    "key": ("cluster.commands.key", "make an API key"),
+    "config": ("cluster.commands.configuration:config", "tell of the configuration file"),
+    "key": ("cluster.commands.configuration:key", "make an API key"),
     "cluster-demo": (
         "tools.nodes.demo",
         "start a cluster on this machine, kill a node under load, see it heal",
     ),
     "await": (
-        "cluster.commands.await_application",
+        "cluster.commands.application:await",
         "wait until an application that `serve deploy` has taken runs",
     ),
     "drain": (
-        "cluster.commands.drain",
+        "cluster.commands.application:drain",
         "let the answers of a cluster's routers end, before `serve shutdown`",
     ),
     "doctor": (
@@ -69,6 +71,7 @@ _LOADTESTS = {
         "try the load generator against a server with known timings",
     ),
 }
+_LOADTESTS_NEED = ("locust", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,21 +111,44 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
     for name, (module, help_text) in _LOADTESTS.items():
         command = loadtests.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         if wanted == ["loadtest", name]:
-            chosen = import_module("twostroke.cluster.commands.loadtest").prepare(module, command)
+            chosen = _prepare_loadtest(module, command)
     return parser, chosen
 
 
-def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+def _prepare(place: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the command's arguments; returns what runs it. `place`: `module`, or `module:command` of several."""
+    module, _, command = place.partition(":")
     try:
         loaded = import_module(f"twostroke.{module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "twostroke":
             raise
-        command = parser.prog.removeprefix("twostroke ")
-        raise ConfigError(f"{command} needs {error.name}: in the project's checkout, pip install '.[serve]'") from error
-    loaded.add_arguments(parser)
-    run: Callable[[argparse.Namespace], int] = loaded.run
+        name = parser.prog.removeprefix("twostroke ")
+        raise ConfigError(f"{name} needs {error.name}: in the project's checkout, pip install '.[serve]'") from error
+    getattr(loaded, f"add_{command}_arguments" if command else "add_arguments")(parser)
+    run: Callable[[argparse.Namespace], int] = getattr(loaded, f"run_{command}" if command else "run")
     return run
+
+
+def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """As `_prepare`, with what goes wrong told like ours. Raises ConfigError where packages are missing, which a server
+    does not need."""
+    missing = [package for package in _LOADTESTS_NEED if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
+        )
+    from twostroke.loadtests.errors import LoadTestError
+
+    run = _prepare(module, parser)
+
+    def told_like_ours(arguments: argparse.Namespace) -> int:
+        try:
+            return run(arguments)
+        except LoadTestError as error:
+            raise ConfigError(str(error)) from error
+
+    return told_like_ours
 
 
 def _nothing(_: argparse.Namespace) -> int:

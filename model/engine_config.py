@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from twostroke.model.cache.kv_cache import kv_block_bytes
-from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds
+from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds, available_bytes, cache_bytes_on_host
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.protocol.errors import ConfigError
 
@@ -17,7 +17,8 @@ from twostroke.protocol.errors import ConfigError
 class EngineConfig:
     """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both.
 
-    Neither of them, on CUDA: the cache gets what is left of `gpu_memory_share`. Memory and threads are each rank's.
+    Neither of them: on CUDA the cache gets what is left of `gpu_memory_share`, on a CPU a part of the host's free
+    memory, which `host_ranks` share. Memory and threads are each rank's.
     """
 
     model_dir: Path
@@ -29,6 +30,7 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
+    host_ranks: int | None = None  # of all workers; None: the cache's size must be said
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     bounds: StepBounds = DEFAULT_BOUNDS
@@ -80,10 +82,13 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.gpu) if config.device == "cuda" else torch.device("cpu")
 
 
-def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int | None:
+def resolve_num_blocks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, needed: int = 0, free: int | None = None
+) -> int | None:
     """How many blocks the cache gets; None: as many as fit, on a GPU.
 
-    Raises ConfigError for settings that make no cache.
+    On a CPU a size that nobody says is one of the `free` bytes (None: of those that are free now), of which this rank
+    has `needed` for weights and steps. Raises ConfigError for settings that make no cache.
     """
     if config.num_blocks is not None and config.kv_cache_bytes is not None:
         raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
@@ -96,7 +101,13 @@ def resolve_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dt
     if config.kv_cache_bytes is None:
         if config.device == "cuda":
             return None
-        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache on a CPU")
+        if config.host_ranks is None:
+            raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache on a CPU")
+        one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
+        context = -(-(config.max_context or model.max_position) // config.block_size) * one
+        free = available_bytes(torch.device("cpu")) if free is None else free
+        size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
+        return blocks_in(size, config, model, dtype)
     return blocks_in(config.kv_cache_bytes, config, model, dtype)
 
 

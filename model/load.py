@@ -102,10 +102,10 @@ class _Loading:
         check_cores(config)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config.dtype, self.checkpoint.dtype, self.device)
-        self.num_blocks = resolve_num_blocks(config, self.model, self.dtype)
-        self.max_context = resolve_max_context(config, self.model, self.num_blocks)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(self.model, config.bounds, self.dtype) if self.device.type == "cpu" else 0
+        self.num_blocks = resolve_num_blocks(config, self.model, self.dtype, self.weight_bytes + step)
+        self.max_context = resolve_max_context(config, self.model, self.num_blocks)
         check_memory(
             self.device.type,
             weights=self.weight_bytes,

@@ -8,10 +8,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+from pydantic import model_validator
 
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
-from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
     AskTurn,
     BlocksChanged,
@@ -34,6 +38,7 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
+from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
 from twostroke.protocol.turns import Turns
 from twostroke.protocol.verdicts import Verdict, Verdicts
@@ -43,22 +48,24 @@ _log = logging.getLogger(__name__)
 _ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted | GiveTurn
 
 
-@dataclass(frozen=True)
-class TokenServerConfig:
-    """Times and bounds of a worker's token channel. Raises ConfigError for values that can't work."""
+class TokenServerConfig(Section):
+    """Times and bounds of a worker's token channel."""
 
-    stats_interval_s: float = 0.5  # between StatsFrames
-    lease_s: float = 10.0  # a router silent for longer is lost
-    max_unsent_bytes: int = 4 * 1024 * 1024  # a router that leaves more than this unread is dropped
+    stats_interval_s: Annotated[float, Ge(0.01)] = 0.5
+    """Between StatsFrames."""
+    lease_s: Annotated[float, Ge(0.1)] = 10.0
+    """A router silent for longer is lost."""
+    max_unsent_bytes: Count = 4 * 1024 * 1024
+    """A router that leaves more than this unread is dropped."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.stats_interval_s <= self.lease_s / 3:
-            raise ConfigError(
-                f"token_channel.stats_interval_s is {self.stats_interval_s}: it must be above 0, and at most a third "
-                f"of token_channel.lease_s ({self.lease_s}), since StatsFrames are the worker's proof of life"
+    @model_validator(mode="after")
+    def _check(self) -> "TokenServerConfig":
+        if self.stats_interval_s > self.lease_s / 3:
+            raise ValueError(
+                f"stats_interval_s: {self.stats_interval_s:g} must be at most a third of lease_s ({self.lease_s:g}), "
+                "since StatsFrames are the worker's proof of life"
             )
-        if self.max_unsent_bytes < 1:
-            raise ConfigError(f"token_channel.max_unsent_bytes is {self.max_unsent_bytes}: it must be at least 1")
+        return self
 
 
 @dataclass(frozen=True)

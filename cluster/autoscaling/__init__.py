@@ -1,1 +1,1 @@
-"""How many workers of each role there should be. Pure, but for what Ray needs (`serve_policy.py`)."""
+"""How many workers of each role there should be. Pure; `serve_policy.py` and `decision_watch.py` know Ray."""

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.autoscaling.readings import Counted, Decision, Reading, Reason, count, signals_of
+from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import Role
 from twostroke.router.observe.scaling import RoleScaling, Scaling
 
@@ -99,7 +99,7 @@ def _scaling(before: Scaling | None, decision: Decision, seen: Look, order: Scal
             changed_at, change = None, None
         roles[role] = RoleScaling(target, str(reason), changed_at, change)
         decisions[role] = dict(Counter(decisions.get(role, {})) + Counter([str(reason)]))
-    return Scaling(order.config.policy, seen.now, roles, decision.demand, decisions)
+    return Scaling(seen.now, roles, decision.demand, decisions)
 
 
 def _of(decision: Decision, role: Role) -> tuple[int, Reason]:

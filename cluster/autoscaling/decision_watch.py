@@ -1,9 +1,7 @@
-"""What the autoscaler decided last, as a router knows it: looked up again and again, in the background.
+"""How routers learn what was decided in Serve's controller: one entry in the key-value store of Ray's head.
 
-How routers learn what was decided in Serve's controller: one entry in the key-value store of Ray's head.
-
-It is written by each decision and read by each router about once a second. It outlives the controller and the routers;
-who reads it goes by its age.
+Each decision writes it, and each router looks it up about once a second, in the background. It outlives the controller
+and the routers; whoever reads it goes by its age.
 """
 
 import asyncio

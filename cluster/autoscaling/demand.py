@@ -1,6 +1,6 @@
-"""How many workers of each role the load needs: now, and over the last `cooldown_s`.
+"""How many workers of each role the load needs, now and over the last `cooldown_s`, from what their steps cost.
 
-What one decode worker can do, from what its steps cost. Formulas: docs/autoscaling.md.
+Formulas: docs/autoscaling.md.
 """
 
 import math
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.cluster.autoscaling import history as replay
-from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.history import Series, Window
 from twostroke.cluster.autoscaling.readings import RoleSignals, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
 
 LEAST_SPARE = 0.05

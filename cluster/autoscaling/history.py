@@ -1,9 +1,8 @@
-"""What came in the last `cooldown_s`, look by look: demand is counted where requests arrive, not where they end.
+"""What came in the last `cooldown_s`, look by look, and whether fewer workers would have done.
 
-Would fewer workers have done? The last minutes' arrivals, run through them again as a fluid.
-
-A fluid because only sums per look are known; looks are about a second wide, so bursts are in it. Work is in seconds of
-one worker.
+Demand is counted where requests arrive, not where they end. The looks are run through fewer workers again as a fluid,
+since only sums per look are known; looks are about a second wide, so bursts are in it. Work is in seconds of one
+worker.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +30,7 @@ class Look(NamedTuple):
     pairs: float
     output_tokens: float  # of the answers that ended
     ended: float
-    prefilling: float  # requests at prefill workers, waiting ones included
-    decoding: float
+    decoding: float  # requests at decode workers, waiting ones included
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Window:
     pairs: Series
     output_tokens: Series
     ended: Series
-    prefilling: Series
     decoding: Series
     mean_output: float | None  # tokens of an answer; None: none has ever ended
 
@@ -107,7 +104,6 @@ def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
         pairs=max(0.0, now.prompt_pairs - before.prompt_pairs),
         output_tokens=max(0.0, now.output_tokens - before.output_tokens),
         ended=max(0.0, now.ended - before.ended),
-        prefilling=float(signals.prefill.queued_requests),
         decoding=float(signals.decode.num_decoding + signals.decode.queued_requests),
     )
 

@@ -1,17 +1,12 @@
 """The joint policy of prefill and decode workers: a look at the system and what it remembers in, a decision out.
 
 The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`). Nothing here does
-I/O, reads a clock or knows Ray.
+I/O, reads a clock or knows Ray. A role follows its need up at once, and down when it is sure that the load has gone.
+Both roles share the GPUs: where these don't suffice, the role that is further from its need gets the next one.
 
-How fast a role may follow its need: up at once, down when it is sure that the load has gone.
-
-Both roles share the GPUs. Where these don't suffice, the role that is further from its need gets the next one.
-
-How many workers an aggregated server needs, where decode workers read the prompts themselves.
-
-A worker that writes answers takes as long for a step as their promise allows; of this, what its rows leave is for
-prompts (`decode_worker/step_budget.py`). So the work of both adds up, in seconds of a worker, and a prompt waits for
-answers as well as for the prompts before it.
+On an aggregated server decode workers read the prompts themselves. Their steps take as long as the answers' promise
+allows, and what the rows leave of that is for prompts. So the work of both adds up, in seconds of a worker, and a
+prompt waits for answers as well as for the prompts before it.
 """
 
 import math
@@ -21,8 +16,6 @@ import msgspec
 import numpy as np
 
 from twostroke.cluster.autoscaling import history as replay
-from twostroke.cluster.autoscaling import separate
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.demand import (
     NONE,
     SETTLE_S,
@@ -40,6 +33,7 @@ from twostroke.cluster.autoscaling.demand import (
 )
 from twostroke.cluster.autoscaling.history import History, Series, Window
 from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
 HOUR_S = 3600.0
@@ -308,11 +302,7 @@ def _with_known_costs(signals: Signals, memory: Memory) -> Signals:
 def _decision(signals: Signals, memory: Memory, config: AutoscalingConfig) -> Decision:
     window = memory.history.window()
     idle = _idle(signals, memory.history, config)
-    if config.policy == "separate":
-        need = separate.needs(window, config)
-        prefill, decode = (Needs(one, one, idle) for one in need)
-    else:
-        prefill, decode = _joint_needs(signals, window, memory, config, idle)
+    prefill, decode = _joint_needs(signals, window, memory, config, idle)
     p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
     d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
     claims = (

@@ -1,12 +1,8 @@
-"""What the routers tell, put together to one look at the system. Pure.
+"""What the policy sees, and what it says: one look at the system, put together from what the routers tell. Pure.
 
-Each router counts what arrived at itself: those numbers add up. Of the workers all of them tell the same: there the
-router counts that sees most of them, and of those the one that told last. A router that has been silent for a while
-may still tell of workers and queues that are gone.
-
-Why a role has the number of workers that it was given: a closed set, for logs, metrics and `twostroke status`.
-
-What the policy sees: the load as it *arrives*, and the workers as they are. Plain numbers; no Ray, no clock.
+The load is counted as it arrives. Each router counts what arrived at itself: those numbers add up. Of the workers all
+of them tell the same: there the router counts that sees most of them, and of those the one that told last. A router
+that has been silent for a while may still tell of workers and queues that are gone.
 """
 
 from collections.abc import Collection, Mapping

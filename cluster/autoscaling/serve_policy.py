@@ -17,6 +17,7 @@ from ray.serve.config import AutoscalingContext
 from twostroke.cluster.autoscaling.autoscaler import Look, ScalingOrder, State, is_due, look
 from twostroke.cluster.autoscaling.decision_watch import publish
 from twostroke.cluster.autoscaling.readings import Reading
+from twostroke.protocol.settings import from_plain
 from twostroke.protocol.stats import Role
 
 POLICY_FUNCTION = "twostroke.cluster.autoscaling.serve_policy:joint_policy"
@@ -61,7 +62,7 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
 def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: float) -> tuple[State, bool]:
     """As `look`, at what Serve knows."""
     decode, router = named[DEPLOYMENTS["decode"]], named[ROUTER]
-    order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder)
+    order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder, dec_hook=from_plain)
     targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
     routers = {replica.unique_id for replica in router.running_replicas}
     return look(state, Look(readings_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from twostroke.cluster.commands.asking import ask, fits, no_answer, table_console
+from twostroke.cluster.commands.status import fits, table_console
+from twostroke.cluster.local.asking import ask, no_answer
 from twostroke.protocol.errors import ConfigError
 
 SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most

@@ -23,10 +23,10 @@ from rich.markup import escape
 
 from twostroke.cluster.config.config import read_config, with_keys_of_file
 from twostroke.cluster.config.model_folder import check_model_path
+from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import TransportChoice
-from twostroke.cluster.config.settings import load_yaml
-from twostroke.cluster.deployments.proxies import haproxy_binary
-from twostroke.cluster.local.preflight import check_port, exposure_warning
+from twostroke.cluster.deployments.proxies import exposure_warning, haproxy_binary
+from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.server import Order, Report, own_url
 from twostroke.protocol.errors import ConfigError

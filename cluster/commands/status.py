@@ -1,8 +1,7 @@
 """`twostroke status`: the workers of a running server, as its router sees them; once, or for as long as one watches.
 
-What `twostroke status` shows of two answers of GET /status: tables of workers and of SLO classes.
-
-`twostroke status --watch`: one screen that follows a server, also while it is gone.
+All numbers come from one answer of GET /status, rates from two: tables of workers, of SLO classes, and of what the
+autoscaler decided. With `--watch` one screen follows the server, also while it is gone.
 """
 
 import argparse
@@ -12,16 +11,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from twostroke.cluster.commands.asking import ask, endpoint, fits, no_answer, table_console
+from twostroke.cluster.local.asking import endpoint, fetch_status
 from twostroke.protocol.errors import ConfigError
 
 Numbers = Mapping[str, Any]
@@ -57,7 +56,6 @@ _COUNTERS = (
     "swaps",
 )
 
-
 _LOAD_HEADINGS = (
     "worker",
     "role",
@@ -81,6 +79,41 @@ STARTING_S = 60.0
 """A worker that was asked for so lately starts; one that is missing for longer may have no room anywhere."""
 
 _CLASS_HEADINGS = ("class", "queued requests", "queued tokens", "SLO attainment")
+
+LEAST_INTERVAL_S = 0.1
+"""Between two looks."""
+PIPE_COLUMNS = 190
+
+Fetch = Callable[[], dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds over which rates are taken")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print what the router says, as it is")
+    how.add_argument("--watch", action="store_true", help="show it again after each interval, until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print once; returns 0, or 1 for a server that is not ready. Raises ConfigError where none answers.
+
+    With --watch, until Ctrl-C; returns 0 then, whatever became of the server.
+    """
+    if not LEAST_INTERVAL_S <= arguments.interval < math.inf:
+        raise ConfigError(f"--interval {arguments.interval:g}: seconds between two looks, at least {LEAST_INTERVAL_S}")
+    if arguments.watch:
+        endpoint(arguments.url, "status")  # raises for what is no address
+        return watch(arguments.url, lambda: fetch_status(arguments.url), arguments.interval, table_console())
+    before = fetch_status(arguments.url)
+    if arguments.json:
+        print(json.dumps(before))
+        return 0 if before["ready"] else 1
+    began = time.monotonic()
+    time.sleep(arguments.interval)
+    after = fetch_status(arguments.url)
+    show_status(before, after, time.monotonic() - began, table_console())
+    return 0 if after["ready"] else 1
 
 
 def show_status(before: dict[str, Any], after: dict[str, Any], seconds: float, console: Console) -> None:
@@ -266,9 +299,6 @@ def _rate(now: dict[str, Any], before: dict[str, Any] | None, counter: str, seco
     return f"{(now[counter] - before[counter]) / seconds / unit:.1f}"
 
 
-Fetch = Callable[[], dict[str, Any]]
-
-
 @dataclass
 class _Look:
     """An answer, and when it came (seconds of a clock that never jumps)."""
@@ -354,43 +384,14 @@ def watch(
             console.print(view.shown(clock()))  # the last of it stays, once the screen is the shell's again
 
 
-LEAST_INTERVAL_S = 0.1
+def table_console() -> Console:
+    """Standard output for tables: into a file or a pipe, a row is one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds over which rates are taken")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print what the router says, as it is")
-    how.add_argument("--watch", action="store_true", help="show it again after each interval, until Ctrl-C")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print once; returns 0, or 1 for a server that is not ready. Raises ConfigError where none answers.
-
-    With --watch, until Ctrl-C; returns 0 then, whatever became of the server.
-    """
-    if not LEAST_INTERVAL_S <= arguments.interval < math.inf:
-        raise ConfigError(f"--interval {arguments.interval:g}: seconds between two looks, at least {LEAST_INTERVAL_S}")
-    if arguments.watch:
-        endpoint(arguments.url, "status")  # raises for what is no address
-        return watch(arguments.url, lambda: fetch_status(arguments.url), arguments.interval, table_console())
-    before = fetch_status(arguments.url)
-    if arguments.json:
-        print(json.dumps(before))
-        return 0 if before["ready"] else 1
-    began = time.monotonic()
-    time.sleep(arguments.interval)
-    after = fetch_status(arguments.url)
-    show_status(before, after, time.monotonic() - began, table_console())
-    return 0 if after["ready"] else 1
-
-
-def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What GET /status says. Raises ConfigError where no server of ours answers."""
-    try:
-        with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
-            status: dict[str, Any] = json.load(answer)
-            return status
-    except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError(no_answer(url, error)) from error
+def fits(table: Table, console: Console) -> bool:
+    """Whether a row is one line there."""
+    # Asked of an endless line: within a short one, the table would promise to wrap its cells.
+    endless = console.options.update(width=10_000)
+    return Measurement.get(console, endless, table).maximum <= console.width

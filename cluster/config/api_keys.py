@@ -1,18 +1,17 @@
 """The API keys of the configuration: those in it, those in a file of their own, and the server's own."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from twostroke.cluster.config.settings import Least, load_yaml, read_settings
+from pydantic import ValidationError
+
+from twostroke.cluster.config.reading import load_yaml, read_settings, told
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import AuthConfig, KeyConfig
 from twostroke.router.slo.classes import SLOConfig
 
 OWN_KEY = "twostroke serve"
 """The name of the key that `twostroke serve` asks its own router with."""
-
-KEYS_LEAST: Least = {"keys": {"requests_per_minute": 1, "tokens_per_minute": 1, "max_in_flight": 1}}
 
 
 def check_names(keys: Sequence[KeyConfig]) -> None:
@@ -22,11 +21,11 @@ def check_names(keys: Sequence[KeyConfig]) -> None:
 
 
 def check_classes(keys: Sequence[KeyConfig], slo: SLOConfig) -> None:
-    """Raises ConfigError for a key of a class that there is not."""
+    """Raises ValueError for a key of a class that there is not."""
     known = [one.name for one in slo.classes]
     for key in keys:
         if key.slo_class is not None and key.slo_class not in known:
-            raise ConfigError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
+            raise ValueError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
 
 
 def with_keys_of_its_file(auth: AuthConfig, slo: SLOConfig) -> AuthConfig:
@@ -35,14 +34,14 @@ def with_keys_of_its_file(auth: AuthConfig, slo: SLOConfig) -> AuthConfig:
         return auth
     path = Path(auth.keys_file)
     try:
-        listed = read_settings(AuthConfig, load_yaml(path), least=KEYS_LEAST)
+        listed = read_settings(AuthConfig, load_yaml(path))
         if listed.keys_file is not None:
             raise ConfigError("keys_file: there is no such setting in a file of keys")
         check_names(listed.keys)
-        whole = replace(auth, keys=(*auth.keys, *listed.keys), keys_file=None)
+        whole = AuthConfig(keys=(*auth.keys, *listed.keys))
         check_classes(whole.keys, slo)
-    except ConfigError as error:
-        message = str(error)
+    except (ConfigError, ValueError) as error:
+        message = told(error, AuthConfig) if isinstance(error, ValidationError) else str(error)
         where = "" if message.startswith(str(path)) else f"{path}: "
         raise ConfigError(f"auth.keys_file: {where}{message}") from error
     if not whole.keys:

@@ -5,13 +5,15 @@ Imports no torch: the router's process reads it too.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
-from twostroke.cluster.config.api_keys import KEYS_LEAST, check_classes, check_names, with_keys_of_its_file
+from pydantic import Field, model_validator
+
+from twostroke.cluster.config.api_keys import check_classes, check_names, with_keys_of_its_file
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
+from twostroke.cluster.config.process_logs import LoggingConfig
+from twostroke.cluster.config.reading import read_settings
 from twostroke.cluster.config.sections import (
-    NOT_AT_ONCE_S,
     DecodeSection,
     ModelSection,
     PrefillSection,
@@ -21,50 +23,40 @@ from twostroke.cluster.config.sections import (
     WorkerResources,
     parse_cores,
 )
-from twostroke.cluster.config.settings import bounds_within, read_settings
-from twostroke.cluster.local.process_logs import LoggingConfig
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Section
 from twostroke.protocol.stats import Role
 from twostroke.router.channels.worker_channel import TokenChannelConfig
 from twostroke.router.http.tenants import AuthConfig
-from twostroke.router.slo.classes import MOST_PRIORITY, SLOConfig
+from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.token_server import TokenServerConfig
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64
 """The least that Hopper's attention kernel copies by TMA."""
 
-_LEAST_INTERVAL_S = 0.5  # of autoscaling: routers and Serve's controller talk at this pace
 
-
-@dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """Everything that `twostroke serve` and the Serve application are told."""
 
-    model: ModelSection = field(default_factory=ModelSection)
-    prefill: PrefillSection = field(default_factory=PrefillSection)
-    decode: DecodeSection = field(default_factory=DecodeSection)
-    router: RouterSection = field(default_factory=RouterSection)
-    kv_transfer: TransferSection = field(default_factory=TransferSection)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    slo: SLOConfig = field(
-        default_factory=SLOConfig,
-        metadata=bounds_within(classes={"priority": -MOST_PRIORITY}, max_queue_s=NOT_AT_ONCE_S),
-    )
-    auth: AuthConfig = field(
-        default_factory=AuthConfig,
-        metadata=bounds_within(**KEYS_LEAST),
-    )
-    autoscaling: AutoscalingConfig = field(
-        default_factory=AutoscalingConfig, metadata=bounds_within(interval_s=_LEAST_INTERVAL_S)
-    )
+    model: ModelSection = Field(default_factory=ModelSection)
+    prefill: PrefillSection = Field(default_factory=PrefillSection)
+    decode: DecodeSection = Field(default_factory=DecodeSection)
+    router: RouterSection = Field(default_factory=RouterSection)
+    kv_transfer: TransferSection = Field(default_factory=TransferSection)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    slo: SLOConfig = Field(default_factory=SLOConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+    autoscaling: AutoscalingConfig = Field(default_factory=AutoscalingConfig)
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError for sections that contradict each other."""
+    @model_validator(mode="after")
+    def _check_sections(self) -> "ClusterConfig":
+        """Sections must not contradict each other."""
         check_classes(self.auth.keys, self.slo)
-        for role, workers in (("prefill", self.prefill.worker), ("decode", self.decode.worker)):
-            _check_signs_of_life(role, workers.token_channel, self.router.token_channel)
+        for role, section in (("prefill", self.prefill), ("decode", self.decode)):
+            _check_signs_of_life(role, section.token_channel, self.router.token_channel)
         check_counts(self.autoscaling, self.counts, self.gpus_each)
+        return self
 
     @property
     def counts(self) -> Mapping[Role, WorkerCounts]:
@@ -78,8 +70,8 @@ class ClusterConfig:
     def gpus_each(self) -> Mapping[Role, float]:
         """What a worker of each role takes, all ranks together."""
         return {
-            "prefill": self.prefill.resources.num_gpus * self.prefill.resources.tensor_parallel,
-            "decode": self.decode.resources.num_gpus * self.decode.resources.tensor_parallel,
+            "prefill": self.prefill.num_gpus * self.prefill.tensor_parallel,
+            "decode": self.decode.num_gpus * self.decode.tensor_parallel,
         }
 
     @property
@@ -95,13 +87,13 @@ class ClusterConfig:
     @property
     def num_ranks(self) -> int:
         """Processes, at most, that run an engine or a part of one."""
-        prefill = self.counts["prefill"].most * self.prefill.resources.tensor_parallel
-        return prefill + self.counts["decode"].most * self.decode.resources.tensor_parallel
+        prefill = self.counts["prefill"].most * self.prefill.tensor_parallel
+        return prefill + self.counts["decode"].most * self.decode.tensor_parallel
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
-        sections = [self.decode.resources, *([self.prefill.resources] if self.has_prefill else [])]
+        sections: list[WorkerResources] = [self.decode, *([self.prefill] if self.has_prefill else [])]
         with_gpu = [resources.num_gpus > 0 for resources in sections]
         if self.model.device == "cpu":
             return "cpu"
@@ -162,18 +154,18 @@ def read_config(raw: object, *, has_own_key: bool = False) -> ClusterConfig:
 
 def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
     """The configuration with the keys of `auth.keys_file` beside its own. Raises ConfigError."""
-    return replace(config, auth=with_keys_of_its_file(config.auth, config.slo))
+    return config.model_copy(update={"auth": with_keys_of_its_file(config.auth, config.slo)})
 
 
 def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:
-    """Raises ConfigError where one side of a token channel takes the other for lost between two signs of life."""
+    """Raises ValueError where one side of a token channel takes the other for lost between two signs of life."""
     if router.silence_s < 2 * worker.stats_interval_s:
-        raise ConfigError(
+        raise ValueError(
             f"router.token_channel.silence_s: {router.silence_s:g} must be at least twice "
             f"{role}.token_channel.stats_interval_s ({worker.stats_interval_s:g}): lower that, or raise this"
         )
     if router.ping_s > worker.lease_s / 3:
-        raise ConfigError(
+        raise ValueError(
             f"router.token_channel.ping_s: {router.ping_s:g} must be at most a third of "
             f"{role}.token_channel.lease_s ({worker.lease_s:g}): raise that, or lower this"
         )

@@ -1,96 +1,104 @@
-"""The sections of the configuration that the cluster itself reads, each with what its parts' own configs may be.
+"""The sections that the cluster itself reads; each has the settings of its parts beside its own.
 
 Imports no torch: the router's process reads them too.
-
-Numbers of cores as Linux' tools write them: `0-3,8`.
 """
 
-import math
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from twostroke.cluster.config.settings import SAME_LEVEL, bounds, bounds_within, instead
-from twostroke.cluster.deployments.placement import Placement
+from annotated_types import Ge, Le
+from pydantic import Field, field_validator, model_validator
+
+from twostroke.cluster.config.placement import Placement
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.worker_channel import TokenChannelConfig
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Ascending. Raises ConfigError for what is no list."""
+    """Ascending. Raises ValueError for what is no list."""
     cores: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise ConfigError(f"cores: {text!r} is no list of cores like '0-3,8'")
+            raise ValueError(f"{text!r} is no list of cores like '0-3,8'")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < 4096:
-            raise ConfigError(f"cores: {part.strip()} is no range of cores")
+            raise ValueError(f"{part.strip()} is no range of cores")
         cores.update(range(first, last + 1))
     return tuple(sorted(cores))
 
 
 BUNDLED_MODEL = "bundled"
 
-CPU_CACHE_GIB = 0.25
-"""Of one worker's KV cache, where nothing is said and no GPU's memory sets a limit."""
-
-NOT_AT_ONCE_S = 0.001
-"""What a time must at least be that is waited for again and again."""
-
+BlockSize = Annotated[int, Ge(1), Le(1024)]
 TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc"]
 
-_WORKER_CHANNEL = {"stats_interval_s": 0.01, "lease_s": 0.1, "max_unsent_bytes": 1}
 
-
-@dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Section):
     """Which model, and how all workers hold it."""
 
-    path: str = BUNDLED_MODEL  # `bundled`, a folder, or a Hugging Face hub id
-    name: str | None = None  # what clients call it; None: the folder's name
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the workers are given GPUs
+    path: str = BUNDLED_MODEL
+    """`bundled`, a folder, or a Hugging Face hub id."""
+    name: str | None = None
+    """What clients call it; null: the folder's name."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where the workers are given GPUs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"  # of the projections' weights, as they are loaded
-    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: as `default_block_size`
-    max_context: int | None = field(default=None, metadata=bounds(2))  # tokens; None: what model and cache allow
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Of the projections' weights, as they are loaded."""
+    block_size: BlockSize | None = None
+    """Tokens; null: 16 on CPUs, 64 on GPUs."""
+    max_context: Annotated[int, Ge(2)] | None = None
+    """Tokens; null: what model and cache allow."""
 
 
-@dataclass(frozen=True)
-class WorkerResources:
+class WorkerResources(Section):
     """What one worker takes of its machine."""
 
-    tensor_parallel: int = field(default=1, metadata=bounds(1, 8))  # ranks that share the model; the rest is each one's
-    threads: int | None = field(default=None, metadata=bounds(1, 1024))  # None: the cores shared among all workers
-    cores: str | None = None  # which ones, as `0-3,8`; None: whichever the system chooses
-    num_gpus: float = field(default=0.0, metadata=bounds(0, 64))
-    kv_cache_gib: float | None = field(default=None, metadata=bounds(0.001, 65536))  # None: see kv_cache_size
-    num_blocks: int | None = field(default=None, metadata=bounds(1))  # instead of kv_cache_gib
-    # What weights, steps and cache may take of the worker's GPU, or of its part of one.
-    gpu_memory_utilization: float = field(default=0.9, metadata=bounds(0.05, 1))
+    tensor_parallel: Annotated[int, Ge(1), Le(8)] = 1
+    """Ranks that share the model: 1, 2, 4 or 8. The settings beside it are each rank's."""
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None
+    """Of a step; null: the cores shared among all workers."""
+    cores: str | None = None
+    """Which ones, as `0-3,8`; null: whichever the system chooses."""
+    num_gpus: Annotated[float, Ge(0), Le(64)] = 0.0
+    kv_cache_gib: Annotated[float, Ge(0.001), Le(65536)] | None = None
+    """null: what a GPU has left, or part of the host's free memory."""
+    num_blocks: Count | None = None
+    """Of the cache, instead of kv_cache_gib."""
+    gpu_memory_utilization: Annotated[float, Ge(0.05), Le(1)] = 0.9
+    """What weights, steps and cache may take of the worker's GPU, or of its part of one."""
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a number of ranks that can't be, and for settings that contradict each other."""
+    @model_validator(mode="after")
+    def _check_resources(self) -> "WorkerResources":
         if self.tensor_parallel not in (1, 2, 4, 8):
-            raise ConfigError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
+            raise ValueError(f"tensor_parallel: {self.tensor_parallel} is none of 1, 2, 4, 8")
         if self.tensor_parallel > 1 and self.num_gpus not in (0, 1):
-            raise ConfigError(
+            raise ValueError(
                 f"num_gpus: {self.num_gpus:g} for each of {self.tensor_parallel} tensor-parallel ranks: "
                 "give each one GPU, or none"
             )
         if self.cores is not None and self.threads not in (None, len(parse_cores(self.cores))):
-            raise ConfigError(f"threads: {self.threads} on the cores {self.cores}: give one of the two, or as many")
+            raise ValueError(f"threads: {self.threads} on the cores {self.cores}: give one of the two, or as many")
         if self.num_blocks is not None and self.kv_cache_gib is not None:
-            raise ConfigError(
+            raise ValueError(
                 f"num_blocks: {self.num_blocks} beside kv_cache_gib {self.kv_cache_gib:g}: give one of them"
             )
         if self.cores is not None and self.tensor_parallel > 1:
-            raise ConfigError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
+            raise ValueError(f"cores: {self.cores} can't be shared by {self.tensor_parallel} tensor-parallel ranks")
+        return self
+
+    @field_validator("cores")
+    @classmethod
+    def _check_cores(cls, cores: str | None) -> str | None:
+        if cores is not None:
+            parse_cores(cores)
+        return cores
 
     @property
     def gpu_memory_share(self) -> float:
@@ -98,125 +106,86 @@ class WorkerResources:
         return self.gpu_memory_utilization * min(1.0, self.num_gpus)
 
 
-@dataclass(frozen=True)
-class PrefillSection:
-    replicas: int = field(default=1, metadata=bounds(0, 1024))  # 0: aggregated, decode workers read prompts themselves
-    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
-    resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
-    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
-    worker: PrefillConfig = field(
-        default_factory=PrefillConfig,
-        metadata=SAME_LEVEL
-        | bounds_within(
-            max_step_tokens=1,
-            max_batch=1,
-            max_waiting=1,
-            pull_wait_s=NOT_AT_ONCE_S,
-            min_pull_tokens=1,
-            max_step_s=NOT_AT_ONCE_S,
-            token_channel=_WORKER_CHANNEL,
-        ),
-    )
+class PrefillSection(WorkerResources, Placement, PrefillConfig):
+    """Prefill workers: how many, on what, where, and how they work."""
+
+    replicas: Annotated[int, Ge(0), Le(1024)] = 1
+    """0: aggregated, decode workers read prompts themselves."""
+    block_size: BlockSize | None = None
+    """Tokens; null: model.block_size."""
+
+    @property
+    def worker(self) -> PrefillConfig:
+        """What each worker is told of its work."""
+        return self.part(PrefillConfig)
 
 
-@dataclass(frozen=True)
-class DecodeSection:
-    replicas: int = field(default=1, metadata=bounds(1, 1024))
-    block_size: int | None = field(default=None, metadata=bounds(1, 1024))  # tokens; None: model.block_size
-    resources: WorkerResources = field(default_factory=WorkerResources, metadata=SAME_LEVEL)
-    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
-    worker: DecodeConfig = field(
-        default_factory=DecodeConfig,
-        metadata=SAME_LEVEL
-        | bounds_within(
-            max_step_tokens=1,
-            max_batch=1,
-            max_waiting=1,
-            tpot_safety=0.01,
-            stall_factor=1,
-            min_chunk_tokens=1,
-            router_wait_s=NOT_AT_ONCE_S,
-            pull_wait_s=NOT_AT_ONCE_S,
-            min_pull_tokens=1,
-            swap_gib=0,
-            max_step_s=NOT_AT_ONCE_S,
-            token_channel=_WORKER_CHANNEL,
-        ),
-    )
+class DecodeSection(WorkerResources, Placement, DecodeConfig):
+    """Decode workers: how many, on what, where, and how they work."""
+
+    replicas: Annotated[int, Ge(1), Le(1024)] = 1
+    block_size: BlockSize | None = None
+    """Tokens; null: model.block_size."""
+
+    @property
+    def worker(self) -> DecodeConfig:
+        """What each worker is told of its work."""
+        return self.part(DecodeConfig)
 
 
-@dataclass(frozen=True)
-class RouterSection:
-    replicas: int = field(default=1, metadata=bounds(1, 256))
-    placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
-    max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
-    max_choices_in_flight: int = field(default=4096, metadata=bounds(1))  # of one replica; more are refused
-    strict: bool = False  # requests with unknown fields are refused, not served without them
-    drain_grace_s: float = field(default=20.0, metadata=bounds(0, 3600))  # then others go on with a leaving worker's
-    stream_grace_s: float = field(default=60.0, metadata=bounds(0, 86400))  # of a leaving router, whose streams end
-    drain_notice_s: float = field(default=0.0, metadata=bounds(0, 600))  # not ready, and still serving, before it ends
-    pipeline: PipelineConfig = field(
-        default_factory=PipelineConfig,
-        metadata=SAME_LEVEL
-        | bounds_within(
-            retry_poll_s=NOT_AT_ONCE_S,
-            prefill_failed_repeat_s=NOT_AT_ONCE_S,
-            pull_min_tokens=1,
-            index_blocks=1,
-            expected_s=NOT_AT_ONCE_S,
-        ),
-    )
-    token_channel: TokenChannelConfig = field(
-        default_factory=TokenChannelConfig,
-        metadata=bounds_within(
-            ping_s=NOT_AT_ONCE_S,
-            silence_s=NOT_AT_ONCE_S,
-            connect_s=NOT_AT_ONCE_S,
-            backoff_first_s=NOT_AT_ONCE_S,
-            backoff_most_s=NOT_AT_ONCE_S,
-        ),
-    )
-    tracing: TracingConfig = field(default_factory=TracingConfig)
+class RouterSection(Placement, PipelineConfig):
+    """Routers: how many, where, what they take, and how they end."""
+
+    replicas: Annotated[int, Ge(1), Le(256)] = 1
+    max_body_mib: Annotated[float, Ge(0.001), Le(1024)] = 8.0
+    """Of a request; longer ones are refused."""
+    max_choices_in_flight: Count = 4096
+    """Of one replica; more are refused."""
+    strict: bool = False
+    """Requests with unknown fields are refused, not served without them."""
+    drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
+    """After it others go on with a leaving worker's requests."""
+    stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0
+    """Of a leaving router, whose streams end then."""
+    drain_notice_s: Annotated[float, Ge(0), Le(600)] = 0.0
+    """Not ready, and still serving, before it ends."""
+    token_channel: TokenChannelConfig = Field(default_factory=TokenChannelConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """What the pipeline is told."""
+        return self.part(PipelineConfig)
 
 
-@dataclass(frozen=True)
-class TransferSection:
-    # auto: for each pair of workers the best that both have
-    transport: TransportChoice = field(
-        default="auto", metadata=instead(nccl="torch_distributed", gloo="torch_distributed")
-    )
-    tcp_streams: int = field(default=4, metadata=bounds(1, 64))  # TCP connections of one link between machines
-    tcp_max_bytes_per_s: int | None = field(default=None, metadata=bounds(1000))  # of one link; None: no limit
-    transfer: TransferConfig = field(
-        default_factory=TransferConfig,
-        metadata=SAME_LEVEL
-        | bounds_within(
-            lease_s=0.1,
-            progress_s=1,
-            max_chunk_bytes=4096,
-            max_pending_offers=1,
-            max_queued_messages=1,
-            max_new_links=1,
-            used_ticket_s=1,
-            max_used_tickets=1,
-        ),
-    )
+class TransferSection(TransferConfig):
+    """How KV travels."""
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError for times that contradict each other."""
-        transfer = self.transfer
-        if transfer.progress_s < transfer.lease_s:
-            raise ConfigError(
-                f"kv_transfer.progress_s: {transfer.progress_s:g} must be at least kv_transfer.lease_s "
-                f"({transfer.lease_s:g})"
-            )
+    transport: TransportChoice = "auto"
+    """auto: for each pair of workers the best that both have."""
+    tcp_streams: Annotated[int, Ge(1), Le(64)] = 4
+    """TCP connections of one link between machines."""
+    tcp_max_bytes_per_s: Annotated[int, Ge(1000)] | None = None
+    """Of one link; null: no limit."""
 
+    @property
+    def transfer(self) -> TransferConfig:
+        """What senders and receivers are told."""
+        return self.part(TransferConfig)
 
-def kv_cache_size(resources: WorkerResources, device: Literal["cpu", "cuda"]) -> tuple[int | None, int | None]:
-    """(bytes, blocks) of one worker's KV cache, one of them at most: on a GPU none is whatever fits."""
-    if resources.num_blocks is not None:
-        return None, resources.num_blocks
-    gibibytes = resources.kv_cache_gib
-    if gibibytes is None and device == "cpu":
-        gibibytes = CPU_CACHE_GIB
-    return None if gibibytes is None else math.floor(gibibytes * 2**30), None
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _check_name(cls, transport: object) -> object:
+        if isinstance(transport, str) and transport.lower() in ("nccl", "gloo"):
+            raise ValueError(f"{transport} is not a name here: set torch_distributed, which uses it")
+        return transport
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "TransferSection":
+        """Less would work on the wires of tests alone."""
+        for name, least in (("lease_s", 0.1), ("progress_s", 1), ("max_chunk_bytes", 4096)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+        if self.progress_s < self.lease_s:
+            raise ValueError(f"progress_s: {self.progress_s:g} must be at least kv_transfer.lease_s ({self.lease_s:g})")
+        return self

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.process_logs import LoggingConfig
 from twostroke.cluster.config.sections import (
     DecodeSection,
     ModelSection,
     PrefillSection,
     TransportChoice,
     WorkerResources,
-    kv_cache_size,
     parse_cores,
 )
-from twostroke.cluster.local.process_logs import LoggingConfig
 from twostroke.kvtransfer.config import TransferConfig
 
 if TYPE_CHECKING:
@@ -40,23 +39,25 @@ class WorkerSettings:
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    num_ranks: int = 1  # of all workers, which may share one host's memory
 
     @classmethod
     def of(cls, config: ClusterConfig, section: PrefillSection | DecodeSection) -> "WorkerSettings":
         return cls(
             model=config.model,
-            resources=section.resources,
-            max_step_tokens=section.worker.max_step_tokens,
-            max_batch=section.worker.max_batch,
+            resources=section.part(WorkerResources),
+            max_step_tokens=section.max_step_tokens,
+            max_batch=section.max_batch,
             block_size=section.block_size or config.default_block_size,
-            tensor_parallel=section.resources.tensor_parallel,
+            tensor_parallel=section.tensor_parallel,
             device=config.device,
-            threads=config.threads(section.resources),
+            threads=config.threads(section),
+            num_ranks=config.num_ranks,
             transport=config.transport,
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
-            swap_bytes=int(section.worker.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
+            swap_bytes=int(section.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
             announces_layers=isinstance(section, PrefillSection),
             logging=config.logging,
         )
@@ -66,7 +67,7 @@ class WorkerSettings:
         from twostroke.model.cache.memory import StepBounds
         from twostroke.model.engine_config import EngineConfig
 
-        kv_cache_bytes, num_blocks = kv_cache_size(self.resources, self.device)
+        gibibytes = self.resources.kv_cache_gib
         return EngineConfig(
             model_dir=folder,
             device=self.device,
@@ -75,8 +76,9 @@ class WorkerSettings:
             quantization=self.model.quantization,
             tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            num_blocks=num_blocks,
+            kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
+            num_blocks=self.resources.num_blocks,
+            host_ranks=self.num_ranks,
             swap_bytes=self.swap_bytes,
             gpu_memory_share=self.resources.gpu_memory_share,
             bounds=StepBounds(self.max_step_tokens, self.max_batch),

@@ -1,17 +1,17 @@
-"""HAProxy as Ray Serve brings it, started without splicing.
+"""What stands before the routers: HAProxy without splicing, one middleware, and whoever reaches the port.
 
-Serve's configuration asks for splicing, and then HAProxy does not tell the router of a client that leaves while its
-answer is being computed, where the request's head and body came in two packets: the request ran to its end.
+HAProxy is Ray Serve's own. Serve's configuration asks for splicing, and then HAProxy does not tell the router of a
+client that leaves while its answer is being computed, where the request's head and body came in two packets: the
+request ran to its end. On a cluster `RAY_SERVE_HAPROXY_BINARY_PATH` names the installed script `twostroke-haproxy`,
+which is `main` below; `twostroke serve`, which also runs from a checkout that was not installed, writes a script of its
+own.
 
-On a cluster `RAY_SERVE_HAPROXY_BINARY_PATH` names the installed script `twostroke-haproxy`, which is `main` below;
-`twostroke serve`, which also runs from a checkout that was not installed, writes a script of its own.
-
-What stands around Serve's own ASGI middleware, in its proxies and in router replicas that take requests themselves.
-
-Serve appends an `X-Request-Id` of its own to every answer, and echoes whatever the client sent. `RequestIds` outside of
-it lets it see sound ids alone, and answers with one.
+The middleware goes around Serve's own, in its proxies and in router replicas that take requests themselves. Serve
+appends an `X-Request-Id` of its own to every answer, and echoes whatever the client sent. `RequestIds` outside of it
+lets it see sound ids alone, and answers with one.
 """
 
+import ipaddress
 import os
 import shlex
 import sys
@@ -56,5 +56,25 @@ def main() -> NoReturn:
 
 
 def http_middlewares() -> list[Middleware]:
-    """For Serve: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.http_middlewares:http_middlewares`."""
+    """For Serve: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
     return [Middleware(RequestIds)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`. A name that is no address counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def exposure_warning(host: str, *, has_keys: bool) -> str | None:
+    """What to say of an endpoint on `host`; None where it is no concern."""
+    if has_keys or is_loopback(host):
+        return None
+    return (
+        f"NO API KEYS: the endpoint listens on {host}, so whoever reaches this machine may use it, and see and load "
+        "its workers. Add keys (`twostroke key new NAME`), or listen on 127.0.0.1"
+    )

@@ -1,6 +1,6 @@
 """The router as a Serve deployment: the application's ingress. Its process never imports torch.
 
-The numbers of the router's other replicas, for a scrape that has reached this one.
+Also, for a scrape that has reached one router, the numbers of the others.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from ray.serve.handle import DeploymentHandle
 from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.directory import directory_of
 from twostroke.cluster.deployments.fleet import ServeFleet
-from twostroke.cluster.local.preflight import exposure_warning
-from twostroke.cluster.local.process_logs import LoggingConfig, log_as_replica
-from twostroke.cluster.local.ray_switches import forgotten_switches
+from twostroke.cluster.deployments.proxies import exposure_warning
+from twostroke.cluster.deployments.ray_switches import forgotten_switches
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
@@ -246,7 +246,7 @@ def router_options(router: RouterSection) -> dict[str, Any]:
     return {
         # A stream holds its place for as long as it runs; the router itself refuses what is too much.
         "max_ongoing_requests": 100_000,
-        "ray_actor_options": {"num_cpus": 0, **router.placement.actor_options()},
+        "ray_actor_options": {"num_cpus": 0, **router.actor_options()},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -1,32 +1,39 @@
 """The Serve application: Router in front, PrefillWorker and DecodeWorker behind it.
 
-    serve run cluster.serve_app:app                            the defaults: the bundled model, one worker of each kind
-    serve run cluster.serve_app:build_app prefill='{replicas: 2}'
-    serve deploy FILE                                          with import_path cluster.serve_app:build_app and the
-                                                               sections of the configuration under `args`
+    serve run twostroke.cluster.deployments.serve_app:app      the defaults: the bundled model, one worker of each kind
+    serve run twostroke.cluster.deployments.serve_app:build_app prefill='{replicas: 2}'
+    serve deploy FILE                                          with import_path ...serve_app:build_app and the sections
+                                                               of the configuration under `args`
 
 `twostroke serve` does the same on a Ray of its own.
 """
 
 import os
 import secrets
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.config import RoleLimits, WorkerCounts
-from twostroke.cluster.autoscaling.deployment_options import replica_options
+from twostroke.cluster.autoscaling.serve_policy import MISSING_POLICY
+from twostroke.cluster.config.autoscaling import RoleLimits, WorkerCounts
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import RouterReplica, RouterSettings, router_options
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, worker_options
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import to_plain
 
 SECRET_VARIABLE = "TWOSTROKE_SECRET"
 MIN_SECRET_CHARS = 16
+
+_METRICS_INTERVAL_S = 0.5
+_LOOK_BACK_S = 10.0  # of what routers noted, Serve's controller keeps so much; the newest of it is used
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
     decode = WorkerSettings.of(config, config.decode)
     decode_app = (
         serve.deployment(workers.decode, name="DecodeWorker")
-        .options(**worker_options(decode, config.decode.placement, grace_s=grace_s))
+        .options(**worker_options(decode, config.decode, grace_s=grace_s))
         .options(**replica_options(counts["decode"], order))
         .bind(decode, config.decode.worker, secret, *workers.arguments)
     )
@@ -57,7 +64,7 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
         prefill = WorkerSettings.of(config, config.prefill)
         handles.append(
             serve.deployment(workers.prefill, name="PrefillWorker")
-            .options(**worker_options(prefill, config.prefill.placement, grace_s=grace_s))
+            .options(**worker_options(prefill, config.prefill, grace_s=grace_s))
             .options(**replica_options(counts["prefill"], order))
             .bind(prefill, config.prefill.worker, secret, *workers.arguments)
         )
@@ -75,9 +82,37 @@ def _scaling_order(config: ClusterConfig) -> ScalingOrder | None:
         return None
     scaling = config.autoscaling
     if not config.has_prefill:
-        scaling = replace(scaling, prefill=RoleLimits(min=0, max=0))  # left out, as `prefill.replicas` says
+        # Left out, as `prefill.replicas` says.
+        scaling = scaling.model_copy(update={"prefill": RoleLimits(min=0, max=0)})
     roles = tuple(role for role, counts in config.counts.items() if counts.most > 0)
     return ScalingOrder(scaling, config.gpus_each, roles)
+
+
+def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[str, Any]:
+    """Serve's options; without an order the number is fixed.
+
+    Routers tell of demand only where their deployment can be scaled as well, if only from one number to the same.
+    """
+    if order is None:
+        return {"num_replicas": counts.first}
+    with warnings.catch_warnings():
+        # Serve has environment variables in mind for the interval, which would have to be set on every node.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=counts.least,
+            initial_replicas=counts.first,
+            max_replicas=counts.most,
+            # How often routers note their numbers, and send them.
+            metrics_interval_s=_METRICS_INTERVAL_S,
+            look_back_period_s=_LOOK_BACK_S,
+            # The policy itself knows when.
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=AutoscalingPolicy(
+                policy_function=MISSING_POLICY, policy_kwargs={"order": msgspec.to_builtins(order, enc_hook=to_plain)}
+            ),
+        )
+    return {"autoscaling_config": config}
 
 
 def cluster_secret() -> bytes:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from twostroke.cluster.config.placement import Placement
+from twostroke.cluster.config.process_logs import log_as_replica
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.directory import worker_metadata
-from twostroke.cluster.deployments.placement import Placement
 from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.local.process_logs import log_as_replica
 from twostroke.cluster.ranks.tensor_parallel_ranks import own_gpu, rank_options, start_actors
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
@@ -199,7 +199,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
         **rank_options(settings, placement),
-        "request_router_config": {"request_router_class": "twostroke.cluster.deployments.directory:ReplicaByPeer"},
+        "request_router_config": {"request_router_class": "twostroke.cluster.deployments.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -6,7 +6,6 @@ A policy of the application's own, as the autoscaler is, can only be given to Se
 
 import re
 import time
-from dataclasses import asdict
 from typing import Any
 
 from ray import serve
@@ -47,7 +46,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
 
 def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """For `build_local_app`: the settings with all keys that there are, of which none but hashes are known."""
-    auth = {"keys": [asdict(key) for key in config.auth.keys]}
+    auth = {"keys": [key.model_dump() for key in config.auth.keys]}
     return {**settings, "auth": auth} if config.auth.keys else settings
 
 

@@ -1,10 +1,6 @@
-"""What can be found out before anything is started: each check raises ConfigError with one line to act on.
-
-Who can reach an endpoint, and the loud line where that is everybody and nobody needs a key.
-"""
+"""What can be found out before anything is started: each check raises ConfigError with one line to act on."""
 
 import errno
-import ipaddress
 import socket
 from pathlib import Path
 
@@ -35,12 +31,18 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from error
 
 
-def check_model(config: ClusterConfig, folder: Path) -> str:
-    """Model and tokenizer must be loadable and all workers fit into memory; returns a line that describes the model."""
+def check_model(config: ClusterConfig, folder: Path) -> list[str]:
+    """Model and tokenizer must be loadable and all workers fit into memory; returns lines that describe them."""
     import torch
 
     from twostroke.model.cache.kv_cache import kv_block_bytes
-    from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, step_bytes_on_cpu
+    from twostroke.model.cache.memory import (
+        MemoryNeed,
+        available_bytes,
+        check_memory_of_all,
+        gibibytes,
+        step_bytes_on_cpu,
+    )
     from twostroke.model.checkpoint.config_file import load_model_config
     from twostroke.model.checkpoint.decoder_weights import weight_bytes
     from twostroke.model.checkpoint.weights import Checkpoint
@@ -59,7 +61,9 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
     TextTokenizer.load(folder)
     device = torch.device(config.device)
     dtype = resolve_dtype(config.model.dtype, checkpoint.dtype, device)
+    free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
+    caches: list[str] = []  # of roles for which nobody says a size
     sections: tuple[tuple[Role, PrefillSection | DecodeSection], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
@@ -70,21 +74,24 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         ranks = engine.tensor_parallel
+        weights = weight_bytes(model, dtype, engine.quantization)
+        step = step_bytes_on_cpu(model, engine.bounds, dtype)
         try:
             resolve_device(engine)
             check_cores(engine)
             check_size(model, ranks)
-            num_blocks = resolve_num_blocks(engine, model, dtype)
+            num_blocks = resolve_num_blocks(engine, model, dtype, weights // ranks + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
         cache = (num_blocks or 0) * kv_block_bytes(model, engine.block_size, dtype, ranks)
-        step = step_bytes_on_cpu(model, engine.bounds, dtype)
+        if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
+            caches.append(f"{role} {gibibytes(ranks * cache)}")
         needs.append(
             MemoryNeed(
                 role,
                 most,
-                weights=weight_bytes(model, dtype, engine.quantization),
+                weights=weights,
                 cache=ranks * cache,
                 step=ranks * step,
                 swap=ranks * engine.swap_bytes,
@@ -93,28 +100,13 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
         )
     if device.type == "cpu":
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
-        check_memory_of_all(needs, rest, available_bytes(device))
+        check_memory_of_all(needs, rest, free)
     held = str(dtype).removeprefix("torch.")
     if config.model.quantization != "none":
         held += f" with {config.model.quantization} weights"
-    return f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`. A name that is no address counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def exposure_warning(host: str, *, has_keys: bool) -> str | None:
-    """What to say of an endpoint on `host`; None where it is no concern."""
-    if has_keys or is_loopback(host):
-        return None
-    return (
-        f"NO API KEYS: the endpoint listens on {host}, so whoever reaches this machine may use it, and see and load "
-        "its workers. Add keys (`twostroke key new NAME`), or listen on 127.0.0.1"
-    )
+    lines = [f"{checkpoint.num_parameters / 1e6:.1f} M parameters, {held} on {device.type}"]
+    if caches:
+        lines.append(
+            f"KV cache of each worker, of {gibibytes(free)} of free memory: {', '.join(caches)} (kv_cache_gib sets it)"
+        )
+    return lines

@@ -1,9 +1,7 @@
-"""Every process that came out of this one, and how to be sure that none is left.
+"""Every process that came out of this one, how to be sure that none is left, and how a signal ends a command.
 
 Ray's head processes, workers and HAProxy start, restart and daemonise each other. As a subreaper, this process becomes
 the parent of any whose own parent has ended, so that /proc's parent links lead to all of them. Linux only.
-
-How signals end a command that has processes to end first.
 """
 
 import ctypes

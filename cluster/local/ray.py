@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, write_unspliced_haproxy
-from twostroke.cluster.local.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
 

@@ -13,21 +13,20 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from dataclasses import replace
 from typing import Any, Literal, TextIO
 
 import msgspec
 
-from twostroke.cluster.commands.status import fetch_status
 from twostroke.cluster.config.api_keys import OWN_KEY
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.deployments.router_drain import drain_application
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.fleet_watch import FleetWatch
 from twostroke.cluster.local.preflight import check_model
 from twostroke.cluster.local.ray import LocalRayOptions, StartFailed, local_ray
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.http.tenants import KeyConfig, new_key
+from twostroke.router.http.tenants import AuthConfig, KeyConfig, new_key
 
 READY_S = 120.0
 LOOK_S = 1.0  # between two looks at the workers
@@ -96,7 +95,9 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
-    _report(reports, Report("step", f"Model {name}: {check_model(config, folder)}"))
+    described, *caches = check_model(config, folder)
+    for line in (f"Model {name}: {described}", *caches):
+        _report(reports, Report("step", line))
     _report(reports, Report("step", "Starting Ray ..."))
     with local_ray(_ray_options(order, config)):
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
@@ -131,8 +132,8 @@ def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
 def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
     counts = config.counts
     ranks = [
-        (counts["prefill"].most * config.prefill.resources.tensor_parallel, config.prefill.resources),
-        (counts["decode"].most * config.decode.resources.tensor_parallel, config.decode.resources),
+        (counts["prefill"].most * config.prefill.tensor_parallel, config.prefill),
+        (counts["decode"].most * config.decode.tensor_parallel, config.decode),
     ]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
     gpus = sum(count * resources.num_gpus for count, resources in ranks)
@@ -167,9 +168,9 @@ def _await_ready(url: str) -> None:
 def check_is_anywhere(config: ClusterConfig) -> None:
     """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
     for name, placement in (
-        ("prefill", config.prefill.placement),
-        ("decode", config.decode.placement),
-        ("router", config.router.placement),
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+        ("router", config.router),
     ):
         if not placement.is_anywhere:
             setting = "node_labels" if placement.node_labels else "node_resources"
@@ -184,8 +185,8 @@ def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
     if not config.auth.keys:
         return config, None
     key, sha256 = new_key()
-    own = KeyConfig(OWN_KEY, sha256, admin=True)
-    return replace(config, auth=replace(config.auth, keys=(*config.auth.keys, own))), key
+    own = KeyConfig(name=OWN_KEY, sha256=sha256, admin=True)
+    return config.model_copy(update={"auth": AuthConfig(keys=(*config.auth.keys, own))}), key
 
 
 def _describe_workers(url: str, api_key: str | None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
-from twostroke.cluster.local.process_logs import log_to
+from twostroke.cluster.config.process_logs import log_to
 from twostroke.cluster.ranks.led_ranks import RankOrder
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.kvtransfer.endings import run_until_lost
@@ -34,6 +34,7 @@ from twostroke.protocol.rank_messages import (
     StepEnded,
 )
 from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.settings import from_plain, to_plain
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class ProcessRanks:
         self.processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
         if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(order))
+            process.stdin.write(msgspec.json.encode(order, enc_hook=to_plain))
             process.stdin.close()
 
     async def close(self) -> None:
@@ -207,7 +208,7 @@ async def start_processes(orders: Sequence[RankOrder], on_ended: Callable[[str],
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder, dec_hook=from_plain)
     log_as_rank(order)
     asyncio.run(run_rank(order))
 

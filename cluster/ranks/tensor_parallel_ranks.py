@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from twostroke.cluster.config.placement import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.placement import Placement
 from twostroke.cluster.ranks.led_ranks import RankOrder
 from twostroke.protocol.errors import WorkerLost
 

@@ -59,6 +59,22 @@ def cache_bytes_on_gpu(memory: GpuMemory) -> int:
     return left
 
 
+HOST_SHARE = 0.1
+FULL_CONTEXTS = 4
+LEAST_HOST_CACHE = 2**28
+
+
+def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int) -> int:
+    """Of one rank's KV cache on a CPU where nobody says how much: its part of a tenth of what is `free`, and at least
+    four full contexts if there is room for them.
+
+    `ranks` share the host. Room is half of what its equal part of the memory has left beside what the rank has
+    `needed` for weights and steps. Where that is next to nothing, a small cache lets the sum be checked and told.
+    """
+    wanted = max(int(free * HOST_SHARE) // ranks, FULL_CONTEXTS * full_context)
+    return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
+
+
 def step_bytes_on_cpu(config: ModelConfig, bounds: StepBounds, dtype: torch.dtype) -> int:
     """About what the largest step takes: what stands at one time between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, 3 * config.intermediate_size)

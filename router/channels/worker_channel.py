@@ -34,6 +34,7 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.network import Connection, Network
 from twostroke.protocol.requests import Peer
+from twostroke.protocol.settings import Interval, Section
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_stream import TokenStream
@@ -121,15 +122,17 @@ class Subscriptions:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TokenChannelConfig:
+class TokenChannelConfig(Section):
     """Times of a token channel, in seconds."""
 
-    ping_s: float = 1.0  # a third of a lease or less: how often the router gives a sign of life
-    silence_s: float = 2.5  # a worker that is silent for so long counts as lost: five of its signs of life
-    connect_s: float = 2.0  # to connect and be welcomed
-    backoff_first_s: float = 0.05
-    backoff_most_s: float = 2.0
+    ping_s: Interval = 1.0
+    """A third of a lease or less: how often the router gives a sign of life."""
+    silence_s: Interval = 2.5
+    """A worker that is silent for so long counts as lost: five of its signs of life."""
+    connect_s: Interval = 2.0
+    """To connect and be welcomed."""
+    backoff_first_s: Interval = 0.05
+    backoff_most_s: Interval = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,47 +1,59 @@
 """What a user may set about the way of a sequence through the workers."""
 
-from dataclasses import dataclass, field
 from typing import Literal
 
-from twostroke.protocol.errors import ConfigError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+
+from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.router.health.ejection import EjectionConfig
 from twostroke.router.health.suspects import SuspectsConfig
 
 Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 
 
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How patient the router is, in seconds, and when prefixes are pulled. Raises ConfigError for what can't work."""
+class PipelineConfig(Section):
+    """How patient the router is, in seconds, and when prefixes are pulled."""
 
-    request_timeout_s: float = 600.0  # a request that takes longer fails
-    retries: int = 5  # attempts in a row, after the first, that bring the request no further
-    retry_budget: float = 0.2  # of the live traffic: retries after refusals and failures of workers that live
-    retry_floor: int = 10  # of those within 10 s, however little traffic there is
-    retry_first_s: float = 0.05  # pause before the second retry of a request; doubles from retry to retry
-    retry_most_s: float = 1.0  # such a pause at most
-    retry_wait_s: float = 20.0  # a begun request waits so long for a worker to come back
-    retry_poll_s: float = 0.1
-    reuse_wait_s: float = 0.5  # before a worker that failed the request gets it again, where there is no other
-    reply_grace_s: float = 1.0  # between a call's end and its last tokens, or the other way round
-    prefill_failed_repeat_s: float = 0.25  # until the decode worker is heard of: it may not know the request yet
-    pulls: bool = True  # prefill workers fetch the prompt's beginning from whoever computed it before
-    pull_min_tokens: int = 128  # where that spares so many at least
-    policy: Policy = "kv_aware"  # how workers are chosen
-    decodes_alone: bool = True  # decode workers compute prompts themselves where that is quicker
-    index_blocks: int = 2_000_000  # of which the router remembers who holds them
-    expected_s: float = 5.0  # what its decisions lead to is counted on so long before the workers have told of it
-    ejection: EjectionConfig = field(default_factory=EjectionConfig)
-    suspects: SuspectsConfig = field(default_factory=SuspectsConfig)
+    request_timeout_s: PositiveFloat = 600.0
+    """A request that takes longer fails."""
+    retries: NonNegativeInt = 5
+    """Attempts in a row, after the first, that bring the request no further."""
+    retry_budget: NonNegativeFloat = 0.2
+    """Of the live traffic: retries after refusals and failures of workers that live."""
+    retry_floor: NonNegativeInt = 10
+    """Of those within 10 s, however little traffic there is."""
+    retry_first_s: NonNegativeFloat = 0.05
+    """Pause before the second retry of a request; doubles from retry to retry."""
+    retry_most_s: NonNegativeFloat = 1.0
+    """Such a pause at most."""
+    retry_wait_s: NonNegativeFloat = 20.0
+    """A begun request waits so long for a worker to come back."""
+    retry_poll_s: Interval = 0.1
+    reuse_wait_s: NonNegativeFloat = 0.5
+    """Before a worker that failed the request gets it again, where there is no other."""
+    reply_grace_s: NonNegativeFloat = 1.0
+    """Between a call's end and its last tokens, or the other way round."""
+    prefill_failed_repeat_s: Interval = 0.25
+    """Until the decode worker is heard of: it may not know the request yet."""
+    pulls: bool = True
+    """Prefill workers fetch the prompt's beginning from whoever computed it before."""
+    pull_min_tokens: Count = 128
+    """Where that spares so many at least."""
+    policy: Policy = "kv_aware"
+    """How workers are chosen."""
+    decodes_alone: bool = True
+    """Decode workers compute prompts themselves where that is quicker."""
+    index_blocks: Count = 2_000_000
+    """Of which the router remembers who holds them."""
+    expected_s: Interval = 5.0
+    """What its decisions lead to is counted on so long before the workers have told of it."""
+    ejection: EjectionConfig = Field(default_factory=EjectionConfig)
+    suspects: SuspectsConfig = Field(default_factory=SuspectsConfig)
 
-    def __post_init__(self) -> None:
-        for name in ("pull_min_tokens", "index_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"router.{name} is {getattr(self, name)}: it must be at least 1")
+    @model_validator(mode="after")
+    def _check_pauses(self) -> "PipelineConfig":
         if self.retry_first_s > self.retry_most_s:
-            raise ConfigError(
-                f"router.retry_first_s is {self.retry_first_s:g}: it must not be over router.retry_most_s, "
-                f"{self.retry_most_s:g}"
+            raise ValueError(
+                f"retry_first_s: {self.retry_first_s:g} must be at most retry_most_s ({self.retry_most_s:g})"
             )
-        if self.request_timeout_s <= 0:
-            raise ConfigError(f"router.request_timeout_s is {self.request_timeout_s:g}: it must be above 0")
+        return self

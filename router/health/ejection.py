@@ -6,10 +6,13 @@ comes back with another epoch, and with nothing held against it.
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from annotated_types import Ge, Le
+from pydantic import PositiveFloat, model_validator
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Count, Section
 
 K = TypeVar("K", bound=Hashable)
 
@@ -17,22 +20,21 @@ _RECENT = 20  # outcomes that the failure rate is taken over
 _FORGIVEN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
 
 
-@dataclass(frozen=True)
-class EjectionConfig:
-    """When a worker is left out, and for how long. Raises ConfigError for values that can't work."""
+class EjectionConfig(Section):
+    """When a worker is left out, and for how long."""
 
-    failures_in_a_row: int = 5
-    failure_rate: float = 0.5  # of the last 20 requests
-    first_s: float = 2.0  # the first time; doubles from time to time
-    most_s: float = 60.0
+    failures_in_a_row: Count = 5
+    failure_rate: Annotated[float, Ge(0.05), Le(1)] = 0.5
+    """Of the last 20 requests."""
+    first_s: PositiveFloat = 2.0
+    """The first time; doubles from time to time."""
+    most_s: PositiveFloat = 60.0
 
-    def __post_init__(self) -> None:
-        if self.failures_in_a_row < 1:
-            raise ConfigError(f"failures_in_a_row: {self.failures_in_a_row} must be at least 1")
-        if not 0.05 <= self.failure_rate <= 1:
-            raise ConfigError(f"failure_rate: {self.failure_rate:g} must be from 0.05 to 1")
-        if not 0 < self.first_s <= self.most_s:
-            raise ConfigError(f"first_s: {self.first_s:g} must be above 0 and at most most_s ({self.most_s:g})")
+    @model_validator(mode="after")
+    def _check(self) -> "EjectionConfig":
+        if self.first_s > self.most_s:
+            raise ValueError(f"first_s: {self.first_s:g} must be at most most_s ({self.most_s:g})")
+        return self
 
 
 @dataclass(slots=True)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer
+from twostroke.protocol.settings import Section
 from twostroke.protocol.verdicts import FINGERPRINT_BYTES, LONGEST_S, Verdict, Verdicts
 
 _MOST_REMEMBERED = 4096  # fingerprints with strikes
@@ -27,19 +29,17 @@ _STRIKE_S = 120.0  # how long a death is remembered of who was there
 _SAME_MOMENT_S = 0.02  # workers that die so close to each other died of the same thing
 
 
-@dataclass(frozen=True)
-class SuspectsConfig:
-    """How suspects are dealt with. Raises ConfigError for values that can't work."""
+class SuspectsConfig(Section):
+    """How suspects are dealt with."""
 
-    pause_s: float = 0.1  # after a worker's death: what dies with it in that time was not taken down by a request
-    verdict_s: float = 10.0  # at most, to learn whether workers that were lost are really gone
-    refuse_s: float = 600.0  # so long a request that was found guilty is refused when it comes again
-    max_refused: int = 1024  # that are remembered; the oldest go first
-
-    def __post_init__(self) -> None:
-        for name in ("pause_s", "verdict_s", "refuse_s", "max_refused"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 0")
+    pause_s: NonNegativeFloat = 0.1
+    """After a worker's death: what dies with it in that time was not taken down by a request."""
+    verdict_s: NonNegativeFloat = 10.0
+    """At most, to learn whether workers that were lost are really gone."""
+    refuse_s: NonNegativeFloat = 600.0
+    """So long a request that was found guilty is refused when it comes again."""
+    max_refused: NonNegativeInt = 1024
+    """That are remembered; the oldest go first."""
 
 
 class PoisonRequest(RequestError):

@@ -3,7 +3,6 @@
 An attempt tells each step of its way here; the steps' meaning is in `ejection.py` and `suspects.py`.
 """
 
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
@@ -52,7 +51,7 @@ class WorkerRecords:
         )
         channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self._heard_verdicts))
         self._ejection = Ejection[Peer](config.ejection, clock=clock, draw=draw)
-        pairs = dataclasses.replace(config.ejection, failures_in_a_row=_PAIR_FAILURES)
+        pairs = config.ejection.model_copy(update={"failures_in_a_row": _PAIR_FAILURES})
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:

@@ -12,10 +12,15 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+from pydantic import Field, field_validator, model_validator
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.settings import Count, Section
 
 MINUTE_S = 60.0
 
@@ -77,9 +82,9 @@ class KeyLimits:
         self,
         *,
         clock: Clock,
-        requests_per_minute: float | None,
-        tokens_per_minute: float | None,
-        max_in_flight: int | None,
+        requests_per_minute: Annotated[float, Ge(1)] | None,
+        tokens_per_minute: Annotated[float, Ge(1)] | None,
+        max_in_flight: Count | None,
     ):
         self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
         self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
@@ -131,42 +136,53 @@ class KeyLimits:
 _SALT_BYTES = 16
 
 
-@dataclass(frozen=True)
-class KeyConfig:
-    """One API key. Raises ConfigError for values that can't be meant."""
+class KeyConfig(Section):
+    """One API key."""
 
     name: str
-    sha256: str  # of the key, in hexadecimal
-    slo_class: str | None = None  # of requests that name none; none with a higher priority may be named
-    requests_per_minute: float | None = None  # None: no limit
-    tokens_per_minute: float | None = None  # prompts and outputs
-    max_in_flight: int | None = None  # choices at a time
-    admin: bool = False  # may also ask for /metrics, /status and /doctor
+    sha256: str
+    """Of the key, in hexadecimal."""
+    slo_class: str | None = None
+    """Of requests that name none; none with a higher priority may be named."""
+    requests_per_minute: Annotated[float, Ge(1)] | None = None
+    """null: no limit."""
+    tokens_per_minute: Annotated[float, Ge(1)] | None = None
+    """Prompts and outputs."""
+    max_in_flight: Count | None = None
+    """Choices at a time."""
+    admin: bool = False
+    """May also ask for /metrics, /status and /doctor."""
 
-    def __post_init__(self) -> None:
-        if not self.name or len(self.name) > 64 or not self.name.isprintable():
-            raise ConfigError(f"name: {self.name!r} must be 1 to 64 printable characters")
-        if len(self.sha256) != 64 or not set(self.sha256) <= set("0123456789abcdef"):
-            raise ConfigError("sha256: must be the 64 hexadecimal digits that `twostroke key new` prints, not the key")
-        for what in ("requests_per_minute", "tokens_per_minute", "max_in_flight"):
-            value = getattr(self, what)
-            if value is not None and not value >= 1:
-                raise ConfigError(f"{what}: {value} must be at least 1")
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name or len(name) > 64 or not name.isprintable():
+            raise ValueError(f"{name!r} must be 1 to 64 printable characters")
+        return name
+
+    @field_validator("sha256")
+    @classmethod
+    def _check_sha256(cls, sha256: str) -> str:
+        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+            raise ValueError("must be the 64 hexadecimal digits that `twostroke key new` prints, not the key")
+        return sha256
 
 
-@dataclass(frozen=True)
-class AuthConfig:
-    """All keys; without any, everybody may do everything. Raises ConfigError for keys that are alike."""
+class AuthConfig(Section):
+    """All keys; without any, everybody may do everything."""
 
-    keys: tuple[KeyConfig, ...] = field(default_factory=tuple)
-    keys_file: str | None = None  # a YAML file with more of them, under `keys`
+    keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
+    keys_file: str | None = None
+    """A YAML file with more of them, under `keys`."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> "AuthConfig":
         for what in ("name", "sha256"):
             values = [getattr(key, what) for key in self.keys]
             for value in values:
                 if values.count(value) > 1:
-                    raise ConfigError(f"keys: {what} {value} is there twice")
+                    raise ValueError(f"keys: {what} {value} is there twice")
+        return self
 
 
 @dataclass(frozen=True, eq=False)

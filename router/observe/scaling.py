@@ -28,7 +28,6 @@ class RoleScaling(msgspec.Struct, frozen=True):
 class Scaling(msgspec.Struct, frozen=True):
     """The last decision, and how many there have been."""
 
-    policy: str
     decided_at: float  # seconds since 1970
     roles: dict[Role, RoleScaling]
     demand: dict[str, float]  # the numbers that it came from
@@ -51,7 +50,6 @@ def never_scaled() -> Scaling | None:
 def scaling_status(scaling: Scaling, running: Mapping[Role, int], now: float) -> dict[str, Any]:
     """What GET /status says. `running` are the workers that can take requests, `now` is in seconds since 1970."""
     return {
-        "policy": scaling.policy,
         "age_s": round(max(0.0, now - scaling.decided_at), 1),
         "roles": {
             role: {

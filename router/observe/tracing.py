@@ -1,36 +1,40 @@
 """Whether requests are traced, and to where. Unless they are, nothing of it is imported."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
+from annotated_types import Ge, Le
+from pydantic import field_validator
+
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Section
 
 if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
-@dataclass(frozen=True)
-class TracingConfig:
-    """Raises ConfigError for values that can't be meant."""
+class TracingConfig(Section):
+    """Which requests are traced."""
 
-    endpoint: str | None = (
-        None  # of an OTLP receiver over HTTP, such as http://localhost:4318/v1/traces; None: no traces
-    )
-    sample: float = 1.0  # the part of requests that is traced, 0 to 1; where the client's context decides, it does
+    endpoint: str | None = None
+    """Of an OTLP receiver over HTTP, such as http://localhost:4318/v1/traces; null: no traces."""
+    sample: Annotated[float, Ge(0), Le(1)] = 1.0
+    """The part of requests that is traced; where the client's context decides, it does."""
 
-    def __post_init__(self) -> None:
-        if self.endpoint is not None:
-            try:
-                parts = urlsplit(self.endpoint)
-                is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-                _ = parts.port  # raises for one that is no number
-            except ValueError:
-                is_address = False
-            if not is_address:
-                raise ConfigError(f"endpoint: {self.endpoint} is no address like http://localhost:4318/v1/traces")
-        if not 0 <= self.sample <= 1:
-            raise ConfigError(f"sample: {self.sample} must be between 0 and 1")
+    @field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        try:
+            parts = urlsplit(endpoint)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+            _ = parts.port  # raises for one that is no number
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise ValueError(f"{endpoint} is no address like http://localhost:4318/v1/traces")
+        return endpoint
 
 
 def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":

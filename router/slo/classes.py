@@ -3,64 +3,66 @@
 The SLO classes that a router has heard of, by number: what goes before what, over arrays of classes.
 """
 
-import math
-from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le, Lt
 from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
+from twostroke.protocol.settings import Interval, Section
 
 STANDARD = "standard"
 MOST_PRIORITY = 1000
 
 
-@dataclass(frozen=True)
-class SLOClass:
-    """One class of requests. Raises ConfigError for values that can't be meant."""
+class SLOClass(Section):
+    """One class of requests."""
 
     name: str
-    ttft_s: float | None = None  # to the first token; None: nothing promised, so never refused for being late
-    tpot_s: float | None = None  # mean time between tokens after the first
-    priority: int = 0  # a higher one goes first, gives way last, and is shed last
-    share: float = 0.0  # of the workers' tokens that the class gets while it waits, so that it can't starve
+    """Letters, digits, - and _."""
+    ttft_s: PositiveFloat | None = None
+    """To the first token; null: nothing promised, so never refused for being late."""
+    tpot_s: PositiveFloat | None = None
+    """Mean time between tokens after the first."""
+    priority: Annotated[int, Ge(-MOST_PRIORITY), Le(MOST_PRIORITY)] = 0
+    """A higher one goes first, gives way last, and is shed last."""
+    share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Of the workers' tokens that the class gets while it waits, so that it can't starve."""
 
-    def __post_init__(self) -> None:
-        if not self.name or not self.name.isascii() or not self.name.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"name: {self.name!r} must be letters, digits, - and _")
-        for what in ("ttft_s", "tpot_s"):
-            value = getattr(self, what)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{what}: {value} must be above 0")
-        if not -MOST_PRIORITY <= self.priority <= MOST_PRIORITY:
-            raise ConfigError(f"priority: {self.priority} must be from {-MOST_PRIORITY} to {MOST_PRIORITY}")
-        if not 0 <= self.share < 1:
-            raise ConfigError(f"share: {self.share} must be at least 0 and below 1")
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name or not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{name!r} must be letters, digits, - and _")
+        return name
 
 
-@dataclass(frozen=True)
-class SLOConfig:
-    """All classes. Without any there is one, `standard`, that promises nothing. Raises ConfigError."""
+class SLOConfig(Section):
+    """All classes. Without any there is one, `standard`, that promises nothing."""
 
-    classes: tuple[SLOClass, ...] = field(default_factory=lambda: (SLOClass(STANDARD),))
-    default: str | None = None  # of requests that name none, and whose API key has none; None: the first
-    admission: bool = True  # refuse (429) what would be late, rather than serve it late
-    max_queue_s: float = 600.0  # of work before a request that is promised nothing; longer queues refuse it
+    classes: tuple[SLOClass, ...] = Field(default=(SLOClass(name=STANDARD),), strict=False)
+    default: str | None = None
+    """Of requests that name none, and whose API key has none; null: the first."""
+    admission: bool = True
+    """Refuse (429) what would be late, rather than serve it late."""
+    max_queue_s: Interval = 600.0
+    """Of work before a request that is promised nothing; longer queues refuse it."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> "SLOConfig":
         names = [one.name for one in self.classes]
         if not names:
-            raise ConfigError("classes: there must be one at least")
+            raise ValueError("classes: there must be one at least")
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"classes: {name} is there twice")
-        if not self.max_queue_s > 0:
-            raise ConfigError(f"max_queue_s: {self.max_queue_s} must be above 0")
+                raise ValueError(f"classes: {name} is there twice")
         if self.default is not None and self.default not in names:
-            raise ConfigError(f"default: {self.default} is none of the classes {', '.join(names)}")
+            raise ValueError(f"default: {self.default} is none of the classes {', '.join(names)}")
         if sum(one.share for one in self.classes) > 1:
-            raise ConfigError("classes: the shares of all together are over 1")
+            raise ValueError("classes: the shares of all together are over 1")
+        return self
 
     @property
     def default_class(self) -> SLOClass:

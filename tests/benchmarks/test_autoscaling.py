@@ -68,4 +68,4 @@ def test_the_servers_configuration_is_a_sound_one() -> None:
     pace = Pace(rate=4.0, ttft_s=0.06, tpot_s=0.004)
     config = read_config(scaled_config(pace, Mix("m", {CLASS: 1.0}, 512, 256), most=3, cooldown_s=30))
     assert config.counts == {"prefill": (1, 1, 3), "decode": (1, 1, 3)}
-    assert config.decode.resources.num_blocks == 9 * (768 // 16 + 1)  # for twice 4 * 256 * 0.004 requests
+    assert config.decode.num_blocks == 9 * (768 // 16 + 1)  # for twice 4 * 256 * 0.004 requests

@@ -15,9 +15,9 @@ import msgspec
 
 from tests.chaos.orders import Control
 from tests.chaos.server import ServerOrder
+from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
-from twostroke.cluster.local.server_process import processes_named
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")

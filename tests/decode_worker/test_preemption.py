@@ -2,9 +2,7 @@
 
 import pytest
 
-from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.preemption import PreemptionPolicy, Rate
-from twostroke.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -48,9 +46,3 @@ def test_a_rate_is_that_of_all_that_was_counted():
     rate.count(10, 1.0)
     rate.count(30, 1.0)
     assert rate.time_for(5) == 0.25
-
-
-@pytest.mark.parametrize("settings", [{"swap_gib": -1.0}, {"preemption": "swap"}])
-def test_settings_that_can_not_be_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"decode\.swap_gib"):
-        DecodeConfig(**settings)

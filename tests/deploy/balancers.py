@@ -30,8 +30,8 @@ import yaml
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
 from twostroke.benchmarks.clients import stream_completion
+from twostroke.benchmarks.server_process import ServerProcess, processes_named
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
-from twostroke.cluster.local.server_process import ServerProcess, processes_named
 from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
 MODEL = "twostroke-bundled"

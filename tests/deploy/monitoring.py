@@ -29,9 +29,9 @@ import yaml
 from tests.deploy.programs import DEPLOY, ROOT, environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
 from twostroke.benchmarks.clients import send_at_moments, stream_completion
+from twostroke.benchmarks.server_process import ServerProcess, processes_named
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
-from twostroke.cluster.local.server_process import ServerProcess, processes_named
 
 PROMETHEUS = DEPLOY / "prometheus.yml"
 RULES = DEPLOY / "alerts.yml"

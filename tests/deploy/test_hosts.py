@@ -26,8 +26,8 @@ from tests.deploy.programs import (
 )
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE
+from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.deployments.serve_app import build_app
-from twostroke.cluster.local.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.router.http.tenants import new_key
 
 # --- ray.env: what Ray's processes find in their environment, wherever they are started from ---

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from tests.rigs.processes import alive, eventually
+from twostroke.benchmarks.server_process import ServerProcess
 from twostroke.cluster.local.processes import descendants
-from twostroke.cluster.local.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
 PROMPT = "import os\n\ndef list_files(path):\n"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Server, serving
 from tests.rigs.processes import alive, eventually
-from twostroke.cluster.local.server_process import processes_named
+from twostroke.benchmarks.server_process import processes_named
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine

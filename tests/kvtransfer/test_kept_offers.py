@@ -1,7 +1,6 @@
 """KV whose request waits for room at the target: it is kept, for as long as somebody may still want it."""
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -191,7 +190,7 @@ def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same():
 
 def test_all_ranks_offers_of_one_transfer_are_kept_as_one():
     async def script(ends: Ends) -> None:
-        ends.target.receiver._config = dataclasses.replace(TRANSFERS, max_pending_offers=1)
+        ends.target.receiver._config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
         ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
         ranks = [await ends.connect_rank(rank) for rank in range(2)]
         for rank in ranks:

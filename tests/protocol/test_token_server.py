@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
-from twostroke.protocol.errors import ConfigError, ConnectionLost
+from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
     AskTurn,
     Cancel,
@@ -350,10 +350,3 @@ def test_a_connection_that_never_says_hello_ends_after_a_lease():
         assert scene.heard == []
 
     play(script)
-
-
-def test_statistics_too_rare_for_the_lease_are_a_config_error():
-    with pytest.raises(ConfigError, match="stats_interval_s"):
-        TokenServerConfig(stats_interval_s=2.0, lease_s=3.0)
-    with pytest.raises(ConfigError, match="max_unsent_bytes"):
-        TokenServerConfig(max_unsent_bytes=0)

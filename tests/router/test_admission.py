@@ -12,10 +12,10 @@ from twostroke.router.routing.policy import Estimate, Path
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 
-INTERACTIVE = SLOClass("interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)
-BATCH = SLOClass("batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)
-FREE = SLOClass("free")
-CLASSES = SLOConfig((INTERACTIVE, BATCH, FREE))
+INTERACTIVE = SLOClass(name="interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)
+BATCH = SLOClass(name="batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)
+FREE = SLOClass(name="free")
+CLASSES = SLOConfig(classes=(INTERACTIVE, BATCH, FREE))
 
 
 class Door:
@@ -55,7 +55,7 @@ def test_a_request_is_let_in_while_its_first_token_can_come_in_time() -> None:
 def test_where_nothing_is_known_or_admission_is_off_all_are_let_in() -> None:
     door = Door()
     door.admission.admit(request_of(INTERACTIVE), Path(PREFILL, DECODE), Stages(door.now))
-    assert Door(SLOConfig((INTERACTIVE,), admission=False)).retry_after_s(INTERACTIVE, queue_s=9.0) is None
+    assert Door(SLOConfig(classes=(INTERACTIVE,), admission=False)).retry_after_s(INTERACTIVE, queue_s=9.0) is None
 
 
 def test_the_longer_the_queue_the_later_a_request_is_told_to_come_back() -> None:
@@ -92,11 +92,11 @@ def test_a_lower_class_leaves_room_for_a_higher_one_that_asked_lately() -> None:
     assert door.retry_after_s(BATCH, step_s=0.08) is None
 
 
-SHARELESS = SLOClass("shareless", ttft_s=1.0, priority=5)
+SHARELESS = SLOClass(name="shareless", ttft_s=1.0, priority=5)
 
 
 def test_a_lower_class_keeps_some_of_its_limit_free_for_those_above() -> None:
-    config = SLOConfig((INTERACTIVE, SHARELESS))
+    config = SLOConfig(classes=(INTERACTIVE, SHARELESS))
     alone, beside = Door(config), Door(config)
     beside.ask(INTERACTIVE, prefill_s=0.001)
     for door in (alone, beside):
@@ -106,7 +106,7 @@ def test_a_lower_class_keeps_some_of_its_limit_free_for_those_above() -> None:
 
 
 def test_what_higher_classes_want_of_a_worker_delays_the_lower() -> None:
-    door = Door(SLOConfig((INTERACTIVE, SHARELESS)))
+    door = Door(SLOConfig(classes=(INTERACTIVE, SHARELESS)))
     for _ in range(40):  # 0.08 s every 0.1 s
         door.now += 0.1
         door.ask(INTERACTIVE, prefill_s=0.08)
@@ -141,7 +141,7 @@ def test_a_class_below_its_share_may_use_all_of_its_limit() -> None:
 
 
 def test_a_class_that_was_refused_gets_in_only_when_there_is_some_room() -> None:
-    door = Door(SLOConfig((INTERACTIVE,)))
+    door = Door(SLOConfig(classes=(INTERACTIVE,)))
     door.ask(INTERACTIVE)
     assert door.retry_after_s(INTERACTIVE, queue_s=0.45) is not None
     assert door.retry_after_s(INTERACTIVE, queue_s=0.38) is not None
@@ -150,7 +150,7 @@ def test_a_class_that_was_refused_gets_in_only_when_there_is_some_room() -> None
 
 
 def test_after_long_refusal_one_is_let_in_to_see_whether_predictions_hold() -> None:
-    door = Door(SLOConfig((SLOClass("a", ttft_s=0.1),)))
+    door = Door(SLOConfig(classes=(SLOClass(name="a", ttft_s=0.1),)))
     one = door.admission._config.classes[0]
     door.ask(one, prefill_s=0.01)
     assert door.retry_after_s(one, queue_s=1.0) is not None
@@ -249,10 +249,10 @@ def test_choices_of_an_admitted_response_are_not_judged_again() -> None:
     assert stages.expected is late.estimate
 
 
-HIGH = SLOClass("high", ttft_s=2.5, tpot_s=0.3, priority=10, share=0.3)
-MIDDLE = SLOClass("middle", ttft_s=5.0, tpot_s=0.3, priority=5)
-LOW = SLOClass("low", ttft_s=25.0, tpot_s=0.5, priority=0, share=0.1)
-THREE = SLOConfig((HIGH, MIDDLE, LOW))
+HIGH = SLOClass(name="high", ttft_s=2.5, tpot_s=0.3, priority=10, share=0.3)
+MIDDLE = SLOClass(name="middle", ttft_s=5.0, tpot_s=0.3, priority=5)
+LOW = SLOClass(name="low", ttft_s=25.0, tpot_s=0.5, priority=0, share=0.1)
+THREE = SLOConfig(classes=(HIGH, MIDDLE, LOW))
 MIX = {"high": 0.3, "middle": 0.3, "low": 0.4}
 CAPACITY = {0.5: 1.9, 0.1: 3.0}  # requests a second, by seconds of a prompt: prefill or decode is the bottleneck
 

@@ -12,7 +12,7 @@ from twostroke.router.slo.demand import ASKED_S, Demand, fleet_numbers
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 DECODE = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024, max_batch=32)
-CLASSES = (SLOClass("fast", ttft_s=0.2, tpot_s=0.02), SLOClass("slow", ttft_s=2.0), SLOClass("batch"))
+CLASSES = (SLOClass(name="fast", ttft_s=0.2, tpot_s=0.02), SLOClass(name="slow", ttft_s=2.0), SLOClass(name="batch"))
 
 
 class Time:

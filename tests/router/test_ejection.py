@@ -1,8 +1,5 @@
 """Who is left out, for how long, and how they come back."""
 
-import pytest
-
-from twostroke.protocol.errors import ConfigError
 from twostroke.router.health.ejection import Ejection, EjectionConfig
 
 ALL = ["a", "b", "c", "d"]
@@ -132,11 +129,3 @@ def test_those_that_are_gone_are_forgotten():
     scene.fail("a")
     scene.ejection.keep_where(lambda worker: worker != "a")
     assert scene.out() == set()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"failures_in_a_row": 0}, {"failure_rate": 0.0}, {"first_s": 0.0}, {"first_s": 5.0, "most_s": 4.0}]
-)
-def test_values_that_cannot_work_are_refused(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        EjectionConfig(**wrong)

@@ -6,8 +6,6 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from twostroke.protocol.errors import ConfigError
-from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.path_finder import PrefixPulls
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.policy import Path
@@ -131,9 +129,3 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
             assert asked == ([(source.peer, ticket)] if is_connected else [])
             assert (ticket is not None) == is_connected
             asked.clear()
-
-
-@pytest.mark.parametrize("field", ["pull_min_tokens", "index_blocks"])
-def test_settings_that_cannot_work_are_refused(field):
-    with pytest.raises(ConfigError, match=field):
-        PipelineConfig(**{field: 0})

@@ -8,10 +8,10 @@ from twostroke.router.http.tenants import KeyLimits, Tenant
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.router.slo.promises import promise_of
 
-GOLD = SLOClass("gold", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3)
-PLAIN = SLOClass("plain", ttft_s=2.0, priority=5)
-BULK = SLOClass("bulk", priority=-5, share=0.1)
-CLASSES = SLOConfig((GOLD, PLAIN, BULK), default="plain")
+GOLD = SLOClass(name="gold", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3)
+PLAIN = SLOClass(name="plain", ttft_s=2.0, priority=5)
+BULK = SLOClass(name="bulk", priority=-5, share=0.1)
+CLASSES = SLOConfig(classes=(GOLD, PLAIN, BULK), default="plain")
 
 
 def tenant(slo_class: str | None) -> Tenant:
@@ -44,7 +44,7 @@ def test_openais_own_tiers_mean_a_class() -> None:
     assert class_of(x_slo_class="auto") == class_of("bulk", x_slo_class="default") == "plain"
     assert class_of(key_class="bulk", x_slo_class="auto") == "bulk"
     assert (class_of(x_slo_class="flex"), class_of(x_slo_class="priority")) == ("bulk", "gold")
-    own = SLOConfig((SLOClass("flex", priority=3), GOLD))
+    own = SLOConfig(classes=(SLOClass(name="flex", priority=3), GOLD))
     assert promise_of(own, None, {}, "flex").priority == 3
 
 

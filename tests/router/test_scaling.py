@@ -5,7 +5,6 @@ from twostroke.router.observe.scaling import RoleScaling, Scaling, ScalingCollec
 from twostroke.router.observe.scrape import RouterReading, exposition
 
 SCALING = Scaling(
-    policy="joint",
     decided_at=1000.0,
     roles={
         "prefill": RoleScaling(2, "demand", changed_at=990.0, change="backlog"),
@@ -18,7 +17,7 @@ SCALING = Scaling(
 
 def test_the_status_tells_targets_reasons_and_their_age():
     status = scaling_status(SCALING, {"prefill": 1, "decode": 1}, now=1004.0)
-    assert (status["policy"], status["age_s"]) == ("joint", 4.0)
+    assert status["age_s"] == 4.0
     assert status["roles"]["prefill"] == {
         "running": 1,
         "target": 2,

@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.health.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
@@ -197,8 +196,3 @@ def test_seed_and_length_make_no_other_request_and_all_else_does(a_request):
     ]
     assert {fingerprint_of(each) for each in same} == {fingerprint_of(one)}
     assert len({fingerprint_of(each) for each in (one, *others)}) == 5
-
-
-def test_values_below_zero_are_refused():
-    with pytest.raises(ConfigError, match="pause_s"):
-        SuspectsConfig(pause_s=-1.0)

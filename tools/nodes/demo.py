@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.cluster.commands.asking import table_console
 from twostroke.cluster.commands.doctor import fetch_report
+from twostroke.cluster.commands.status import table_console
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError

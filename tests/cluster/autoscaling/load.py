@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.autoscaling.readings import Arrived, Decision, RoleSignals, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
 COSTS = StepCosts(base_s=0.01, token_s=1e-4, pair_s=0.0, row_s=1e-4, context_s=1e-7)
 """A prompt of 900 tokens takes a prefill worker 0.1 s."""
 
-EIGHT_EACH = AutoscalingConfig(prefill=RoleLimits(1, 8), decode=RoleLimits(1, 8), cooldown_s=300.0)
+EIGHT_EACH = AutoscalingConfig(prefill=RoleLimits(min=1, max=8), decode=RoleLimits(min=1, max=8), cooldown_s=300.0)
 MINUTE_S = 60.0
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.cluster.autoscaling.load import COSTS, MINUTE_S, System
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.readings import Reason, RoleSignals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
-CONFIG = AutoscalingConfig(prefill=RoleLimits(0, 0), decode=RoleLimits(1, 16), cooldown_s=300.0)
+CONFIG = AutoscalingConfig(prefill=RoleLimits(min=0, max=0), decode=RoleLimits(min=1, max=16), cooldown_s=300.0)
 
 
 def aggregated() -> System:

@@ -8,12 +8,15 @@ import pytest
 
 from twostroke.cluster.autoscaling import autoscaler
 from twostroke.cluster.autoscaling.autoscaler import STALE_S, Look, ScalingOrder, State, is_due, look
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.policy import Memory
 from twostroke.cluster.autoscaling.readings import Decision, Reading, Reason, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
+from twostroke.protocol.settings import from_plain, to_plain
 
 ORDER = ScalingOrder(
-    AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 4), decode=RoleLimits(1, 4), interval_s=2, cooldown_s=10),
+    AutoscalingConfig(
+        enabled=True, prefill=RoleLimits(min=1, max=4), decode=RoleLimits(min=1, max=4), interval_s=2, cooldown_s=10
+    ),
     {"prefill": 0.0, "decode": 0.0},
     ("prefill", "decode"),
 )
@@ -95,7 +98,7 @@ def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[Decision]) -
 
 def test_an_aggregated_servers_workers_follow_what_its_routers_tell() -> None:
     """By the real policy, from a router's numbers."""
-    scaling = replace(ORDER.config, prefill=RoleLimits(0, 0))
+    scaling = ORDER.config.model_copy(update={"prefill": RoleLimits(min=0, max=0)})
     only = replace(ORDER, config=scaling, roles=("decode",))
     costs = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "row_s": 1e-4, "context_s": 0.0, "num_samples": 100.0}
     workers = {"decode.running": 1.0, "prefill.running": 0.0, **{f"decode.{name}": one for name, one in costs.items()}}
@@ -125,4 +128,4 @@ def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -
 
 
 def test_the_order_survives_its_way_through_serves_options() -> None:
-    assert msgspec.convert(msgspec.to_builtins(ORDER), ScalingOrder) == ORDER
+    assert msgspec.convert(msgspec.to_builtins(ORDER, enc_hook=to_plain), ScalingOrder, dec_hook=from_plain) == ORDER

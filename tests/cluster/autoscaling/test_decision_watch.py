@@ -14,7 +14,7 @@ NOW = 10_000.0
 
 
 def decided(at: float, target: int = 2) -> Scaling:
-    return Scaling("joint", at, {"decode": RoleScaling(target, "demand")}, {}, {})
+    return Scaling(at, {"decode": RoleScaling(target, "demand")}, {}, {})
 
 
 class Head:

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
 from twostroke.cluster.autoscaling.policy import HOUR_S, decide
 from twostroke.cluster.autoscaling.readings import Arrived, Reason, Signals
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts, typical
 
 
@@ -32,7 +32,7 @@ def test_a_queue_asks_for_workers_though_nothing_arrives_any_more() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_load_between_one_worker_and_two_does_not_make_them_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
-    system = System(config=replace(EIGHT_EACH, cooldown_s=60.0))
+    system = System(config=EIGHT_EACH.model_copy(update={"cooldown_s": 60.0}))
     counts = []
     for _ in range(2 * int(HOUR_S) // 5):
         system.goes_on(5, rate=sum(rng.random() < 0.09 for _ in range(500)) / 5)  # 9 a second: 0.9 of a worker
@@ -106,7 +106,7 @@ def test_decode_workers_see_a_burst_as_slowly_as_it_is_prefilled() -> None:
     slow_prompts = replace(System().prefill, costs=StepCosts(0.01, 2e-3, 0.0, 0.0, 0.0))
     behind_few, behind_many = System(), System()
     for system, most in ((behind_few, 2), (behind_many, 64)):
-        system.config = AutoscalingConfig(prefill=RoleLimits(most, most), decode=RoleLimits(1, 8))
+        system.config = AutoscalingConfig(prefill=RoleLimits(min=most, max=most), decode=RoleLimits(min=1, max=8))
         system.prefill = replace(slow_prompts, running=most, target=most)
         system.goes_on(MINUTE_S, rate=0.1, output=400)
         system.goes_on(3, rate=200, output=400, every_s=1.0)
@@ -115,7 +115,7 @@ def test_decode_workers_see_a_burst_as_slowly_as_it_is_prefilled() -> None:
 
 
 def test_a_short_burst_in_a_quiet_hour_does_not_order_all_there_are() -> None:
-    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(1, 64)))
+    system = System(config=EIGHT_EACH.model_copy(update={"prefill": RoleLimits(min=1, max=64)}))
     system.goes_on(10 * MINUTE_S, rate=5)
     system.goes_on(2, rate=100, every_s=1.0)
     system.goes_on(MINUTE_S, rate=5)
@@ -159,7 +159,7 @@ def test_a_role_that_went_down_and_up_again_stays_up_for_an_hour() -> None:
 
 
 def test_where_gpus_are_few_both_roles_are_served_alike() -> None:
-    system = System(config=replace(EIGHT_EACH, budget=6.0))
+    system = System(config=EIGHT_EACH.model_copy(update={"budget": 6.0}))
     system.prefill = replace(system.prefill, gpus_each=1.0)
     system.decode = replace(system.decode, gpus_each=1.0)
     system.goes_on(10 * MINUTE_S, rate=80, output=800)
@@ -169,7 +169,7 @@ def test_where_gpus_are_few_both_roles_are_served_alike() -> None:
 
 
 def test_a_gpu_changes_roles_within_one_decision() -> None:
-    system = System(config=replace(EIGHT_EACH, budget=6.0))
+    system = System(config=EIGHT_EACH.model_copy(update={"budget": 6.0}))
     system.goes_on(10 * MINUTE_S, rate=40, output=10)
     assert system.counts == (5, 1)
     for _ in range(120):
@@ -183,7 +183,7 @@ def test_a_gpu_changes_roles_within_one_decision() -> None:
 
 
 def test_a_budget_that_decode_workers_use_up_leaves_prompts_to_them() -> None:
-    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(0, 8), budget=1.0))
+    system = System(config=EIGHT_EACH.model_copy(update={"prefill": RoleLimits(min=0, max=8), "budget": 1.0}))
     system.prefill = replace(system.prefill, running=0, target=0)
     system.goes_on(10 * MINUTE_S, rate=40)
     assert system.counts == (0, 1)
@@ -195,17 +195,21 @@ def test_the_limits_hold_whatever_the_load() -> None:
     system.goes_on(10 * MINUTE_S, rate=1000, output=1000)
     assert system.counts == (8, 8)
     assert Reason.LIMIT in system.reasons()
-    system.config = replace(EIGHT_EACH, prefill=RoleLimits(1, 3), decode=RoleLimits(1, 4))
+    system.config = EIGHT_EACH.model_copy(
+        update={"prefill": RoleLimits(min=1, max=3), "decode": RoleLimits(min=1, max=4)}
+    )
     system.goes_on(5, rate=1000)
     assert system.counts == (3, 4)
-    system.config = replace(EIGHT_EACH, prefill=RoleLimits(6, 8), decode=RoleLimits(5, 8))
+    system.config = EIGHT_EACH.model_copy(
+        update={"prefill": RoleLimits(min=6, max=8), "decode": RoleLimits(min=5, max=8)}
+    )
     system.goes_on(5, rate=1)
     assert system.counts == (6, 5)
     assert {Reason.ABOVE_MAX, Reason.BELOW_MIN} <= system.reasons()
 
 
 def test_all_prefill_workers_may_go_and_come_back_from_what_decode_workers_tell() -> None:
-    system = System(config=replace(EIGHT_EACH, prefill=RoleLimits(0, 8)))
+    system = System(config=EIGHT_EACH.model_copy(update={"prefill": RoleLimits(min=0, max=8)}))
     system.goes_on(20 * MINUTE_S, rate=0.5)
     assert system.counts == (0, 1)
     system.memory = replace(system.memory, prefill=replace(system.memory.prefill, costs=None))
@@ -237,15 +241,3 @@ def test_looks_out_of_order_change_nothing() -> None:
     decision, memory = decide(late, system.memory, system.config)
     assert memory.history == system.memory.history
     assert (decision.prefill, decision.decode) == system.counts
-
-
-def test_the_separate_policy_goes_by_each_roles_own_requests_and_needs_no_costs() -> None:
-    limits = RoleLimits(1, 8, ongoing=4)
-    system = System(config=AutoscalingConfig(policy="separate", prefill=limits, decode=limits, cooldown_s=300.0))
-    system.prefill = replace(system.prefill, costs=None, queued_requests=10)
-    system.decode = replace(system.decode, costs=None, num_decoding=20, queued_requests=1)
-    system.goes_on(MINUTE_S, rate=1)
-    assert system.counts == (3, 6)
-    system.prefill = replace(system.prefill, queued_requests=0)
-    system.goes_on(11 * MINUTE_S, rate=1)
-    assert system.counts == (1, 6)

@@ -17,13 +17,16 @@ from ray.serve.schema import ServeApplicationSchema
 from twostroke.cluster.autoscaling import decision_watch as publication
 from twostroke.cluster.autoscaling import serve_policy
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits, WorkerCounts
-from twostroke.cluster.autoscaling.deployment_options import replica_options
 from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION, MissingPolicy, joint_policy, readings_of
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits, WorkerCounts
+from twostroke.cluster.deployments.serve_app import replica_options
+from twostroke.protocol.settings import to_plain
 from twostroke.router.observe.scaling import Scaling
 
 ORDER = ScalingOrder(
-    AutoscalingConfig(enabled=True, prefill=RoleLimits(1, 2), decode=RoleLimits(2, 4)), {}, ("prefill", "decode")
+    AutoscalingConfig(enabled=True, prefill=RoleLimits(min=1, max=2), decode=RoleLimits(min=2, max=4)),
+    {},
+    ("prefill", "decode"),
 )
 ROUTER, PREFILL, DECODE = (DeploymentID(name, "app") for name in ("Router", "PrefillWorker", "DecodeWorker"))
 
@@ -152,7 +155,7 @@ def test_a_decision_holds_though_nobody_can_be_told_of_it(
 def test_deployments_of_an_application_without_the_policy_keep_their_workers_and_say_what_is_missing(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = MissingPolicy(order=msgspec.to_builtins(ORDER))
+    policy = MissingPolicy(order=msgspec.to_builtins(ORDER, enc_hook=to_plain))
     for _ in range(3):
         assert policy(context(DECODE, 3)) == (3, {})
     assert len(caplog.records) == 1

@@ -26,10 +26,8 @@ def test_prefill_workers_may_come_later_and_go_again_altogether() -> None:
     assert read_config({"prefill": {"replicas": 0}, "autoscaling": SCALED}).has_prefill
 
 
-@pytest.mark.parametrize("policy", ["joint", "separate"])
-def test_an_aggregated_server_scales_its_decode_workers_alone(policy: str) -> None:
-    scaled = {"enabled": True, "policy": policy, "decode": {"max": 3}}
-    config = read_config({"prefill": {"replicas": 0}, "autoscaling": scaled})
+def test_an_aggregated_server_scales_its_decode_workers_alone() -> None:
+    config = read_config({"prefill": {"replicas": 0}, "autoscaling": {"enabled": True, "decode": {"max": 3}}})
     assert config.counts == {"prefill": (0, 0, 0), "decode": (1, 1, 3)}
     assert not config.has_prefill
 

@@ -13,6 +13,7 @@ from twostroke.model.cache.memory import (
     MemoryNeed,
     StepBounds,
     cache_bytes_on_gpu,
+    cache_bytes_on_host,
     check_memory,
     check_memory_of_all,
     describe_cache,
@@ -123,3 +124,19 @@ def test_where_all_workers_need_too_much_each_part_is_named() -> None:
         "processes 1.00 GiB) + 1 decode of 6.00 GiB (weights 1.00 GiB, KV cache 1.00 GiB, swap 3.00 GiB, processes "
         "1.00 GiB) + Ray and routers 1.00 GiB = 16.00 GiB, but only 16.00 GiB are free: lower kv_cache_gib"
     )
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "ranks", "needed_gib", "context_gib", "cache_gib"),
+    [
+        (40, 2, 1, 0.125, 2),  # a tenth, shared
+        (16, 2, 1, 0.5, 2),  # four full contexts
+        (16, 2, 1, 4, 3.5),  # for which there is no room: half of what is left
+        (4, 2, 3, 4, 0.25),  # hardly anything is left: the sum is checked, and told
+    ],
+)
+def test_a_cpus_cache_is_part_of_a_tenth_and_four_contexts_where_there_is_room(
+    free_gib: float, ranks: int, needed_gib: float, context_gib: float, cache_gib: float
+) -> None:
+    free, needed, context = (int(size * 2**30) for size in (free_gib, needed_gib, context_gib))
+    assert cache_bytes_on_host(free, ranks, needed=needed, full_context=context) == int(cache_gib * 2**30)

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.protocol.errors import RequestError
 from twostroke.router.http.tenants import (
     AuthConfig,
     KeyConfig,
@@ -23,8 +23,10 @@ def hashed(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-ALICE = KeyConfig("alice", hashed("key-a"), slo_class="interactive", max_in_flight=5, requests_per_minute=60)
-BOB = KeyConfig("bob", hashed("key-b"), admin=True)
+ALICE = KeyConfig(
+    name="alice", sha256=hashed("key-a"), slo_class="interactive", max_in_flight=5, requests_per_minute=60
+)
+BOB = KeyConfig(name="bob", sha256=hashed("key-b"), admin=True)
 
 
 def tenants(secret: bytes = SECRET, num_routers: int = 1) -> Tenants:
@@ -92,14 +94,17 @@ def test_a_fresh_key_is_known_by_its_hash_and_never_twice_the_same() -> None:
     assert sha256 == hashed(key)
     assert len(key) > 40
     assert new_key()[0] != key
-    assert Tenants([KeyConfig("new", sha256)], secret=SECRET, clock=lambda: 0.0).of(f"Bearer {key}").name == "new"
+    assert (
+        Tenants([KeyConfig(name="new", sha256=sha256)], secret=SECRET, clock=lambda: 0.0).of(f"Bearer {key}").name
+        == "new"
+    )
 
 
 def test_keys_that_are_alike_are_refused() -> None:
-    with pytest.raises(ConfigError, match="name alice is there twice"):
-        AuthConfig((ALICE, KeyConfig("alice", hashed("x"))))
-    with pytest.raises(ConfigError, match="sha256"):
-        AuthConfig((ALICE, KeyConfig("carol", ALICE.sha256)))
+    with pytest.raises(ValueError, match="name alice is there twice"):
+        AuthConfig(keys=(ALICE, KeyConfig(name="alice", sha256=hashed("x"))))
+    with pytest.raises(ValueError, match="sha256"):
+        AuthConfig(keys=(ALICE, KeyConfig(name="carol", sha256=ALICE.sha256)))
 
 
 class Clock:

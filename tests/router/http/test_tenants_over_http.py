@@ -12,12 +12,15 @@ from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 KEY, HASH = new_key()
 ADMIN, ADMIN_HASH = new_key()
-SLO = SLOConfig((SLOClass("gold", ttft_s=5.0, tpot_s=1.0, priority=10, share=0.3), SLOClass("bulk")), default="bulk")
+SLO = SLOConfig(
+    classes=(SLOClass(name="gold", ttft_s=5.0, tpot_s=1.0, priority=10, share=0.3), SLOClass(name="bulk")),
+    default="bulk",
+)
 ASK = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
 
 
 def tenants(**limits) -> Tenants:
-    keys = [KeyConfig("alice", HASH, **limits), KeyConfig("root", ADMIN_HASH, admin=True)]
+    keys = [KeyConfig(name="alice", sha256=HASH, **limits), KeyConfig(name="root", sha256=ADMIN_HASH, admin=True)]
     return Tenants(keys, secret=b"secret", clock=lambda: 0.0)
 
 

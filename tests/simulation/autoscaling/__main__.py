@@ -20,7 +20,7 @@ from tests.simulation.autoscaling.kinds import H100, ONE_B, SMALL
 from tests.simulation.autoscaling.outcome import Outcome
 from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
 from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 
 STARTUP_S = 45.0
 MOST = 48, 16
@@ -68,12 +68,14 @@ def compare(trace: Trace, setting: Setting, cooldowns: list[float]) -> dict[str,
     hindsight = fleet_in_hindsight(trace, setting, MOST)
     busiest = fleet_for_busiest(trace, setting, AutoscalingConfig())
     most = max(hindsight[0], busiest[0]), max(hindsight[1], busiest[1])
-    config = AutoscalingConfig(prefill=RoleLimits(min(1, most[0]), most[0]), decode=RoleLimits(1, most[1]))
+    config = AutoscalingConfig(
+        prefill=RoleLimits(min=min(1, most[0]), max=most[0]), decode=RoleLimits(min=1, max=most[1])
+    )
     mode = ", aggregated" if setting.is_aggregated else ""
     print(f"{trace.name} on {setting.kind.name}{mode}: {len(trace.requests)} requests, TTFT {setting.ttft_s:g} s")
     scalers: dict[str, Scaler] = {"fixed, busiest 10 s": Fixed(*busiest), "fixed, hindsight": Fixed(*hindsight)}
     for cooldown_s in cooldowns:
-        scalers[f"joint, {cooldown_s:g} s"] = Ours(replace(config, cooldown_s=cooldown_s))
+        scalers[f"joint, {cooldown_s:g} s"] = Ours(config.model_copy(update={"cooldown_s": cooldown_s}))
     scalers["ray serve"] = RayServe(config, 2.0, RAY_DECODE_ONGOING)
     outcomes: dict[str, Outcome] = {}
     for name, scaler in scalers.items():

@@ -10,8 +10,8 @@ from tests.simulation.autoscaling.outcome import Outcome, outcome
 from tests.simulation.autoscaling.scalers import Fixed
 from tests.simulation.autoscaling.traffic import Trace
 from tests.simulation.autoscaling.workers import Kind
-from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.demand import decode_capacity
+from twostroke.cluster.config.autoscaling import AutoscalingConfig
 
 PEAK_ATTAINMENT = 0.99
 """With hindsight, a fixed fleet is enough, and no larger, when it serves so many in time over the whole trace."""

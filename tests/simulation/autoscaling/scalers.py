@@ -13,9 +13,9 @@ from ray.serve.config import AutoscalingConfig as RayAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 
 from tests.simulation.autoscaling.fleet import Fleet
-from twostroke.cluster.autoscaling.config import AutoscalingConfig
 from twostroke.cluster.autoscaling.policy import Memory, decide
 from twostroke.cluster.autoscaling.readings import Decision
+from twostroke.cluster.config.autoscaling import AutoscalingConfig
 
 
 @dataclass

@@ -10,7 +10,7 @@ from tests.simulation.autoscaling.kinds import SMALL
 from tests.simulation.autoscaling.scalers import Fixed, Ours
 from tests.simulation.autoscaling.traffic import diurnal, steps
 from tests.simulation.autoscaling.workers import Kind, Request
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 
 TPOT_S = 0.05
@@ -72,7 +72,9 @@ def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() ->
     trace = diurnal(1, 1800.0, 0.5, 8.0)
     most = fleet_for_busiest(trace, SETTING, AutoscalingConfig())
     fixed = serve(trace, SETTING, Fixed(*most), most)
-    config = AutoscalingConfig(prefill=RoleLimits(0, 0), decode=RoleLimits(1, most[1]), cooldown_s=300.0)
+    config = AutoscalingConfig(
+        prefill=RoleLimits(min=0, max=0), decode=RoleLimits(min=1, max=most[1]), cooldown_s=300.0
+    )
     ours = serve(trace, SETTING, Ours(config), (0, 1))
     assert ours.attainment >= fixed.attainment - 0.03
     assert ours.worker_hours <= 0.6 * fixed.worker_hours
@@ -80,7 +82,7 @@ def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() ->
 
 
 def test_after_its_traffic_has_ended_one_worker_is_left() -> None:
-    config = AutoscalingConfig(prefill=RoleLimits(0, 0), decode=RoleLimits(1, 8), cooldown_s=200.0)
+    config = AutoscalingConfig(prefill=RoleLimits(min=0, max=0), decode=RoleLimits(min=1, max=8), cooldown_s=200.0)
     _, fleet = serve_with_fleet(steps(0, ((0.0, 6.0),), 300.0), SETTING, Ours(config), (0, 4), after_s=400.0)
     assert (fleet.prefill_target, fleet.decode_target) == (0, 1)
     assert len(fleet.decode) == 1

@@ -7,14 +7,16 @@ from tests.simulation.autoscaling.kinds import SMALL
 from tests.simulation.autoscaling.outcome import Outcome
 from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
-from twostroke.cluster.autoscaling.config import AutoscalingConfig, RoleLimits
+from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 
 SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
 
 
 def limited_to(fleet: tuple[int, int], cooldown_s: float) -> AutoscalingConfig:
     """No more workers than a fleet for the peak has."""
-    return AutoscalingConfig(prefill=RoleLimits(1, fleet[0]), decode=RoleLimits(1, fleet[1]), cooldown_s=cooldown_s)
+    return AutoscalingConfig(
+        prefill=RoleLimits(min=1, max=fleet[0]), decode=RoleLimits(min=1, max=fleet[1]), cooldown_s=cooldown_s
+    )
 
 
 def for_the_busiest(trace: Trace) -> tuple[tuple[int, int], Outcome]:

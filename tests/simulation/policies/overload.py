@@ -13,8 +13,8 @@ from twostroke.router.slo.classes import SLOClass, SLOConfig
 CAPACITY_PER_S = 15.0
 """The highest rate at which nine of ten requests get what they were promised."""
 OVERLOAD = 5.0
-INTERACTIVE = SLOClass("interactive", ttft_s=1.0, tpot_s=0.03, priority=10)
-BATCH = SLOClass("batch", ttft_s=4.0, tpot_s=0.1, share=0.1)
+INTERACTIVE = SLOClass(name="interactive", ttft_s=1.0, tpot_s=0.03, priority=10)
+BATCH = SLOClass(name="batch", ttft_s=4.0, tpot_s=0.1, share=0.1)
 
 WARM_UP_S, USUAL_S, OVERLOAD_S, AFTERWARDS_S = 10.0, 20.0, 15.0, 20.0
 RECOVERED_S = 10.0

@@ -4,7 +4,6 @@ Where two safeguards stand behind each other, so that neither can be missed alon
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int
 
 
 def _keep_any_offer(desk: KVReceiver, connection: ReceiverConnection, offer: Offer) -> None:
-    desk._config = dataclasses.replace(desk._config, max_pending_offers=10**9)
+    desk._config = desk._config.model_copy(update={"max_pending_offers": 10**9})
     _offered(desk, connection, offer)
 
 

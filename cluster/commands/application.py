@@ -1,0 +1,110 @@
+"""What `serve deploy` and `serve shutdown` lack, for an application on a Ray cluster.
+
+`twostroke await`: `serve deploy` says success once the cluster has taken the file. Whether the application runs then,
+only Serve knows. `twostroke drain`: `serve shutdown` cuts every stream, as it ends the proxies first. It runs on a node
+of the Ray cluster, with Ray's token in its environment.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from twostroke.cluster.deployments.router_drain import drain_application
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ConfigError
+
+LOOK_S = 2.0
+MOST_S = 86400.0
+
+Look = Callable[[], Mapping[str, Any] | None]
+"""What Serve tells of the application; None where it has none of that name, or nobody answers yet."""
+
+
+def add_await_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", default="http://127.0.0.1:8265", help="of Ray's dashboard (default: %(default)s)")
+    parser.add_argument("--app", default="twostroke", help="the application's name (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="how long to wait (%(default)g)")
+
+
+def run_await(arguments: argparse.Namespace) -> int:
+    """Returns 0 once the application runs, 1 where it has failed to, or takes longer. Raises ConfigError."""
+    if not 0 < arguments.seconds <= MOST_S:
+        raise ConfigError(f"--seconds {arguments.seconds:g}: more than 0, up to {MOST_S:g}")
+    failure = failure_of(lambda: _status(arguments.address, arguments.app), arguments.seconds)
+    print(failure or f"{arguments.app} is running")
+    return 0 if failure is None else 1
+
+
+def failure_of(
+    look: Look, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> str | None:
+    """None once the application runs; else why it does not, with what each deployment says."""
+    deadline = clock() + patience_s
+    while True:
+        told = look()
+        status = "not known to Serve" if told is None else told["status"]
+        if status == "RUNNING":
+            return None
+        if status == "DEPLOY_FAILED" or clock() >= deadline:
+            return "\n".join([f"the application is {status}", *_messages(told or {})])
+        sleep(LOOK_S)
+
+
+def _messages(told: Mapping[str, Any]) -> list[str]:
+    said = [told.get("message", "")]
+    said += [f"{name} is {one['status']}: {one['message']}" for name, one in told.get("deployments", {}).items()]
+    return [one for one in said if one]
+
+
+def _status(address: str, app_name: str) -> Mapping[str, Any] | None:
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+    from ray.exceptions import AuthenticationError
+
+    try:
+        details = ServeSubmissionClient(address).get_serve_details()
+    except ConnectionError:  # the dashboard of a head that has just started
+        return None
+    except (AuthenticationError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--address {address}: {error}") from error
+    told: Mapping[str, Any] | None = details["applications"].get(app_name)
+    return told
+
+
+def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", default="auto", help="of Ray's head, as HOST:6379 (default: this node's Ray)")
+    parser.add_argument("--app", default="twostroke", help="the application's name (default: %(default)s)")
+    parser.add_argument(
+        "--grace", type=float, default=60.0, metavar="SECONDS", help="for answers to end; the rest is cut (%(default)g)"
+    )
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="not ready, and still serving: for load balancers to notice (default: none)",
+    )
+
+
+def run_drain(arguments: argparse.Namespace) -> int:
+    """Returns 0 once nothing is under way; the routers take nothing until they are replaced. Raises ConfigError."""
+    for name in ("grace", "notice"):
+        if not 0 <= getattr(arguments, name) <= MOST_S:
+            raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MOST_S:g}")
+    import ray
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        ray.init(address=arguments.address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError) as error:
+        raise ConfigError(f"--address {arguments.address}: no Ray can be reached: {error}") from error
+    try:
+        tell = partial(print, flush=True)
+        asyncio.run(drain_application(arguments.app, arguments.grace, arguments.notice, tell))
+    except RayServeException as error:
+        raise ConfigError(f"--app {arguments.app}: {error}") from error
+    finally:
+        ray.shutdown()
+    return 0

@@ -1,0 +1,93 @@
+"""The section `autoscaling`, and how many workers a role may have by it and by its own `replicas`, where it begins."""
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+
+from twostroke.protocol.settings import Section
+from twostroke.protocol.stats import Role
+
+
+class RoleLimits(Section):
+    """How many workers a role may have."""
+
+    min: NonNegativeInt = 1
+    """Of prefill workers 0 is allowed: decode workers then read the prompts while there are few."""
+    max: NonNegativeInt = 1
+    """0: the role is left out, which `prefill` may be."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> "RoleLimits":
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} must be from 0 to max, which is {self.max}")
+        return self
+
+
+class AutoscalingConfig(Section):
+    """When workers come and go."""
+
+    enabled: bool = False
+    prefill: RoleLimits = Field(default_factory=RoleLimits)
+    decode: RoleLimits = Field(default_factory=RoleLimits)
+    budget: PositiveFloat | None = None
+    """GPUs of both roles together, or workers where they have none; null: the maxima."""
+    interval_s: Annotated[float, Ge(0.5)] = 5.0
+    """Between decisions; routers and Serve's controller talk at about the pace of the least."""
+    cooldown_s: NonNegativeFloat = 900.0
+    """A role shrinks to what the last so many seconds needed, so long after its last change."""
+    slack: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Of the TTFT that is promised: so long may prompts wait."""
+    attainment: Annotated[float, Gt(0), Le(1)] = 0.98
+    """Share of requests of the last `cooldown_s` that as few workers would have served in time."""
+    spare: Annotated[float, Ge(0), Lt(1)] = 0.15
+    """Of each role's capacity that is kept free."""
+    reversals_per_hour: Annotated[int, Ge(2)] = 2
+    """A role that went down and up so often does not shrink again for an hour."""
+
+    @model_validator(mode="after")
+    def _check_times(self) -> "AutoscalingConfig":
+        if self.decode.min < 1:
+            raise ValueError("decode.min: must be at least 1; only prefill workers may all go")
+        if self.cooldown_s < self.interval_s:
+            raise ValueError(f"cooldown_s: {self.cooldown_s} must be at least interval_s, which is {self.interval_s}")
+        return self
+
+
+class WorkerCounts(NamedTuple):
+    """Of one role. All the same where the number is fixed; `most` is 0 where there is no such role."""
+
+    least: int
+    first: int  # to begin with
+    most: int
+
+
+def worker_counts(autoscaling: AutoscalingConfig, role: Role, replicas: int) -> WorkerCounts:
+    """Of a role that begins with so many replicas."""
+    limits: RoleLimits = getattr(autoscaling, role)
+    is_left_out = replicas == 0 and limits == RoleLimits()
+    if not autoscaling.enabled or is_left_out:
+        return WorkerCounts(replicas, replicas, replicas)
+    return WorkerCounts(limits.min, replicas, limits.max)
+
+
+def check_counts(
+    autoscaling: AutoscalingConfig, counts: Mapping[Role, WorkerCounts], gpus_each: Mapping[Role, float]
+) -> None:
+    """Raises ValueError for numbers that contradict each other."""
+    for role, (least, first, most) in counts.items():
+        if not least <= first <= most:
+            raise ValueError(
+                f"{role}.replicas: {first}, where the autoscaler begins, must be from {least} (autoscaling.{role}.min) "
+                f"to {most} (autoscaling.{role}.max)"
+            )
+    if not autoscaling.enabled or autoscaling.budget is None:
+        return
+    unit = "GPUs" if any(gpus_each.values()) else "workers"
+    needed = sum(each.least * (gpus_each[role] or 1.0) for role, each in counts.items())
+    if needed > autoscaling.budget:
+        raise ValueError(
+            f"autoscaling.budget: {autoscaling.budget:g} {unit} are fewer than the {needed:g} that both roles take "
+            "at least (autoscaling.prefill.min, autoscaling.decode.min)"
+        )

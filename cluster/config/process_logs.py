@@ -1,0 +1,51 @@
+"""The section `logging`, and how a process of ours logs as it says."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Literal
+
+from twostroke.protocol.requests import Peer
+from twostroke.protocol.settings import Section
+from twostroke.router.observe.log_format import JsonLines, TextLines
+
+_MOST_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
+_OLD_FILES = 4
+
+
+class LoggingConfig(Section):
+    """How our own packages log. Ray's and Serve's logs are their own."""
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def log_to(file: Path | None, config: LoggingConfig, process: Mapping[str, str]) -> None:
+    """Have this process's packages log to `file` (None: standard error), with what `process` says on JSON lines.
+
+    Called again, replaces what was set before.
+    """
+    handler: logging.Handler
+    if file is None:
+        handler = logging.StreamHandler(sys.stderr)
+    else:
+        handler = RotatingFileHandler(file, maxBytes=_MOST_BYTES, backupCount=_OLD_FILES, encoding="utf-8", delay=True)
+    handler.setFormatter(JsonLines(process) if config.format == "json" else TextLines())
+    logger = logging.getLogger("twostroke")
+    for old in logger.handlers:
+        old.close()
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(config.level.upper())
+
+
+def log_as_replica(config: LoggingConfig, role: str, peer: Peer) -> None:
+    """Have this replica of a Serve deployment log to a file of its own, in the folder of Serve's logs."""
+    from ray.serve._private.logging_utils import get_serve_logs_dir  # no public function tells
+
+    folder = Path(get_serve_logs_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    process = {"role": role, "worker_id": peer.worker_id, "epoch": f"{peer.epoch:016x}"}
+    log_to(folder / f"twostroke_{role}_{peer.worker_id}.log", config, process)

@@ -1,0 +1,66 @@
+"""How this machine asks a running server: the address, the key, and what is told where none answers."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from twostroke.protocol.errors import ConfigError
+
+API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
+
+
+def endpoint(url: str, path: str) -> str:
+    """Where the server that was named by `--url` has this path. Raises ConfigError for what is no address of one.
+
+    `h:8000` will do, and so will http://h:8000/v1, which clients of OpenAI's API are given.
+    """
+    server = url if "://" in url else f"http://{url}"
+    server = server.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(server)
+        # A single word is rather a mistake than a host that listens on port 80.
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and ("://" in url or bool(parts.port))
+    except ValueError as error:
+        raise ConfigError(f"--url {url}: {error}") from error
+    if not is_address:
+        raise ConfigError(f"--url {url}: write http://HOST:PORT or https://HOST:PORT")
+    return f"{server}/{path}"
+
+
+def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> HTTPResponse:
+    """The open answer of a GET, with the API key that is given or in the environment. Raises ConfigError, OSError."""
+    request = urllib.request.Request(endpoint(url, path))
+    key = api_key or next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), None)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
+    return answer
+
+
+def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What GET /status says. Raises ConfigError where no server of ours answers."""
+    try:
+        with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
+            status: dict[str, Any] = json.load(answer)
+            return status
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(no_answer(url, error)) from error
+
+
+def no_answer(url: str, error: Exception) -> str:
+    """One line for people, without the library's own wrapping."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+    if isinstance(error, urllib.error.HTTPError):
+        if error.code in (401, 403):
+            used = next((name for name in API_KEY_VARIABLES if os.environ.get(name)), None)
+            if used is None:
+                return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLES[0]}"
+            wrong = "is not known there" if error.code == 401 else "may not: it needs `admin: true` on the server"
+            return f"{url}: the API key in {used} {wrong}"
+        text = f"status {error.code}"
+    return f"no Twostroke server answers at {url}: {text}"

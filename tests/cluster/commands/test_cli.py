@@ -1,0 +1,199 @@
+"""The command line where nothing can be started: one clear line and exit code 2, before Ray is touched.
+
+`twostroke loadtest` is told likewise, though it may not be installed whole.
+"""
+
+import io
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.cluster.command_line import answering, one_line
+from twostroke.cluster import cli
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.status import show_status, worker_rows
+from twostroke.cluster.local.asking import ask
+from twostroke.protocol.stats import WorkerStats
+
+
+def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert one_line(capsys) == f"twostroke: port {port} on 127.0.0.1 is in use: choose another with --port"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "/nowhere/at/all"], "twostroke: model.path: folder /nowhere/at/all does not exist"),
+        (["--model", "./nowhere"], "twostroke: model.path: folder ./nowhere does not exist"),
+        (["--config", "/nowhere.yaml"], "twostroke: /nowhere.yaml: can't be read: No such file or directory"),
+        (["--port", "70000"], "twostroke: port 70000 is none: choose one from 1 to 65535"),
+        (["--grace", "-5"], "twostroke: --grace -5: seconds for streams to end, 0 for none"),
+        (["--grace", "nan"], "twostroke: --grace nan: seconds for streams to end, 0 for none"),
+        (["--decode", "0"], "twostroke: decode.replicas: 0 must be from 1 to 1024"),
+        (["--host", "192.0.2.77"], "twostroke: can't listen on 192.0.2.77:18123: Cannot assign requested address"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert main(["serve", "--port", "18123", *arguments]) == 2
+    assert one_line(capsys) == told
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan"])
+def test_a_drain_of_no_possible_length_is_told_in_one_line(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert main(["drain", "--grace", wrong]) == 2
+    assert one_line(capsys) == f"twostroke: --grace {wrong}: seconds, from 0 to 86400"
+
+
+def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("decode:\n  replcas: 2\n")
+    assert main(["serve", "--config", str(path), "--port", "18123"]) == 2
+    assert one_line(capsys) == "twostroke: decode.replcas: there is no such setting; did you mean replicas?"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("twostroke ")
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_a_command_that_asks_a_server_says_where_none_answers(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main([command, "--url", url]) == 2
+    assert one_line(capsys) == f"twostroke: no Twostroke server answers at {url}: Connection refused"
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("ftp://localhost", "write http://HOST:PORT or https://HOST:PORT"),
+        ("http://", "write http://HOST:PORT or https://HOST:PORT"),
+    ],
+)
+def test_an_address_that_is_none_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], command: str, url: str, told: str
+) -> None:
+    assert main([command, "--url", url]) == 2
+    assert one_line(capsys) == f"twostroke: --url {url}: {told}"
+
+
+@pytest.mark.parametrize("given", ["{host}", "http://{host}/v1", "{host}/v1/"])
+def test_a_server_is_asked_at_what_openai_s_clients_are_given_too(given: str) -> None:
+    with (
+        answering({"/status": b"{}"}) as url,
+        ask(given.format(host=url.removeprefix("http://")), "status", timeout_s=5.0) as answer,
+    ):
+        assert answer.read() == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("key", "status", "told"),
+    [
+        (None, 401, " wants an API key with `admin: true`: set TWOSTROKE_API_KEY"),
+        ("ts-wrong", 401, ": the API key in TWOSTROKE_API_KEY is not known there"),
+        ("ts-plain", 403, ": the API key in TWOSTROKE_API_KEY may not: it needs `admin: true` on the server"),
+    ],
+)
+def test_status_says_what_is_wrong_with_the_api_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str | None, status: int, told: str
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("TWOSTROKE_API_KEY", key)
+    with answering({"/status": b"{}"}, status=status) as url:
+        assert main(["status", "--url", url]) == 2
+    assert one_line(capsys) == f"twostroke: {url}{told}"
+
+
+def worker(generated: int) -> dict[str, Any]:
+    stats = WorkerStats(
+        owned_blocks=3,
+        total_blocks=64,
+        generated_tokens=generated,
+        pulled_tokens=11,
+        transfers_failed=14,
+        transfers_given_up=2,  # are no failures
+        transfer_retries=13,
+        transfer_digest_failures=14,
+        transfer_links_lost=15,
+        preemptions=16,
+        swaps=9,
+    )
+    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "stats": msgspec.to_builtins(stats)}
+
+
+def test_status_shows_a_row_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    body = json.dumps({"model": "m", "ready": True, "places_held": 1, "workers": [worker(5)]}).encode()
+    with answering({"/status": body}) as url:
+        assert main(["status", "--url", url, "--interval", "0.1"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "w1" in line)
+    assert row.split()[:5] == ["w1", "decode", "0", "0", "3/64"]
+    assert row.split()[-7:] == ["11", "12", "13", "14", "15", "16", "9"]
+
+
+def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> None:
+    def look(*workers: dict[str, Any]) -> dict[str, Any]:
+        return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
+
+    newcomer = worker(9) | {"epoch": "0def"}
+    rows = worker_rows(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
+    assert [row[7] for row in rows] == ["25.0", "-"]
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_a_narrow_terminal_shows_every_number_unbroken_with_workers_side_by_side(count: int) -> None:
+    workers = [worker(5) | {"worker_id": f"worker{i:02}", "epoch": str(i)} for i in range(count)]
+    workers[-1]["stats"] = None
+    look = {"model": "m", "ready": True, "places_held": 0, "workers": workers}
+    console = Console(width=80, file=io.StringIO())
+    show_status(look, look, 1.0, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    assert [word for line in words for word in line if word.startswith("worker0") or word.startswith("worker1")] == [
+        one["worker_id"] for one in workers
+    ]
+    preempted = [line[1:] for line in words if line[:1] == ["preempted"]]
+    assert [number for line in preempted for number in line] == ["16"] * (count - 1)
+    assert "…" not in console.file.getvalue()
+    assert sum(line.count("unreachable") for line in lines) == 1
+
+
+def test_a_load_test_s_error_is_one_line_and_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["loadtest", "run"]) == cli.CONFIG_ERROR_EXIT
+    assert one_line(capsys) == "twostroke: --arrivals poisson needs --rate"
+
+
+def test_missing_packages_are_told_with_the_way_to_get_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_LOADTESTS_NEED", ("sys", "no_such_package"))
+    assert cli.main(["loadtest", "run", "--rate", "1"]) == cli.CONFIG_ERROR_EXIT
+    told = "twostroke: loadtest needs no_such_package: in the project's checkout, pip install '.[loadtest]'"
+    assert one_line(capsys) == told
+
+
+def test_our_own_process_is_never_patched_by_gevent() -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["loadtest", "run", "--help"])
+    assert "locust" not in sys.modules

@@ -1,0 +1,146 @@
+"""`twostroke status --watch`: follows a server, also one that goes away and comes back, and ends with Ctrl-C."""
+
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from twostroke.cluster.cli import main
+from twostroke.cluster.commands.status import class_rows, load_rows, scaling_rows, watch
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
+
+
+def worker(**stats: Any) -> dict[str, Any]:
+    told = msgspec.to_builtins(WorkerStats(total_blocks=64, **stats))
+    return {"role": "decode", "worker_id": "w1", "epoch": "0abc", "reachable": True, "stats": told}
+
+
+def status(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    told = {"model": "m", "ready": True, "places_held": 0, "workers": list(workers), **more}
+    return json.loads(json.dumps(told))
+
+
+def run_watch(answers: list[dict[str, Any] | None], *, is_terminal: bool) -> str:
+    """What is printed where these answers come, one a second; None: nobody answers. Then comes Ctrl-C."""
+    console = Console(file=io.StringIO(), width=200, height=50, force_terminal=is_terminal, color_system=None)
+    now = 0.0
+
+    def fetch() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if answer is None:
+            raise ConfigError("no Twostroke server answers")
+        return answer
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if not answers:
+            raise KeyboardInterrupt
+
+    assert watch("http://here", fetch, 1.0, console, clock=lambda: now, sleep=sleep) == 0
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(view: str) -> list[str]:
+    return next(line for line in reversed(view.splitlines()) if "w1" in line).split()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_rates_are_those_between_the_last_two_answers(is_terminal):
+    steps = [
+        worker(generated_tokens=tokens, steps=tokens, step_seconds=tokens * 0.002, costs=StepCosts(0.0015, 0, 0, 0, 0))
+        for tokens in (0, 50, 250)
+    ]
+    shown = row(run_watch([status(one) for one in steps], is_terminal=is_terminal))
+    assert shown[2] == "serving"
+    assert shown[8:12] == ["2.0", "1.50", "0.0", "200.0"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_server_that_goes_away_is_told_of_and_shown_again_when_it_is_back(is_terminal):
+    old, new = worker(generated_tokens=100), worker(generated_tokens=300)
+    gone = run_watch([status(old), None], is_terminal=is_terminal)
+    assert "no Twostroke server answers; trying again" in gone
+    assert "What it said 1 s ago" in gone
+    back = run_watch([status(old), None, status(new)], is_terminal=is_terminal)
+    assert row(back)[11] == "-", "no rate over a time when nobody answered"
+    assert "trying again" not in back[back.rindex("w1") :]
+
+
+def test_a_server_that_has_not_come_up_yet_is_waited_for():
+    assert "m — ready" in run_watch([None, None, status(worker())], is_terminal=False)
+
+
+def test_workers_that_take_nothing_are_named_so():
+    rows = load_rows(
+        status(),
+        status(
+            worker(is_draining=True),
+            worker() | {"ejected": True},
+            worker() | {"reachable": False},
+            worker() | {"stats": None},
+        ),
+        1.0,
+    )
+    assert [row[2] for row in rows] == ["draining", "ejected", "unreachable", "unreachable"]
+
+
+def test_queues_are_summed_up_by_class_beside_what_the_class_was_kept_of_its_promise():
+    queued = (QueuedWork("fast", 1, 0.0, 100, 2), QueuedWork("slow", 0, 0.0, 30, 1))
+    look = status(worker(queued=queued), worker(queued=queued[:1]), slo_classes=[{"name": "fast", "attainment": 0.875}])
+    assert class_rows(look) == [["fast", "4", "200", "87.5%"], ["slow", "1", "30", "-"]]
+
+
+@pytest.mark.parametrize("how", [[], ["--watch"]])
+@pytest.mark.parametrize("arguments", [["--url", "nowhere"], ["--interval", "0"], ["--interval", "nan"]])
+def test_what_can_never_work_is_refused_at_once(arguments, how, capsys):
+    assert main(["status", *how, *arguments]) == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_autoscalers_last_decision_and_last_change_are_shown_with_their_age():
+    roles = {
+        "prefill": {"running": 1, "target": 2, "reason": "steady", "last_change": "demand", "changed_ago_s": 90.4},
+        "decode": {"running": 1, "target": 1, "reason": "cooldown", "last_change": None, "changed_ago_s": None},
+    }
+    told = status(worker(), autoscaling={"age_s": 1.2, "roles": roles, "demand": {}})
+    assert scaling_rows(told) == [
+        [
+            "prefill",
+            "1",
+            "2",
+            "1: still loading, or is there no room? `ray status -v`",
+            "steady, 1 s ago",
+            "demand, 90 s ago",
+        ],
+        ["decode", "1", "1", "-", "cooldown, 1 s ago", "-"],
+    ]
+    assert "cooldown, 1 s ago" in run_watch([told], is_terminal=False)
+    assert scaling_rows(status(worker(), autoscaling=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("running", "changed_ago_s", "shown"),
+    [
+        (3, 5.0, "-"),
+        (4, 5.0, "-"),  # one leaves
+        (1, 5.0, "2, starting"),
+        (1, 300.0, "2: still loading, or is there no room? `ray status -v`"),
+        (1, None, "2: still loading, or is there no room? `ray status -v`"),  # nobody was asked for: one is lost
+    ],
+)
+def test_a_worker_that_does_not_come_is_told_apart_from_one_that_starts(running, changed_ago_s, shown):
+    decode = {
+        "running": running,
+        "target": 3,
+        "reason": "steady",
+        "last_change": None if changed_ago_s is None else "demand",
+        "changed_ago_s": changed_ago_s,
+    }
+    told = status(worker(), autoscaling={"age_s": 1.2, "roles": {"decode": decode}, "demand": {}})
+    assert scaling_rows(told)[0][3] == shown

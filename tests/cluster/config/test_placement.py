@@ -1,0 +1,122 @@
+"""What the configuration's `node_labels` and `node_resources` make of the options that Ray Serve is given."""
+
+import pytest
+from ray._private.label_utils import validate_label_selector
+from ray.serve._private.config import ReplicaConfig
+
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.placement import Placement
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.router import router_options
+from twostroke.cluster.local.server import check_is_anywhere
+from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
+from twostroke.protocol.errors import ConfigError
+
+PLACE = {"node_labels": {"twostroke-role": "decode"}, "node_resources": {"decode_slot": 1}}
+
+
+class Replica:
+    """Something for Serve to check the options of."""
+
+
+def test_a_worker_of_one_rank_asks_for_the_nodes_labels_and_resources() -> None:
+    config = read_config({"decode": {"threads": 2, **PLACE}})
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
+    assert options == {
+        "ray_actor_options": {
+            "num_cpus": 2,
+            "num_gpus": 0.0,
+            "label_selector": {"twostroke-role": "decode"},
+            "resources": {"decode_slot": 1.0},
+        }
+    }
+    ReplicaConfig.create(Replica, **options)
+
+
+def test_the_ranks_of_a_worker_ask_for_the_labels_each_and_for_the_resources_once() -> None:
+    config = read_config({"decode": {"threads": 2, "tensor_parallel": 2, **PLACE}})
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
+    assert options["placement_group_bundles"] == [{"CPU": 2, "decode_slot": 1.0}, {"CPU": 2}]
+    assert options["placement_group_bundle_label_selector"] == [{"twostroke-role": "decode"}] * 2
+    assert options["ray_actor_options"]["resources"] == {"decode_slot": 1.0}
+    ReplicaConfig.create(Replica, **options)
+
+
+def test_a_router_may_be_placed_too() -> None:
+    config = read_config({"router": {"node_labels": {"twostroke-role": "in(router, head)"}}})
+    assert router_options(config.router)["ray_actor_options"]["label_selector"] == {
+        "twostroke-role": "in(router, head)"
+    }
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"twostroke-role": "prefill"},
+        {"ray.io/accelerator-type": "!H100"},
+        {"zone": "in(a, b-2)"},
+        {"zone": "!in(a,b)"},
+        {"9._a": "x"},
+    ],
+)
+def test_labels_that_are_allowed_are_allowed_by_ray(labels: dict[str, str]) -> None:
+    assert Placement(node_labels=labels).actor_options() == {"label_selector": labels}
+    assert validate_label_selector(labels) is None
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"-role": "a"},
+        {"role": "a b"},
+        {"role": "in()"},
+        {"role": "in(a"},
+        {"ro le": "a"},
+        {"a" * 64: "b"},
+        {"a": "!!b"},
+    ],
+)
+def test_labels_that_ray_refuses_are_refused_before(labels: dict[str, str]) -> None:
+    assert validate_label_selector(labels) is not None
+    with pytest.raises(ValueError, match="node_labels: "):
+        Placement(node_labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"node_labels": ["prefill"]}, "prefill.node_labels: expected names and values, found ['prefill']"),
+        ({"node_labels": {"gpu": True}}, "prefill.node_labels.gpu: expected a text, found True"),
+        ({"node_labels": {1: "a"}}, "prefill.node_labels: expected texts as names, found 1"),
+        (
+            {"node_labels": {"role": "a, b"}},
+            "prefill.node_labels: role can't be 'a, b': give a value, !value, in(a, b) or !in(a, b)",
+        ),
+        ({"node_resources": {"slot": "1"}}, "prefill.node_resources.slot: expected a number, found '1'"),
+        ({"node_resources": {"slot": 0}}, "prefill.node_resources.slot: 0.0 must be from 0.0001 to 100000"),
+        (
+            {"node_resources": {"slot": 1.5}},
+            "prefill.node_resources: slot is 1.5: above 1 Ray takes whole numbers only",
+        ),
+        ({"node_resources": {"CPU": 2}}, "prefill.node_resources: CPU is what threads takes: set that instead"),
+        ({"node_resources": {"memory": 2}}, "prefill.node_resources: 'memory' is no custom resource"),
+    ],
+)
+def test_a_wrong_place_is_told_by_its_path(section: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({"prefill": section})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("raw", "setting"),
+    [
+        ({"decode": {"node_labels": {"role": "a"}}}, "decode.node_labels"),
+        ({"prefill": {"node_resources": {"slot": 1}}}, "prefill.node_resources"),
+        ({"router": {"node_labels": {"role": "a"}}}, "router.node_labels"),
+    ],
+)
+def test_a_server_on_one_machine_refuses_to_wait_for_nodes(raw: dict[str, object], setting: str) -> None:
+    check_is_anywhere(read_config({}))
+    with pytest.raises(ConfigError, match=rf"^{setting}: `twostroke serve` has this machine alone"):
+        check_is_anywhere(read_config(raw))

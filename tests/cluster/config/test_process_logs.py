@@ -1,0 +1,46 @@
+"""What our packages log reaches the file of the process, in the format that is configured."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.process_logs import LoggingConfig, log_to
+from twostroke.cluster.config.worker_settings import WorkerSettings
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    logger = logging.getLogger("twostroke")
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+
+
+def test_json_lines_name_their_process(tmp_path: Path) -> None:
+    log_to(tmp_path / "log", LoggingConfig(format="json", level="info"), {"worker_id": "w1", "epoch": "07"})
+    logging.getLogger("twostroke.decode_worker.scheduler").info("hello")
+    logging.getLogger("twostroke.decode_worker.scheduler").debug("too fine")
+    logging.getLogger("somebody.else").warning("not ours")
+    (line,) = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines())
+    assert (line["worker_id"], line["epoch"], line["level"], line["message"]) == ("w1", "07", "info", "hello")
+    assert line["logger"] == "twostroke.decode_worker.scheduler"
+
+
+def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
+    log_to(tmp_path / "first", LoggingConfig(), {})
+    log_to(tmp_path / "second", LoggingConfig(level="warning"), {})
+    logging.getLogger("twostroke.router").info("too fine")
+    logging.getLogger("twostroke.router").warning("heard")
+    assert not (tmp_path / "first").exists(), "a file is made by its first line"
+    assert (tmp_path / "second").read_text().endswith(" WARNING twostroke.router: heard\n")
+
+
+def test_workers_and_their_ranks_are_told_how_to_log() -> None:
+    config = read_config({"logging": {"format": "json", "level": "debug"}})
+    assert WorkerSettings.of(config, config.decode).logging == LoggingConfig(format="json", level="debug")

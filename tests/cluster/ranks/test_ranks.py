@@ -1,0 +1,230 @@
+"""A rank does what rank 0 says, in its order: above all, nothing to blocks that its own step may still write into.
+
+And what `tensor_parallel` makes of a worker's place, its share of cores, and its settings.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.worker_parts import check_step_size
+from twostroke.cluster.ranks.led_ranks import RankOrder
+from twostroke.cluster.ranks.rank_process import run_rank
+from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
+from twostroke.kvtransfer.stats import TransferStats
+from twostroke.model.parallel.ranked_engine import RankConnections
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.rank_messages import (
+    OpenTransfer,
+    RankCopy,
+    RankSequence,
+    RankStep,
+    RefuseTransfer,
+    StepEnded,
+    TransferReady,
+)
+from twostroke.protocol.requests import Address, Peer, Ticket
+
+SECRET = b"a secret of tests"
+WORKER = Peer("w", 5)
+TICKET = Ticket(b"t" * 16, "r", Peer("p", 1), WORKER, (Address("h", 1),))
+STEP = RankStep((RankSequence((7, 8), 2, (4,), False),), True, (RankCopy(True, (1,), (2,)),))
+
+
+class FakeParts:
+    """All that a rank loads; notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.notes: list[str] = []
+        self.noted = asyncio.Event()
+        self.store = SimpleNamespace(layout=SimpleNamespace(num_layers=2))
+        self.loaded = SimpleNamespace(engine=self)
+        self.sender = self.receiver = self
+        self.stats = TransferStats()
+        self.closed = asyncio.Event()
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+        self.noted.set()
+
+    async def step(
+        self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, copies: Sequence[BlockCopy]
+    ) -> list[None]:
+        self.note(f"begin {list(batch[0].token_ids)}, {len(copies)} copies")
+        await self.gate.wait()
+        if "fails" in self.notes:
+            raise WorkerLost("no memory")
+        if "has a bug" in self.notes:
+            raise IndexError("past the end")
+        self.note("end")
+        if on_layer is not None:
+            on_layer(0)
+        return [None] * len(batch)
+
+    def open(self, *_: Any) -> "FakeParts":
+        return self
+
+    def layer_ready(self, layer: int, num_tokens: int) -> None:
+        self.note(f"layer {layer}, {num_tokens} tokens")
+
+    async def done(self) -> None:
+        await self.closed.wait()
+
+    def refuse(self, ticket: Ticket) -> None:
+        self.note("refuse")
+
+    async def start(self, host: str) -> tuple[Address]:
+        return (Address(host, 1),)
+
+    async def close(self) -> None:
+        self.closed.set()
+        self.note("close")
+
+    async def until(self, what: str) -> None:
+        while what not in self.notes:
+            self.noted.clear()
+            await self.noted.wait()
+
+
+@contextlib.asynccontextmanager
+async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeParts, RankConnections]]:
+    """Rank 1 of 2, with fake parts, in this process; and rank 0's connection to it."""
+    parts = FakeParts()
+
+    async def load(*_: Any) -> FakeParts:
+        return parts
+
+    monkeypatch.setattr("twostroke.cluster.ranks.rank_process.load_rank", load)
+    network = TcpNetwork(SECRET)
+    ranks = RankConnections(worker=WORKER, size=2, network=network)
+    leader = await ranks.listen("127.0.0.1")
+    order = RankOrder(WORKER, 1, leader, leader, "127.0.0.1", SECRET, None)  # type: ignore[arg-type]
+    rank = asyncio.create_task(run_rank(order))
+    async with asyncio.timeout(20):
+        assert await ranks.loaded() == (Address("127.0.0.1", 1),)
+        yield parts, ranks
+        parts.gate.set()
+        await ranks.close()
+        await rank
+    assert parts.notes[-1] == "close"
+
+
+async def test_what_follows_a_steps_end_waits_for_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        for message in (STEP, StepEnded(), RefuseTransfer(TICKET)):
+            ranks.tell(message)
+        await parts.until("begin [7, 8], 1 copies")
+        await asyncio.sleep(0.05)  # time enough to do it wrongly
+        assert parts.notes == ["begin [7, 8], 1 copies"]
+        parts.gate.set()
+        await parts.until("refuse")
+        assert parts.notes[1:] == ["end", "refuse"]
+
+
+async def test_what_comes_during_a_step_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        ranks.tell(STEP)
+        ranks.tell(RefuseTransfer(TICKET))
+        await parts.until("refuse")
+        await parts.until("begin [7, 8], 1 copies")
+        assert "end" not in parts.notes
+
+
+async def test_kv_of_a_step_is_ready_when_the_ranks_own_step_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        for message in (OpenTransfer(1, TICKET, 9, (4, 5, 6), 0), STEP, TransferReady(1, 9)):
+            ranks.tell(message)
+        await parts.until("begin [7, 8], 1 copies")
+        await asyncio.sleep(0.05)  # time enough to do it wrongly
+        assert parts.notes == ["begin [7, 8], 1 copies"]
+        parts.gate.set()
+        await parts.until("layer 1, 9 tokens")
+        assert parts.notes[1:] == ["end", "layer 0, 9 tokens", "layer 1, 9 tokens"]
+
+
+async def test_a_step_that_fails_is_told_and_is_the_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        parts.note("fails")
+        parts.gate.set()
+        ranks.tell(STEP)
+        assert await ranks.lost == "rank 1 failed: no memory"
+        await parts.until("close")
+
+
+async def test_a_bug_in_a_step_is_told_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async with a_rank(monkeypatch) as (parts, ranks):
+        parts.note("has a bug")
+        parts.gate.set()
+        ranks.tell(STEP)
+        ranks.tell(StepEnded())
+        assert await ranks.lost == "rank 1 failed: IndexError: past the end"
+        await parts.until("close")
+    assert "rank 1 of worker w has failed" in caplog.text
+
+
+def test_each_rank_has_a_bundle_of_its_own_on_one_machine() -> None:
+    config = read_config({"decode": {"tensor_parallel": 4, "threads": 3}})
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
+    assert options["placement_group_bundles"] == [{"CPU": 3}] * 4
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert options["ray_actor_options"]["num_cpus"] == 3
+
+
+def test_each_rank_has_a_gpu_and_sees_the_others() -> None:
+    gpus = {"tensor_parallel": 2, "num_gpus": 1, "threads": 1}
+    config = read_config({"prefill": gpus, "decode": gpus})
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
+    assert options["placement_group_bundles"] == [{"CPU": 1, "GPU": 1.0}] * 2
+    env = options["ray_actor_options"]["runtime_env"]["env_vars"]
+    assert env == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_a_worker_of_one_rank_needs_no_placement_group() -> None:
+    config = read_config({"decode": {"threads": 2}})
+    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
+    assert options == {"ray_actor_options": {"num_cpus": 2, "num_gpus": 0.0}}
+
+
+def test_ranks_share_the_machines_cores_as_workers_do() -> None:
+    config = read_config({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 8, "replicas": 60}})
+    assert config.num_ranks == 2 + 480
+    assert config.threads(config.decode) == 1
+
+
+def test_the_engine_is_told_its_ranks() -> None:
+    config = read_config({"prefill": {"tensor_parallel": 2}})
+    assert WorkerSettings.of(config, config.prefill).engine_config(Path(), gpu=1).tensor_parallel == 2
+    assert WorkerSettings.of(config, config.decode).engine_config(Path()).tensor_parallel == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"tensor_parallel": 3}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
+        ({"tensor_parallel": 16}, "prefill.tensor_parallel: 16 must be from 1 to 8"),
+        ({"tensor_parallel": 2, "num_gpus": 0.5}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel ranks"),
+    ],
+)
+def test_what_ranks_can_not_be_is_told(section: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config({"prefill": section})
+
+
+def test_steps_that_no_message_could_hold_are_refused() -> None:
+    config = read_config({"decode": {"tensor_parallel": 2}, "model": {"block_size": 16}})
+    settings = WorkerSettings.of(config, config.decode)
+    check_step_size(settings, max_context=32_768, host_blocks=10_000)
+    with pytest.raises(ConfigError, match="max_batch: steps of 256 requests with 131072 tokens in blocks of 16"):
+        check_step_size(settings, max_context=131_072, host_blocks=0)
+    with pytest.raises(ConfigError, match="max_context or swap_gib"):
+        check_step_size(settings, max_context=32_768, host_blocks=1_000_000)
