@@ -17,7 +17,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.path_finder import PathFinder, PrefixPulls
-from twostroke.router.health.suspects import Case
+from twostroke.router.health.poison import Case
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.fleet import Fleet

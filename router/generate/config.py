@@ -5,7 +5,7 @@ from typing import Literal
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.health.ejection import EjectionConfig
-from twostroke.router.health.suspects import SuspectsConfig
+from twostroke.router.health.poison import SuspectsConfig
 
 Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 

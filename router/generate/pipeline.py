@@ -159,7 +159,7 @@ class Pipeline:
                     self._records.ended(case, path)
                 if attempt is not None and attempt.has_got_on:
                     self._finder.answered(path, request, sent)
-            await self._records.turns.judge(case)
+            await self._records.suspects.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
     async def _find(

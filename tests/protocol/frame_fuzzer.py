@@ -21,7 +21,6 @@ from twostroke.protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCode
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     Abort,
-    AskTurn,
     Awaited,
     BlocksChanged,
     BlocksHeld,
@@ -31,8 +30,6 @@ from twostroke.protocol.messages import (
     Convicted,
     Damaged,
     Drain,
-    EndTurn,
-    GiveTurn,
     Grant,
     Hello,
     KVHello,
@@ -108,9 +105,6 @@ CORPUS: tuple[Message, ...] = (
     PrefillFailed("r"),
     SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
     Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
-    AskTurn(3),
-    GiveTurn(3),
-    EndTurn(),
     Offer(_TICKET, 17),
     Chunk(_ID, 0, 1, 2, (Run(0, 1, 2), Run(31, 0, 70_000)), 2**22),
     Chunk(_ID, 2**20, 0, 0, tuple(Run(layer, 0, 300) for layer in range(32)), 2**33),

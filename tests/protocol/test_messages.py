@@ -11,7 +11,6 @@ from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     Abort,
-    AskTurn,
     Awaited,
     BlocksChanged,
     BlocksHeld,
@@ -21,8 +20,6 @@ from twostroke.protocol.messages import (
     Convicted,
     Damaged,
     Drain,
-    EndTurn,
-    GiveTurn,
     Grant,
     Hello,
     KVHello,
@@ -72,9 +69,6 @@ EXAMPLES: list[Message] = [
     Offer(TICKET, 17),
     SendPrefix(TICKET, (1, 2, 3), b"salt"),
     Convicted((Verdict(b"f" * 16, 599.5),)),
-    AskTurn(3),
-    GiveTurn(3),
-    EndTurn(),
     Chunk(b"t" * 16, 0, 1, 2, (Run(0, 1, 2), Run(1, 1, 2)), 4),
     Commit(b"t" * 16, 9, SampledToken(5)),
     LinkWanted(3, ("shm",)),

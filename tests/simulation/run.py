@@ -27,7 +27,7 @@ from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import TokenEvent
-from twostroke.router.health.suspects import PoisonRequest
+from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.observe.stages import Stages
 
 MOST_WAIT_S = 45.0

@@ -26,12 +26,11 @@ from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.turns import Turns
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.suspects import Case, Suspects
+from twostroke.router.health.poison import Case, Suspects
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
@@ -176,10 +175,6 @@ def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *
     """Other routers find out by themselves."""
 
 
-def _give_everybody_a_turn(turns: Turns, router_id: str, number: int) -> None:
-    turns._give(router_id, number)
-
-
 def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
     if isinstance(error, RequestError):
         records._ejection.failed(worker)
@@ -301,14 +296,6 @@ SABOTAGES = [
         TokenServer,
         "_pass_on",
         _keep_verdicts_to_itself,
-        with_faults=True,
-        only="poison",
-    ),
-    Sabotage(
-        "suspects of several routers are tried together",
-        Turns,
-        "ask",
-        _give_everybody_a_turn,
         with_faults=True,
         only="poison",
     ),

@@ -1,6 +1,5 @@
 """What a router remembers of its workers, and when it lets them try again."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.suspects import PoisonRequest
+from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.routing.policy import Path
 
@@ -36,8 +35,6 @@ class Scene:
             is_connected=lambda worker: True,
             fell_silent=lambda worker: False,
             share_verdicts=self._share_verdicts,
-            take_turn=self._take_turn,
-            end_turn=lambda worker: None,
             tell_verdicts=lambda verdicts: None,
         )
         self.records = WorkerRecords(
@@ -46,9 +43,6 @@ class Scene:
 
     def _share_verdicts(self, exchange):
         self.exchange = exchange
-
-    async def _take_turn(self, worker):
-        """There is no other router."""
 
     def _workers(self):
         self.num_looks += 1
@@ -87,24 +81,6 @@ async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request)
     for _ in range(5):
         records.failed(case, D.peer, WorkerFailed("a bug"))
     assert records.ejected() == {D.peer}
-
-
-async def test_a_suspect_that_waits_is_refused_as_soon_as_another_routers_verdict_is_heard(scene, a_request):
-    records = scene.records
-    tried, waiting = records.suspects.open(a_request()), records.suspects.open(a_request())
-    for case in (tried, waiting):
-        await records.begin(case, Path(None, D1))
-    records.suspects.died(D1.peer)
-    scene.now = 1.0
-    await records.begin(tried, Path(None, D))
-    taking = asyncio.create_task(records.begin(waiting, Path(None, D)))
-    await asyncio.sleep(0)
-    assert not taking.done()
-    scene.exchange.heard((Verdict(waiting.fingerprint, 600.0),))
-    async with asyncio.timeout(5):
-        with pytest.raises(PoisonRequest):
-            await taking
-    assert scene.exchange.known() == (Verdict(waiting.fingerprint, 600.0),)
 
 
 async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps_the_request_from_it(scene, a_request):

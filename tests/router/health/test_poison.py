@@ -1,4 +1,6 @@
-"""Who is suspected of a worker's death, who is guilty, and who is let go."""
+"""Who is suspected of a worker's death, who waits for whom, who is guilty, and who is let go."""
+
+import asyncio
 
 import pytest
 from msgspec.structs import replace
@@ -6,17 +8,21 @@ from msgspec.structs import replace
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.health.suspects import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
+from twostroke.router.health.poison import PoisonRequest, Stay, Suspects, SuspectsConfig, fingerprint_of
 
-D0, D1, D2 = Peer("d0", 1), Peer("d1", 1), Peer("d2", 1)
+P, D0, D1, D2 = (Peer(name, 1) for name in ("p", "d0", "d1", "d2"))
 
 
 class Scene:
-    """Suspects whose clock goes on by a second with every death."""
+    """Suspects whose clock goes on by a second with every death. `told` has what other routers are told."""
 
     def __init__(self, a_request, **config):
         self.now = 0.0
-        self.suspects = Suspects(SuspectsConfig(**config), lambda: self.now)
+        self.told: list[tuple[Verdict, ...]] = []
+        self.fates = dict.fromkeys((P, D0, D1, D2), True)
+        self.suspects = Suspects(
+            SuspectsConfig(**config), lambda: self.now, is_gone=self.fates.__getitem__, tell=self.told.append
+        )
         self._a_request = a_request
 
     def case(self, name: int):
@@ -28,6 +34,21 @@ class Scene:
             self.suspects.stay(case, worker, stay)
         self.suspects.died(worker)
         self.now += 1.0
+
+    async def convict(self, case) -> None:
+        for worker in (D0, D1):
+            self.dies(worker, case=(case, Stay.FRESH))
+        with pytest.raises(PoisonRequest):
+            await self.suspects.judge(case)
+
+    def tries(self, case, *workers: Peer) -> asyncio.Task[None]:
+        return asyncio.create_task(self.suspects.may_try(case, workers))
+
+
+async def turned():
+    """All that can go on now has."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -104,37 +125,110 @@ def test_a_stream_whose_next_worker_dies_at_once_was_only_moved(scene):
     assert scene.suspects.accused_of(case) == ()
 
 
-def test_suspects_take_turns_on_a_worker_and_those_of_one_fingerprint_everywhere(scene):
+async def test_a_suspect_is_tried_where_no_other_is_and_those_of_one_fingerprint_one_after_the_other(scene):
     one, two, sibling, innocent = scene.case(1), scene.case(2), scene.case(1), scene.case(3)
     scene.dies(D0, a=(one, Stay.FRESH), b=(two, Stay.FRESH))
     scene.suspects.stay(innocent, D1, Stay.FRESH)
-    assert scene.suspects.may_try(one, [D1])
-    scene.suspects.stay(one, D1, Stay.HELD)
-    assert not scene.suspects.may_try(two, [D1])
-    assert scene.suspects.may_try(two, [D2])
-    assert not scene.suspects.may_try(sibling, [D2])
-    scene.suspects.stay(one, D1, Stay.STREAMS)
-    assert scene.suspects.may_try(two, [D1])
+    async with asyncio.timeout(5):
+        await scene.suspects.may_try(one, [D1])
+        beside, elsewhere, again = scene.tries(two, D1), scene.tries(two, D2), scene.tries(sibling, P)
+        await turned()
+        assert (beside.done(), elsewhere.done(), again.done()) == (False, True, False)
+        scene.suspects.leave(two, D2)
+        scene.suspects.got_on(one, D1, 0)
+        await asyncio.gather(beside, again)
 
 
-def test_a_worker_that_lives_after_all_proves_nothing(scene):
+async def test_of_many_that_wait_for_a_worker_one_goes_on_when_the_one_before_has_left(scene):
+    cases = [scene.case(number) for number in range(10)]
+    scene.dies(D0, **{str(number): (case, Stay.FRESH) for number, case in enumerate(cases)})
+    trying = [scene.tries(case, D1) for case in cases]
+    for number, case in enumerate(cases):
+        await turned()
+        assert [one.done() for one in trying] == [one <= number for one in range(10)]
+        scene.suspects.leave(case, D1)
+
+
+async def test_choices_whose_prefill_worker_died_before_their_kv_was_sent_go_on_one_after_the_other(scene):
+    read, also_read, reading = (scene.case(1) for _ in range(3))
+    for case, decode in ((read, D0), (also_read, D1)):
+        scene.suspects.stay(case, decode, Stay.FRESH)  # their KV is on its way
+    scene.suspects.stay(reading, D2, Stay.AWAITS)
+    scene.dies(P, reading=(reading, Stay.FRESH))
+    tried: list[Peer] = []
+
+    async def compute(case, decode):
+        await scene.suspects.may_try(case, [decode])
+        scene.suspects.stay(case, decode, Stay.FRESH)
+        tried.append(decode)
+        await asyncio.sleep(0)
+        assert tried[-1] == decode, "no other suspect of its fingerprint is tried meanwhile"
+        scene.suspects.leave(case, decode)
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(compute(read, D0), compute(also_read, D1), compute(reading, D2))
+    assert set(tried) == {D0, D1, D2}
+
+
+async def test_a_client_that_leaves_while_its_suspect_waits_holds_nobody_up(scene):
+    one, two, three = (scene.case(number) for number in range(3))
+    scene.dies(D0, a=(one, Stay.FRESH), b=(two, Stay.FRESH), c=(three, Stay.FRESH))
+    first, left, last = (scene.tries(case, D1) for case in (one, two, three))
+    await turned()
+    left.cancel()
+    await turned()
+    scene.suspects.leave(one, D1)
+    async with asyncio.timeout(5):
+        await asyncio.gather(first, last)
+
+
+async def test_suspects_of_several_routers_are_tried_at_different_times(a_request):
+    scene = Scene(a_request, pause_s=0.1)
+    pauses = set()
+    for name in range(8):
+        case = scene.case(name)
+        scene.dies(D0, case=(case, Stay.FRESH))
+        pauses.add(scene.suspects._paused_until(case) - (scene.now - 1.0))
+        scene.now += 1.0
+    assert 0.1 <= min(pauses) < max(pauses) <= 0.5
+    assert len(pauses) >= 6, "each fingerprint has its own"
+
+
+async def test_workers_that_live_after_all_prove_nothing(scene):
     case = scene.case(1)
-    scene.dies(D0, a=(case, Stay.FRESH))
-    scene.dies(D1, a=(case, Stay.FRESH))
-    scene.suspects.forgive(case, D0)
+    for worker in (D0, D1):
+        scene.dies(worker, case=(case, Stay.FRESH))
+        scene.fates[worker] = False
+    await scene.suspects.judge(case)
     assert scene.suspects.accused_of(case) == ()
-    assert scene.suspects.is_suspect(case)
+    assert not scene.suspects.is_suspect(case)
 
 
-def test_the_guilty_are_refused_for_a_while(scene):
+async def test_the_guilty_are_refused_for_a_while_and_other_routers_are_told(scene):
     case = scene.case(1)
-    scene.suspects.convict(case)
+    await scene.convict(case)
+    assert scene.told == [(Verdict(case.fingerprint, 600.0),)]
     with pytest.raises(PoisonRequest) as caught:
         scene.case(1)
     assert (caught.value.status, caught.value.code) == (422, "poison_request")
     scene.case(2)
-    scene.now = 601.0
+    scene.now += 100.0
+    assert scene.suspects.verdicts() == (Verdict(case.fingerprint, 500.0),)
+    scene.now += 501.0
     scene.case(1)
+
+
+async def test_a_suspect_that_waits_is_refused_when_another_router_has_found_it_guilty(scene):
+    tried, waiting = scene.case(1), scene.case(1)
+    scene.dies(D0, a=(tried, Stay.FRESH), b=(waiting, Stay.FRESH))
+    await scene.suspects.may_try(tried, [D1])
+    trying = scene.tries(waiting, D2)
+    await turned()
+    assert not trying.done()
+    scene.suspects.hear([Verdict(waiting.fingerprint, 600.0)])
+    async with asyncio.timeout(5):
+        with pytest.raises(PoisonRequest):
+            await trying
 
 
 def test_what_another_router_has_found_guilty_is_refused_here_too_and_suspected_no_more(scene):
@@ -161,17 +255,10 @@ def test_other_routers_verdicts_hold_no_longer_than_its_own_would(a_request):
     scene.case(1)
 
 
-def test_a_verdict_is_told_with_the_time_that_it_has_left(scene):
-    case = scene.case(1)
-    assert scene.suspects.convict(case) == (Verdict(case.fingerprint, 600.0),)
-    scene.now = 100.0
-    assert scene.suspects.verdicts() == (Verdict(case.fingerprint, 500.0),)
-
-
-def test_only_so_many_are_remembered(a_request):
+async def test_only_so_many_are_remembered(a_request):
     scene = Scene(a_request, max_refused=2)
     for name in range(3):
-        scene.suspects.convict(scene.case(name))
+        await scene.convict(scene.case(name))
     scene.case(0)
     with pytest.raises(PoisonRequest):
         scene.case(2)
