@@ -1,13 +1,11 @@
 """What a user may set about the way of a sequence through the workers."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.health.ejection import EjectionConfig
 from twostroke.router.health.poison import SuspectsConfig
-
-Policy = Literal["kv_aware", "least_loaded", "round_robin"]
+from twostroke.router.routing.chooser import Policy
 
 
 @dataclass(frozen=True)

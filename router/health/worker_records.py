@@ -13,11 +13,9 @@ from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.worker_channel import VerdictExchange
-from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.ejection import Ejection
-from twostroke.router.health.poison import Case, Stay, Suspects
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import Path
+from twostroke.router.fleet import Fleet, Path
+from twostroke.router.health.ejection import Ejection, EjectionConfig
+from twostroke.router.health.poison import Case, Stay, Suspects, SuspectsConfig
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
@@ -35,15 +33,16 @@ class WorkerRecords:
         fleet: Fleet,
         channels: TokenChannels,
         clock: Clock,
-        config: PipelineConfig,
+        ejection: EjectionConfig,
+        suspects: SuspectsConfig,
         draw: Callable[[], float] = random.random,
     ):
         self._fleet = fleet
         self._channels = channels
-        self.suspects = Suspects(config.suspects, clock, is_gone=self._is_gone, tell=channels.tell_verdicts)
+        self.suspects = Suspects(suspects, clock, is_gone=self._is_gone, tell=channels.tell_verdicts)
         channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self.suspects.hear))
-        self._ejection = Ejection[Peer](config.ejection, clock=clock, draw=draw)
-        pairs = dataclasses.replace(config.ejection, failures_in_a_row=_PAIR_FAILURES)
+        self._ejection = Ejection[Peer](ejection, clock=clock, draw=draw)
+        pairs = dataclasses.replace(ejection, failures_in_a_row=_PAIR_FAILURES)
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:
@@ -69,10 +68,9 @@ class WorkerRecords:
 
     async def begin(self, case: Case, path: Path) -> None:
         """Before the first call; a suspect waits for its turn. Raises PoisonRequest."""
-        workers = [info.peer for info in (path.prefill, path.decode) if info is not None]
         case.is_prompt_done = False
-        await self.suspects.may_try(case, workers)
-        for worker in workers:
+        await self.suspects.may_try(case, path.workers)
+        for worker in path.workers:
             self._ejection.begin(worker)
         if path.prefill is None:
             self.suspects.stay(case, path.decode.peer, Stay.FRESH)
@@ -128,10 +126,9 @@ class WorkerRecords:
 
     def ended(self, case: Case, path: Path) -> None:
         """The attempt has nothing open any more."""
-        for info in (path.prefill, path.decode):
-            if info is not None:
-                self.suspects.leave(case, info.peer)
-                self._ejection.unresolved(info.peer)
+        for worker in path.workers:
+            self.suspects.leave(case, worker)
+            self._ejection.unresolved(worker)
         if path.prefill is not None:
             self._pairs.unresolved((path.prefill.peer, path.decode.peer))
 

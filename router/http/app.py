@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.fleet import NoPath
 from twostroke.router.http.authentication import Authentication, check_admin, tenant_of
 from twostroke.router.http.doctor import doctor
 from twostroke.router.http.io import (
@@ -57,7 +58,6 @@ from twostroke.router.openai.schemas import (
     GenerationFields,
     TokenizeRequest,
 )
-from twostroke.router.routing.policy import NoPath
 from twostroke.router.slo.promises import promise_of
 
 _log = logging.getLogger(__name__)
@@ -231,7 +231,14 @@ def _include_usage(asked: GenerationFields) -> bool:
 
 def _terms(request: Request, asked: GenerationFields) -> Terms:
     tenant = tenant_of(request)
-    promise = promise_of(_service(request).slo, tenant, request.headers, asked.service_tier, asked.priority)
+    promise = promise_of(
+        _service(request).slo,
+        request.headers,
+        asked.service_tier,
+        asked.priority,
+        has_key=tenant is not None,
+        key_class=None if tenant is None else tenant.slo_class,
+    )
     return Terms(promise, b"" if tenant is None else tenant.cache_salt)
 
 

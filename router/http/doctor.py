@@ -18,10 +18,9 @@ from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
 from twostroke.protocol.messages import ProbeReply, ProbeTimes
 from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.http.io import EventStream
 from twostroke.router.openai.common import encode_json
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import NoPath
 
 MAX_PAIRS = 256  # of one run
 PAIR_S = 30.0  # a pair that takes longer has failed

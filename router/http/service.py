@@ -16,6 +16,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.scrape import OtherRouters, RouterReading, no_other_routers
@@ -27,10 +28,8 @@ from twostroke.router.observe.tracing import RequestTraces
 from twostroke.router.observe.worker_metrics import SLOMetrics
 from twostroke.router.openai.choices import ChoiceWriter, Delta
 from twostroke.router.openai.jobs import Job, JobMaker
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import NoPath
 from twostroke.router.slo.admission import Admission, Overloaded
-from twostroke.router.slo.attainment import Verdict, verdict_of
+from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -222,7 +221,7 @@ class RouterService:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
         writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
-        verdict: Verdict | None = None
+        verdict: SLOVerdict | None = None
         last: float | None = None
         self.metrics.begun(job.request.num_prompt_tokens)
         self._demand.arrived(job.request)
@@ -242,8 +241,8 @@ class RouterService:
                     yield delta
                     if delta.finish_reason is not None and event.finish_reason is None:
                         break  # a stop string: the workers don't know of it, and are told by closing
-            verdict = verdict_of(job.request.promise, stages)
-            self._admission.ended(job.request, stages)
+            verdict = verdict_of(job.request.promise, stages.ttft_s, stages.tpot_s)
+            self._admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         except Exception as error:  # bugs, too; a client that leaves is none
             outcome = "error"
             verdict = "missed"
@@ -254,7 +253,7 @@ class RouterService:
         finally:
             self.metrics.ended(stages, outcome)
             if outcome != "error":
-                self._demand.ended(stages)
+                self._demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
             if verdict is not None:
                 self.promises.over(job.request, stages, verdict)
 

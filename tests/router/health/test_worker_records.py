@@ -9,10 +9,10 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.protocol.verdicts import Verdict
-from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.poison import PoisonRequest
+from twostroke.router.fleet import Path
+from twostroke.router.health.ejection import EjectionConfig
+from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.routing.policy import Path
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 
@@ -38,7 +38,12 @@ class Scene:
             tell_verdicts=lambda verdicts: None,
         )
         self.records = WorkerRecords(
-            fleet=fleet, channels=channels, clock=lambda: self.now, config=PipelineConfig(), draw=lambda: 0.0
+            fleet=fleet,
+            channels=channels,
+            clock=lambda: self.now,
+            ejection=EjectionConfig(),
+            suspects=SuspectsConfig(),
+            draw=lambda: 0.0,
         )
 
     def _share_verdicts(self, exchange):

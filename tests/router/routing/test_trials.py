@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from tests.router.test_path_finder import Rig, request
+from tests.router.routing.chooser_rig import Rig, request
 from twostroke.protocol.stats import StepCosts
-from twostroke.router.routing.trials import TRY_S
+from twostroke.router.routing.chooser import TRY_S
 from twostroke.worker.step_costs import StepContent, StepCostFit
 
 TRUE = StepCosts(2e-3, 6e-5, 1.6e-8, 1e-4, 1e-7, 100)
@@ -15,7 +15,7 @@ LONG = tuple(range(3000))
 
 def a_rig(prefill=TRUE, decode=TRUE):
     """P0 has such costs, p1 none of its own; the decode workers have theirs."""
-    rig = Rig(pulls=False)
+    rig = Rig(min_pull_tokens=None)
     told = {"p0": prefill, "p1": None, "d0": decode, "d1": decode}
     for name in rig.infos:
         rig.infos[name] = rig.info(name, max_step_tokens=2048, num_blocks=1000)
@@ -28,7 +28,7 @@ async def sent(rig, times, every_s=0.5, prompt=LONG):
     found = []
     for _ in range(times):
         rig.clock.now += every_s
-        path, hold = await rig.finder.find(request((int(10_000 + 2 * rig.clock.now), *prompt)), (), ())
+        path, hold = rig.take(request((int(10_000 + 2 * rig.clock.now), *prompt)))
         hold.release()
         for name in rig.infos:  # as half a second later
             rig.tell(name, costs=rig.channels.numbers[rig.infos[name].peer].costs, free_blocks=1000)
@@ -59,7 +59,7 @@ async def test_a_worker_that_is_as_quick_but_has_no_turn_is_tried_every_ten_seco
 
 async def test_short_prompts_there_do_not_count_as_a_trial_of_long_ones():
     rig = a_rig(prefill=SLOW)
-    trials = rig.finder._trials
+    trials = rig.chooser._trials
     await sent(rig, 1)
     for _ in range(1000):
         rig.clock.now += 1.0

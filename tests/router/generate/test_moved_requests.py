@@ -6,7 +6,7 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from tests.router.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, nth_token
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
@@ -153,7 +153,7 @@ async def test_a_full_worker_sends_the_request_elsewhere(fleet_of, a_request, ex
 
 
 async def test_requests_that_are_not_admitted_earn_no_retries(fleet_of, a_request, monkeypatch):
-    def refuse(request, path, stages):
+    def refuse(request, path, waited_s, follows):
         raise RequestError("too late", code="overloaded", status=429)
 
     async with fleet_of(1, 1) as rig:

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.router.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, nth_token
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
 from twostroke.router.observe.stages import Stages
 
 
@@ -130,3 +130,41 @@ async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on
             tokens += [token.token_id for token in event.tokens]
         assert tokens == expected(a_request())
         assert (stages.prefill_failures, stages.attempts, rig["d0"].told_prefill_failed) == (0, 1, [])
+
+
+def tell_costs(rig, name, **numbers):
+    """As a worker does that has run some steps."""
+    costs = StepCosts(base_s=0.001, token_s=0.0001, pair_s=0.0, row_s=0.001, context_s=0.0, num_samples=100)
+    rig[name].connections["router-0"].send(
+        StatsFrame(WorkerStats(total_blocks=100, free_blocks=100, costs=costs, **numbers))
+    )
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+async def test_where_the_decode_worker_is_busy_another_prefill_worker_computes_the_prompt(
+    fleet_of, a_request, expected, until, is_busy
+):
+    async with fleet_of(2, 1) as rig:
+        names = ("p0", "p1", "d0")
+        await until(lambda: all(rig.channels.stats(rig[name].info.peer) for name in names))
+        for name in names:
+            rig[name].prefill_gate = asyncio.Event()
+            tell_costs(rig, name)
+        await until(lambda: all(rig.channels.stats(rig[name].info.peer).costs for name in names))
+        stages = Stages(0.0)
+        prompt = tuple(range(100))
+        request = a_request(token_ids=prompt, num_prompt_tokens=len(prompt))
+        task = asyncio.create_task(collect(rig, request, stages))
+        await until(lambda: rig["p0"].owned or rig["p1"].owned)
+        first, other = (rig["p0"], rig["p1"]) if rig["p0"].owned else (rig["p1"], rig["p0"])
+        if is_busy:
+            tell_costs(rig, "d0", queued=(QueuedWork("standard", 0, 0.0, 5000, 3),))
+            await until(lambda: rig.channels.stats(rig["d0"].info.peer).queued)
+        other.prefill_gate.set()
+        await first.die()
+        async with asyncio.timeout(20):
+            assert await task == expected(request)
+        assert len(other.seen) == is_busy
+        assert (stages.attempts, stages.prefill_failures) == ((2, 0) if is_busy else (1, 1))
+        assert bool(rig["d0"].told_prefill_failed) != is_busy
+        assert not rig.fleet.owned

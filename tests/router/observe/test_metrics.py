@@ -7,10 +7,10 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.router.fleet import Path
 from twostroke.router.http.scrape import RouterReading, exposition
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.policy import Path
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)

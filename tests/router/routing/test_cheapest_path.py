@@ -1,61 +1,43 @@
-"""Choices, with costs that can be checked by hand: a prompt token takes 1 ms, a step at least 10 ms."""
+"""Choices and costs, by numbers that can be checked by hand: a prompt token takes 1 ms, a step at least 10 ms."""
 
 import msgspec
-import numpy as np
 import pytest
 
-from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer, Promise
-from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
-from twostroke.router.routing.cheapest_path import cheapest_path
-from twostroke.router.routing.fleet_view import AVAILABLE, UNWELCOME, WorkerTable
-from twostroke.router.routing.in_flight import Load
-from twostroke.router.routing.path_costs import Need
-from twostroke.router.routing.policy import NoPath
-from twostroke.router.slo.classes import ServiceClasses
-
-LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
-COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0)
-IDLE = WorkerStats(free_blocks=100, total_blocks=100)
-QUICK = 256e6
-"""Bytes a second: of KV a million tokens."""
-
-
-def load(*, running=0, waiting=0, **changes):
-    """A worker with so many requests that decode, and so many prompt tokens that wait."""
-    queued = (QueuedWork("standard", 0, 0.0, waiting, 1),) if waiting else ()
-    return msgspec.structs.replace(IDLE, num_running=running, queued=queued, **changes)
+from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, Workers, load, peers
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork
+from twostroke.router.fleet import NoPath
+from twostroke.router.routing.cheapest_path import (
+    HOP_S,
+    Need,
+    Source,
+    answer,
+    cheapest_path,
+    leave_out,
+    read,
+    transfer_s,
+)
 
 
-class Fleet:
-    """Prefill workers p0, p1, ... and decode workers d0, d1, ... that have told these numbers."""
+class Fleet(Workers):
+    """Whose paths are asked for."""
 
-    def __init__(self, prefill, decode, *, bytes_per_s=QUICK, down=(), **changes):
-        infos = [self.info("prefill", f"p{row}", **changes) for row in range(len(prefill))]
-        infos += [self.info("decode", f"d{row}", **changes) for row in range(len(decode))]
-        self.table = WorkerTable(infos, ServiceClasses())
-        for row, (info, stats) in enumerate(zip(infos, (*prefill, *decode), strict=True)):
-            tier = UNWELCOME if info.peer.worker_id in down else AVAILABLE
-            self.table.update(row, stats, Load(), COSTS, tier, bytes_per_s)
-
-    def info(self, role, name, **changes):
-        base = WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 10_000, 500, 32)
-        return msgspec.structs.replace(base, **changes.get(name, {}))
-
-    def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, **options):
+    def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
         """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
         held = dict(held)
-        tokens = np.array([held.get(info.peer.worker_id, 0) for info in self.table.infos], float)
         need = Need(num_tokens, 10.0, promise or Promise(), min_pull_tokens)
-        return cheapest_path(self.table, need, tokens, **options)
+        return cheapest_path(
+            self.of("prefill", held),
+            self.of("decode", held),
+            need,
+            self.classes,
+            left_out=leave_out(failed, ejected),
+            **options,
+        )
 
     def names(self, *args, **options):
         path = self.path(*args, **options)
         return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
-
-
-def peers(*names):
-    return {Peer(name, 1) for name in names}
 
 
 def test_idle_workers_of_both_roles_share_a_long_prompt():
@@ -199,7 +181,7 @@ def test_workers_that_drain_take_nothing_new():
 @pytest.mark.parametrize(
     "change",
     [
-        {"layout": msgspec.structs.replace(LAYOUT, model="other")},
+        OTHER_KIND,
         {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")},
         {"max_context": 100},
     ],
@@ -210,7 +192,7 @@ def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
 
 
 def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
-    other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
+    other = OTHER_KIND
     fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=2)], p1=other, d1=other)
     assert fleet.names() == ("p0", "d0", None)
     fleet = Fleet([load(waiting=900), IDLE], [load(running=9), load(running=2)], p1=other, d1=other)
@@ -226,3 +208,129 @@ def test_nobody_there_is_503():
         with pytest.raises(NoPath) as caught:
             fleet.path()
         assert caught.value.status == 503
+
+
+# --- what one worker costs ---
+
+
+def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
+    return Need(num_tokens, answer_tokens, promise or Promise(), min_pull_tokens)
+
+
+def reading(fleet, name, asked, held=0, source=None):
+    return read(fleet[name], asked, held, source, fleet.classes)
+
+
+def queued(*work):
+    """(class, priority, share, tokens), waiting at a worker."""
+    return msgspec.structs.replace(
+        IDLE, queued=tuple(QueuedWork(name, priority, share, tokens, 1) for name, priority, share, tokens in work)
+    )
+
+
+def waits(fleet, promise):
+    """Tokens that go first at p0."""
+    return fleet["p0"].queue_s(promise, fleet.classes) / fleet["p0"].queue_token_s
+
+
+@pytest.mark.parametrize(("held", "new", "prefill_s"), [(0, 640, 0.66), (160, 480, 0.49), (640, 1, 0.011)])
+def test_what_is_cached_needs_no_computing_but_the_last_token_does(held, new, prefill_s):
+    cost = reading(Fleet([IDLE], []), "p0", need(640), held)
+    assert (cost.new_tokens, cost.queue_s, cost.pull_s) == (new, 0, 0)
+    assert cost.prefill_s == cost.total_s == pytest.approx(prefill_s), "steps of 500 tokens at most"
+
+
+def test_attention_to_what_is_cached_is_paid_for():
+    fleet = Fleet([IDLE], [], costs=msgspec.structs.replace(COSTS, pair_s=1e-6))
+    assert reading(fleet, "p0", need(300), 100).prefill_s == pytest.approx(0.01 + 0.2 + 1e-6 * 200 * (100 + 100))
+
+
+def test_a_prefix_is_pulled_where_that_is_quicker_than_computing_it():
+    asked = need(401, min_pull_tokens=64)
+    slow = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 1000)
+    cost = reading(slow, "p0", asked, 0, Source(slow["p1"], 400))
+    assert (cost.pull_s, cost.new_tokens) == (0, 401), "KV takes as long, and the hop on top"
+    quick = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 250)
+    cost = reading(quick, "p0", asked, 0, Source(quick["p1"], 400))
+    assert (cost.pull_s, cost.prefill_s, cost.new_tokens) == (pytest.approx(HOP_S + 0.1), pytest.approx(0.011), 1)
+    assert cost.total_s == pytest.approx(HOP_S + 0.1 + 0.011)
+    assert reading(quick, "p0", asked, 350, Source(quick["p1"], 400)).new_tokens == 51, "50 tokens less are too few"
+
+
+@pytest.mark.parametrize(
+    ("promise", "ahead"), [(Promise("high", 2), 100), (Promise("middle", 1), 1100), (Promise("low", 0), 6100)]
+)
+def test_equal_and_higher_classes_go_first_and_lower_ones_do_not(promise, ahead):
+    fleet = Fleet([queued(("high", 2, 0.0, 100), ("middle", 1, 0.0, 1000), ("low", 0, 0.0, 5000))], [])
+    assert waits(fleet, promise) == pytest.approx(ahead)
+    assert fleet["p0"].queue_token_s == pytest.approx(0.001 + 0.01 / 500), "with its share of its step's base"
+
+
+def test_a_class_whose_requests_have_several_priorities_waits_with_all_of_its_tokens():
+    fleet = Fleet([queued(("standard", 5, 0.0, 100), ("standard", 0, 0.0, 200))], [])
+    assert waits(fleet, Promise()) == pytest.approx(300)
+
+
+def test_lower_classes_that_wait_keep_their_share():
+    both = Fleet([queued(("high", 1, 0.0, 800), ("low", 0, 0.2, 50))], [])
+    assert waits(both, Promise("high", 1)) == pytest.approx(1000), "of every five tokens low gets one, while it waits"
+    assert waits(Fleet([queued(("high", 1, 0.0, 800))], []), Promise("high", 1)) == pytest.approx(800)
+
+
+def test_a_class_with_a_share_does_not_wait_for_all_above_it():
+    fleet = Fleet([queued(("high", 1, 0.0, 9000), ("low", 0, 0.2, 100))], [])
+    assert waits(fleet, Promise("low", 0, 0.2)) == pytest.approx(500)
+
+
+def test_a_class_that_nobody_has_heard_of_waits_as_its_priority_says():
+    fleet = Fleet([queued(("low", 0, 0.0, 300))], [])
+    assert (waits(fleet, Promise("new", 5)), waits(fleet, Promise("newer", -1))) == (0, pytest.approx(300))
+
+
+@pytest.mark.parametrize(("held", "left_s"), [(0, 0.1), (160, 0.05)])
+def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(held, left_s):
+    fleet = Fleet([], [IDLE], bytes_per_s=QUICK / 1000)
+    left = transfer_s(fleet["d0"], need(400), held, hidden_s=0.3, last_tokens=100)
+    assert left == pytest.approx(HOP_S + left_s), "400 and 240 tokens to send in 0.3 s; half of 100 after"
+
+
+WITH_CONTEXT = msgspec.structs.replace(COSTS, context_s=1e-6)
+EIGHT = {"d0": {"max_batch": 8}}
+
+
+def answering(stats, asked):
+    return answer(Fleet([], [stats], costs=WITH_CONTEXT, **EIGHT)["d0"], asked)
+
+
+def test_a_decode_step_takes_longer_with_each_request_and_its_context():
+    busy = answering(load(running=4, context_tokens=2000), need(1000))
+    assert busy.step_s == pytest.approx(0.01 + 5 * 0.002 + 0.003)
+    assert (busy.slot_s, busy.total_s) == (0, pytest.approx(10 * busy.step_s))
+    assert answering(IDLE, need(1000)).step_s == pytest.approx(0.01 + 0.002 + 0.001)
+
+
+def test_a_slot_is_there_when_as_many_have_ended_as_batch_blocks_or_promises_want():
+    full = answering(load(running=8), need(100, answer_tokens=40))
+    assert full.slot_s == pytest.approx((0.01 + 8 * 0.002) * 40 / 8), "one of the batch"
+    tight = answering(load(running=4, context_tokens=1200, free_blocks=10), need(760, answer_tokens=40))
+    step_s = 0.01 + 4 * 0.002 + 0.0012
+    assert tight.slot_s == pytest.approx(2 * step_s * 40 / 4), "600 tokens too many: two requests of 300"
+    strict, loose = load(running=4, tightest_tpot_s=0.018), load(running=4)
+    promised = answering(strict, need(0, answer_tokens=40)).slot_s
+    assert promised == pytest.approx(0.018 * 40 / 4, rel=1e-3), "a step with it takes 0.020 s: one must end first"
+    assert answering(loose, need(0, answer_tokens=40)).slot_s == 0
+    own = answering(loose, need(0, answer_tokens=40, promise=Promise(tpot_s=0.018)))
+    assert own.slot_s == pytest.approx(promised, rel=1e-3)
+
+
+def test_a_prompt_computed_by_a_decode_worker_stalls_its_streams_and_who_comes_next():
+    fleet = Fleet([], [IDLE, load(running=4)])
+    for name, held, prefill_s, stalled_s in (("d0", 0, 0.41, 0.4), ("d1", 160, 0.018 + 0.24, 5 * 0.24)):
+        cost = reading(fleet, name, need(400), held)
+        assert (cost.prefill_s, cost.total_s) == (pytest.approx(prefill_s), pytest.approx(prefill_s + stalled_s))
+
+
+def test_promised_times_make_a_decode_workers_chunks_small():
+    strict = Fleet([], [load(running=4, tightest_tpot_s=0.119)])
+    cost = reading(strict, "d0", need(400))
+    assert cost.prefill_s == pytest.approx(4 * 0.018 + 0.4), "101 tokens beside a step of 0.018 s"

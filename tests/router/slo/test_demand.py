@@ -6,7 +6,6 @@ import pytest
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer, Promise
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
-from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.router.slo.demand import ASKED_S, Demand, fleet_numbers
 
@@ -40,7 +39,7 @@ def of_class(request, name):
 def test_all_that_arrives_counts_and_of_answers_what_has_ended(demand, a_request):
     for _ in range(3):
         demand.arrived(a_request())
-    demand.ended(Stages(0.0, num_cached_tokens=4, num_output_tokens=7))
+    demand.ended(4, 7)
     numbers = demand.numbers()
     assert {name: numbers[name] for name in ("requests", "prompt_tokens")} == {"requests": 3, "prompt_tokens": 15}
     assert (numbers["ended"], numbers["cached_tokens"], numbers["output_tokens"]) == (1, 4, 7)
@@ -59,7 +58,7 @@ def test_attention_to_what_was_cached_is_taken_off_the_prompts_that_come_next(de
     long = msgspec.structs.replace(a_request(), num_prompt_tokens=100)
     demand.arrived(long)
     assert demand.numbers()["prompt_pairs"] == 5000
-    demand.ended(Stages(0.0, num_cached_tokens=110))
+    demand.ended(110, 0)
     demand.arrived(long)
     assert demand.numbers()["prompt_pairs"] == 5000  # a counter never falls
     demand.arrived(long)

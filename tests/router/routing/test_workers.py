@@ -2,7 +2,7 @@ import pytest
 
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.routing.fleet_view import FIRST_GUESS, LinkRates
+from twostroke.router.routing.workers import FIRST_GUESS, LinkRates
 
 A, B = Peer("a", 1), Peer("b", 1)
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.router.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, nth_token
 from twostroke.protocol.errors import RequestError
+from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.policy import NoPath
 
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):

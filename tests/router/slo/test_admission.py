@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from tests.router.admitted_load import DECODE, PREFILL, AdmittedLoad, percentile, request_of
+from tests.router.slo.admitted_load import DECODE, PREFILL, AdmittedLoad, percentile, request_of
 from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.router.fleet import Estimate, Path
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.policy import Estimate, Path
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 
@@ -28,11 +28,9 @@ class Door:
 
     def ask(self, one: SLOClass, *, queue_s: float = 0.0, prefill_s: float = 0.1, step_s: float = 0.02) -> Stages:
         """Raises Overloaded."""
-        stages = Stages(self.now)
         estimate = Estimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s)
-        self.admission.admit(request_of(one), Path(PREFILL, DECODE, estimate=estimate), stages)
-        stages.admit = self.now
-        return stages
+        self.admission.admit(request_of(one), Path(PREFILL, DECODE, estimate=estimate), 0.0, False)
+        return Stages(self.now, admit=self.now, expected=estimate)
 
     def retry_after_s(self, one: SLOClass, **times: float) -> int | None:
         """None: let in."""
@@ -45,16 +43,14 @@ class Door:
 
 def test_a_request_is_let_in_while_its_first_token_can_come_in_time() -> None:
     door = Door()
-    stages = door.ask(INTERACTIVE, queue_s=0.3)
-    assert stages.expected is not None
-    assert stages.expected.queue_s == 0.3
+    door.ask(INTERACTIVE, queue_s=0.3)
     assert door.retry_after_s(INTERACTIVE, queue_s=0.6) == 1
     assert door.retry_after_s(BATCH, queue_s=0.6) is None
 
 
 def test_where_nothing_is_known_or_admission_is_off_all_are_let_in() -> None:
     door = Door()
-    door.admission.admit(request_of(INTERACTIVE), Path(PREFILL, DECODE), Stages(door.now))
+    door.admission.admit(request_of(INTERACTIVE), Path(PREFILL, DECODE), 0.0, False)
     assert Door(SLOConfig((INTERACTIVE,), admission=False)).retry_after_s(INTERACTIVE, queue_s=9.0) is None
 
 
@@ -166,7 +162,7 @@ def test_a_worker_thought_too_slow_even_for_a_prompt_alone_is_tried_though_other
     for _ in range(20):  # 0.5 s each
         door.now += 0.5
         quick = Path(None, DECODE, estimate=Estimate(0.0, 0.0, 0.01, 0.0, 0.0, 0.02))
-        door.admission.admit(request_of(INTERACTIVE), quick, Stages(door.now))
+        door.admission.admit(request_of(INTERACTIVE), quick, 0.0, False)
         verdicts.append(door.retry_after_s(INTERACTIVE, prefill_s=2.0))
     assert verdicts[:8] == [4, 3, 3, 2, 2, 1, 1, None], "4 s after the last prompt there, and until then told when"
     assert verdicts[8:] == [4, 3, 3, 2, 2, 1, 1, None, 4, 3, 3, 2]
@@ -181,7 +177,7 @@ def test_a_path_on_trial_is_let_in_whatever_is_thought_of_its_first_token_but_sl
 
     def trial(prefill_s: float, step_s: float) -> None:
         path = Path(PREFILL, DECODE, estimate=Estimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_trial=True)
-        door.admission.admit(request_of(INTERACTIVE), path, Stages(door.now))
+        door.admission.admit(request_of(INTERACTIVE), path, 0.0, False)
 
     trial(2.0, 0.02)
     door.stats[DECODE.peer] = WorkerStats(num_running=10, tightest_tpot_s=0.03)
@@ -220,7 +216,7 @@ def test_predictions_that_proved_too_short_are_corrected_and_forgotten() -> None
         stages = door.ask(INTERACTIVE, queue_s=0.1)
         stages.begin_attempt()
         stages.first_token = door.now + 0.4
-        door.admission.ended(request_of(INTERACTIVE), stages)
+        door.admission.ended(request_of(INTERACTIVE), stages.num_output_tokens, stages.predicted, stages.tpot_s)
         door.now += 0.1
     assert door.admission.ttft_correction("interactive") > 1.5
     assert door.retry_after_s(INTERACTIVE, queue_s=0.3) is not None
@@ -242,11 +238,9 @@ def test_each_of_many_routers_expects_the_others_to_send_as_much() -> None:
 
 def test_choices_of_an_admitted_response_are_not_judged_again() -> None:
     door = Door()
-    stages = Stages(door.now, follows=True)
     late = Path(PREFILL, DECODE, estimate=Estimate(9.0, 0.0, 0.1, 0.0, 0.0, 0.02))
     door.ask(INTERACTIVE)
-    door.admission.admit(request_of(INTERACTIVE), late, stages)
-    assert stages.expected is late.estimate
+    door.admission.admit(request_of(INTERACTIVE), late, 0.0, True)
 
 
 HIGH = SLOClass("high", ttft_s=2.5, tpot_s=0.3, priority=10, share=0.3)
@@ -313,6 +307,6 @@ def test_estimates_of_what_requests_put_out_follow_what_they_do() -> None:
     for _ in range(100):
         stages = door.ask(BATCH)
         stages.num_output_tokens = 10
-        door.admission.ended(request, stages)
+        door.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
     assert door.admission._classes["batch"].expected_output(1000) == pytest.approx(10)
     assert door.admission._classes["batch"].expected_output(5) == 5

@@ -2,15 +2,18 @@
 
 import asyncio
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.messages import StatsFrame
+from twostroke.protocol.stats import WorkerStats
+from twostroke.router.fleet import Path
+from twostroke.router.generate.attempt import Attempt, Surroundings
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.path_finder import PrefixPulls
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.policy import Path
 
 PROMPT = tuple(range(130))
 
@@ -74,6 +77,9 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
 async def test_a_conversation_that_moves_between_decode_workers_takes_its_history_along(fleet_of, prompt_of, until):
     async with fleet_of(0, 2) as rig:
         written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        idle = WorkerStats(total_blocks=100, free_blocks=100, steps=200)
+        rig["d0"].connections["router-0"].send(StatsFrame(idle))
+        await until(lambda: rig.channels.stats(rig["d0"].info.peer) == idle)
         rig["d0"].gate = asyncio.Semaphore(0)
         busy = asyncio.create_task(answer(rig, prompt_of(*reversed(PROMPT))))
         await until(lambda: rig["d0"].owned)
@@ -117,6 +123,9 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
     asked = []
 
     class Channels:
+        def subscribe(self, worker, request_id, *, max_tokens):
+            """No token comes."""
+
         def is_connected(self, worker):
             return is_connected and worker == source.peer
 
@@ -125,9 +134,9 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
 
     async with fleet_of(1, 2) as rig:
         source = rig["d0"].info
-        pulls = PrefixPulls(channels=Channels(), secret=b"secret")
+        around = Surroundings(rig.fleet, Channels(), b"secret", PipelineConfig())
         for path in (Path(rig["p0"].info, source, source), Path(None, rig["d1"].info, source)):
-            ticket = pulls.ask(path, prompt_of(*PROMPT))
+            ticket = Attempt(around, prompt_of(*PROMPT), SimpleNamespace(path=path))._ask_for_prefix()
             assert asked == ([(source.peer, ticket)] if is_connected else [])
             assert (ticket is not None) == is_connected
             asked.clear()

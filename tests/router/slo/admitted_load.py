@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, Role, WorkerInfo, WorkerStats
+from twostroke.router.fleet import Estimate, Path
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.policy import Estimate, Path
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import verdict_of
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -59,7 +59,7 @@ class Report:
     def met(self, since: float = 0.0, until: float = float("inf")) -> int:
         """Requests that arrived in between and got what they were promised."""
         jobs = (job for jobs in self.done.values() for job in jobs if since <= job.stages.arrive < until)
-        return sum(verdict_of(job.request.promise, job.stages) == "met" for job in jobs)
+        return sum(verdict_of(job.request.promise, job.stages.ttft_s, job.stages.tpot_s) == "met" for job in jobs)
 
     def refused_part(self, name: str) -> float:
         return 1 - len(self.admitted_at[name]) / self.offered[name]
@@ -111,14 +111,14 @@ class AdmittedLoad:
         job = Job(request_of(one), self._draw.uniform(0.5, 1.5) * self._prompt_s, Stages(self.now))
         path = Path(PREFILL, DECODE, estimate=self._estimate(job))
         try:
-            self.admission.admit(job.request, path, job.stages)
+            self.admission.admit(job.request, path, 0.0, False)
         except Overloaded as error:
             self.report.retry_after_s[name].append(error.retry_after_s)
             if obeys:
                 told_s = error.retry_after_s if told_s is None else told_s
                 self._push(self.now + error.retry_after_s, "arrive", (name, obeys, first_at, told_s))
             return
-        job.stages.admit = self.now
+        job.stages.admit, job.stages.expected = self.now, path.estimate
         if told_s is not None:
             self.report.waited.append((told_s, self.now - first_at))
         self.report.admitted_at[name].append(self.now)
@@ -187,7 +187,8 @@ class AdmittedLoad:
                 self._in_flight -= 1
                 job.stages.finish = self.now
                 self.report.done[job.request.promise.class_name].append(job)
-                self.admission.ended(job.request, job.stages)
+                stages = job.stages
+                self.admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         self._is_stepping = bool(self._rows)
         if self._rows:
             self._push(self.now + self._base_s + self._row_s * len(self._rows), "step", tuple(self._rows))

@@ -46,3 +46,38 @@ def test_who_has_tokens_already_waits_for_room_until_its_own_deadline():
     full, of = RequestError("full", status=429), retries()
     paused = [of.pause_s(full, has_got_on=False, has_refused_before=True, has_begun=True) for _ in range(4)]
     assert paused == [0.1, 0.2, 0.4, 0.4]
+
+
+def test_pauses_double_up_to_the_longest():
+    backoff = Backoff(first_s=0.05, most_s=1.0, draw=lambda: 0.0)
+    assert [backoff.pause_s(count) for count in (0, 1, 2, 5, 1000)] == [0.05, 0.1, 0.2, 1.0, 1.0]
+
+
+def test_a_pause_is_shortened_by_up_to_half():
+    assert Backoff(first_s=0.1, most_s=1.0, draw=lambda: 1.0).pause_s(0) == 0.05
+
+
+def test_retries_are_a_share_of_the_traffic_beyond_the_floor():
+    budget = RetryBudget(share=0.25, floor=2, clock=lambda: 0.0)
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    for _ in range(8):
+        budget.count_first_attempt()
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+
+
+def test_the_floor_comes_back_with_time_and_no_more():
+    now = 0.0
+    budget = RetryBudget(share=0.2, floor=2, clock=lambda: now)
+    assert budget.take()
+    assert budget.take()
+    now = 5.0
+    assert [budget.take() for _ in range(2)] == [True, False]
+    now = 1000.0
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+
+
+def test_what_is_saved_up_is_bounded():
+    budget = RetryBudget(share=1.0, floor=2, clock=lambda: 0.0)
+    for _ in range(1000):
+        budget.count_first_attempt()
+    assert sum(budget.take() for _ in range(1000)) == 20

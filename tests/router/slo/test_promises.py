@@ -4,7 +4,6 @@ import pytest
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.http.tenants import KeyLimits, Tenant
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.router.slo.promises import promise_of
 
@@ -14,19 +13,14 @@ BULK = SLOClass("bulk", priority=-5, share=0.1)
 CLASSES = SLOConfig((GOLD, PLAIN, BULK), default="plain")
 
 
-def tenant(slo_class: str | None) -> Tenant:
-    limits = KeyLimits(clock=lambda: 0.0, requests_per_minute=None, tokens_per_minute=None, max_in_flight=None)
-    return Tenant("t", slo_class, False, b"", limits)
-
-
 def class_of(tier: str | None = None, key_class: str | None = None, **headers: str) -> str:
-    who = None if key_class is None else tenant(key_class)
-    return promise_of(CLASSES, who, {name.replace("_", "-"): text for name, text in headers.items()}, tier).class_name
+    given = {name.replace("_", "-"): text for name, text in headers.items()}
+    return promise_of(CLASSES, given, tier, has_key=key_class is not None, key_class=key_class).class_name
 
 
 def test_a_class_carries_its_promises() -> None:
-    assert promise_of(CLASSES, None, {}, "gold") == Promise("gold", 10, 0.3, 0.5, 0.05)
-    assert promise_of(SLOConfig(), None, {}) == Promise()
+    assert promise_of(CLASSES, {}, "gold") == Promise("gold", 10, 0.3, 0.5, 0.05)
+    assert promise_of(SLOConfig(), {}) == Promise()
 
 
 def test_header_goes_before_tier_before_key_before_default() -> None:
@@ -45,7 +39,7 @@ def test_openais_own_tiers_mean_a_class() -> None:
     assert class_of(key_class="bulk", x_slo_class="auto") == "bulk"
     assert (class_of(x_slo_class="flex"), class_of(x_slo_class="priority")) == ("bulk", "gold")
     own = SLOConfig((SLOClass("flex", priority=3), GOLD))
-    assert promise_of(own, None, {}, "flex").priority == 3
+    assert promise_of(own, {}, "flex").priority == 3
 
 
 @pytest.mark.parametrize(
@@ -65,20 +59,20 @@ def test_openais_own_tiers_mean_a_class() -> None:
 )
 def test_what_can_not_be_meant_is_refused_by_its_name(tier: str | None, headers: dict[str, str], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        promise_of(CLASSES, None, headers, tier)
+        promise_of(CLASSES, headers, tier)
     assert (caught.value.status, caught.value.param) == (400, param)
     if "class" in param or "tier" in param:
         assert "gold, plain, bulk" in str(caught.value)
 
 
 def test_headers_tighten_and_loosen_the_promise_of_one_request() -> None:
-    promise = promise_of(CLASSES, None, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "1e2"}, "gold")
+    promise = promise_of(CLASSES, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "1e2"}, "gold")
     assert (promise.ttft_left_s, promise.tpot_s) == (0.25, 0.1)
 
 
 def test_a_lower_priority_number_goes_first_as_in_vllm() -> None:
-    assert promise_of(CLASSES, None, {}, "gold", 3).priority == 7
-    assert promise_of(CLASSES, None, {"x-slo-priority": "-3"}, "gold", 3).priority == 13
+    assert promise_of(CLASSES, {}, "gold", 3).priority == 7
+    assert promise_of(CLASSES, {"x-slo-priority": "-3"}, "gold", 3).priority == 13
 
 
 def test_a_key_gets_no_more_than_its_class() -> None:
@@ -91,14 +85,14 @@ def test_a_key_gets_no_more_than_its_class() -> None:
         (None, {"x-slo-tpot-ms": "100"}, None, "x-slo-tpot-ms"),  # nothing is promised: any time is tighter
     ):
         with pytest.raises(RequestError) as caught:
-            promise_of(CLASSES, tenant("plain"), headers, tier, priority)
+            promise_of(CLASSES, headers, tier, priority, has_key=True, key_class="plain")
         assert (caught.value.status, caught.value.code, caught.value.param) == (403, "not_allowed", param)
-    loosened = promise_of(CLASSES, tenant("plain"), {"x-slo-ttft-ms": "3000"}, None, 2)
+    loosened = promise_of(CLASSES, {"x-slo-ttft-ms": "3000"}, None, 2, has_key=True, key_class="plain")
     assert (loosened.ttft_left_s, loosened.priority) == (3.0, 3)
-    assert promise_of(CLASSES, tenant("plain"), {}, "bulk", -10).priority == 5
+    assert promise_of(CLASSES, {}, "bulk", -10, has_key=True, key_class="plain").priority == 5
 
 
 def test_a_key_without_a_class_may_choose_any() -> None:
-    assert promise_of(CLASSES, tenant(None), {}, "gold").priority == 10
+    assert promise_of(CLASSES, {}, "gold", has_key=True).priority == 10
     with pytest.raises(RequestError):
-        promise_of(CLASSES, tenant(None), {}, "gold", -1)
+        promise_of(CLASSES, {}, "gold", -1, has_key=True)
