@@ -146,6 +146,7 @@ async def test_where_the_decode_worker_is_busy_another_prefill_worker_computes_t
 ):
     async with fleet_of(2, 1) as rig:
         names = ("p0", "p1", "d0")
+        rig.channels.follow(rig.fleet.workers())
         await until(lambda: all(rig.channels.stats(rig[name].info.peer) for name in names))
         for name in names:
             rig[name].prefill_gate = asyncio.Event()
