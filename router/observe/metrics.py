@@ -2,7 +2,7 @@
 
 Names and units are vLLM's with the prefix `twostroke:`. The registry is this object's own, so that several routers can
 live in one process. What workers tell of themselves: `router/observe/worker_metrics.py`; what a scrape brings of all
-routers: `router/http/scrape.py`.
+routers: `router/observe/scrape.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.router.observe.stages import Stages
 
 Outcome = Literal["stop", "length", "abort", "error"]
@@ -139,8 +139,8 @@ class RouterMetrics:
 
     def refused(self, error: TwostrokeError) -> None:
         """A request is answered with an error."""
-        status, code = (error.status, error.code) if isinstance(error, RequestError) else (503, "worker_lost")
-        self._refused.labels(self._model, str(status), code).inc()
+        shown = public_error(error)
+        self._refused.labels(self._model, str(shown.status), shown.code).inc()
 
     def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(_PREFIX + name, help_text, ["model_name"], buckets=buckets, registry=self._registry).labels(

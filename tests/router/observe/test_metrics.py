@@ -8,8 +8,8 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Path
-from twostroke.router.http.scrape import RouterReading, exposition
 from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scrape import RouterReading, exposition
 from twostroke.router.observe.stages import Stages
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
