@@ -23,7 +23,7 @@ from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
+from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.verdicts import Verdict
@@ -31,7 +31,6 @@ from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Case, Suspects
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
@@ -175,13 +174,6 @@ def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *
     """Other routers find out by themselves."""
 
 
-def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
-    if isinstance(error, RequestError):
-        records._ejection.failed(worker)
-    else:
-        _failed(records, case, worker, error)
-
-
 def _take_all_requests(life: WorkerLife) -> None:
     """Those that come while it drains, too."""
 
@@ -213,7 +205,6 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
 
 _end_chunk = IncomingLane.end_chunk
 _next_try = Pipeline._next_try
-_failed = WorkerRecords.failed
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _refuse = KVReceiver.refuse
@@ -306,14 +297,6 @@ SABOTAGES = [
         _compute_at_once,
         with_faults=True,
         only="poison",
-    ),
-    Sabotage(
-        "refusals count as a worker's failures",
-        WorkerRecords,
-        "failed",
-        _hold_refusals_against_workers,
-        with_faults=True,
-        only="overload",
     ),
     Sabotage(
         "draining workers take requests",

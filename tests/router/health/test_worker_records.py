@@ -107,3 +107,11 @@ async def test_who_was_given_back_by_a_prefill_worker_is_not_suspected_of_its_de
     records.failed(given_back, P.peer, answer)
     records.failed(other, P.peer, WorkerLost("it died"))
     assert [records.suspects.is_suspect(case) for case in (given_back, other)] == [False, True]
+
+
+async def test_refusals_for_want_of_room_are_not_held_against_a_worker(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    for _ in range(20):
+        records.failed(case, D.peer, RequestError("too many wait", code="overloaded", status=429))
+    assert records.ejected() == frozenset()
