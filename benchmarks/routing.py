@@ -1,6 +1,6 @@
 """`twostroke bench routing`: how long a router takes to choose a path, by the number of workers and of indexed blocks.
 
-The router's own PathFinder is asked, as for a request; the workers exist only as the numbers and block names that they
+The router's own PathChooser is asked, as for a request; the workers exist only as the numbers and block names that they
 would tell. Prompts begin with one of a few system prompts that many workers hold, go on with a conversation that one
 worker of each role holds, and end with something new. Hashing a prompt is timed apart: it is done once a request.
 
@@ -27,8 +27,8 @@ from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerSt
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.worker_channel import ChannelListener
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.path_finder import PathFinder
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
+from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
 
 WORKERS = (4, 16, 64, 256, 1000)
@@ -87,7 +87,17 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
     draw = random.Random(0)
     infos = [_info(number) for number in range(num_workers)]
     channels = _Channels()
-    finder = PathFinder(workers=lambda: infos, channels=channels, clock=time.monotonic, config=PipelineConfig())
+    config = PipelineConfig()
+    chooser = PathChooser(
+        workers=lambda: infos,
+        channels=channels,
+        clock=time.monotonic,
+        policy=config.policy,
+        decodes_alone=config.decodes_alone,
+        min_pull_tokens=config.pull_min_tokens,
+        index_blocks=config.index_blocks,
+        expected_s=config.expected_s,
+    )
     prompts = _prompts(draw, prompt_tokens, num_requests)
     requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
     for info in infos:
@@ -103,13 +113,13 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
         begin = time.thread_time()
         PromptNames().of(request.token_ids, request.cache_salt, BLOCK_SIZE)
         hash_s.append(time.thread_time() - begin)
-        finder.choose(request)  # hashes the prompt
+        chooser.choose(request)  # hashes the prompt
         for info in draw.sample(infos, max(1, num_workers // 100)):
             channels.tell(info.peer, _stats(draw))
         if hold is not None:
             hold.release()  # now, so that this decision has to take in what has changed at two workers
         begin = time.thread_time()
-        _, hold = await finder.find(request, (), ())
+        hold = chooser.hold(chooser.choose(request), request, ())
         decide_s.append(time.thread_time() - begin)
     find_s = _time_index(cached, prompts)
     return Times(statistics.median(decide_s), find_s, statistics.median(hash_s))

@@ -169,22 +169,6 @@ class Convicted(_Message, frozen=True):
     verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MOST_TOLD)]
 
 
-class AskTurn(_Message, frozen=True):
-    """Router to worker: a request that may have taken a worker down is to be computed here, with no other router's."""
-
-    number: int  # one more than the last
-
-
-class GiveTurn(_Message, frozen=True):
-    """Worker to router: now. Other routers wait until it ends, or the connection does."""
-
-    number: int  # as asked
-
-
-class EndTurn(_Message, frozen=True):
-    """Router to worker: that is over, or not wanted any more."""
-
-
 # --- transfer control, source to target ---
 
 
@@ -293,9 +277,6 @@ Message = (
     | PrefillFailed
     | SendPrefix
     | Convicted
-    | AskTurn
-    | GiveTurn
-    | EndTurn
     | Offer
     | Chunk
     | Commit

@@ -17,14 +17,11 @@ from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
-    AskTurn,
     BlocksChanged,
     BlocksHeld,
     Cancel,
     Convicted,
     Drain,
-    EndTurn,
-    GiveTurn,
     Hello,
     KVNotSent,
     Ping,
@@ -40,12 +37,11 @@ from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.turns import Turns
 from twostroke.protocol.verdicts import Verdict, Verdicts
 
 _log = logging.getLogger(__name__)
 
-_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted | GiveTurn
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted
 
 
 class TokenServerConfig(Section):
@@ -84,8 +80,7 @@ class TokenServer:
     """Accepts routers, sends them token frames and statistics, and hears what they want.
 
     Routers that ask are told of the names in the prefix cache of `blocks`. What one router says of requests that take
-    workers down the others are told, now or when they come; and one router at a time has its turn (protocol/turns.py).
-    The worker itself makes nothing of either.
+    workers down the others are told, now or when they come; the worker itself makes nothing of it.
     """
 
     def __init__(
@@ -108,7 +103,6 @@ class TokenServer:
         self._closing: set[asyncio.Task[None]] = set()
         self._block_reports = BlockReports(blocks, self._send)
         self._verdicts = Verdicts(clock)
-        self._turns = Turns(self._give_turn)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
@@ -118,7 +112,6 @@ class TokenServer:
 
     async def close(self) -> None:
         """Drop every router and stop listening; may be called again. No callback is made once this has returned."""
-        self._turns.close()
         if self._stats_task is not None:
             self._stats_task.cancel()
             await asyncio.gather(self._stats_task, return_exceptions=True)
@@ -228,10 +221,6 @@ class TokenServer:
                     self._callbacks.send_prefix(ticket, token_ids, cache_salt)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
-                case AskTurn(number):
-                    self._turns.ask(router_id, number)
-                case EndTurn():
-                    self._turns.end(router_id)
                 case Convicted(verdicts):
                     self._pass_on(verdicts, but_to=router_id)
                 case Ping():
@@ -244,9 +233,6 @@ class TokenServer:
             for router_id, connection in list(self._routers.items()):
                 if router_id != but_to:
                     self._send(router_id, connection, Convicted(news))
-
-    def _give_turn(self, router_id: str, number: int) -> None:
-        self._send(router_id, self._routers[router_id], GiveTurn(number))
 
     async def _send_stats_forever(self) -> None:
         while True:
@@ -271,7 +257,6 @@ class TokenServer:
             return
         del self._routers[router_id]
         self._block_reports.end(router_id)
-        self._turns.end(router_id)
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -19,7 +19,7 @@ from twostroke.protocol.stats import WorkerInfo
 
 
 class ServeFleet:
-    """A `twostroke.router.routing.fleet.Fleet`. Made and used on one event loop, the router replica's."""
+    """A `twostroke.router.fleet.Fleet`. Made and used on one event loop, the router replica's."""
 
     def __init__(self, prefill: DeploymentHandle | None, decode: DeploymentHandle, *, grace_s: float):
         """`prefill` is None in aggregated mode. What a leaving worker has under way may take `grace_s`."""

@@ -141,21 +141,6 @@ class TokenChannels:
         """Ask the worker for a prefix. Where the channel is down, the target waits for it in vain, but not for long."""
         self._send(worker, message)
 
-    async def take_turn(self, worker: Peer) -> None:
-        """Return when no other router has a suspect computed at this worker, until `end_turn`.
-
-        At once where there is no channel, or it drops: nothing is computed there.
-        """
-        channel = self._channels.get(worker)
-        if channel is not None:
-            await channel.take_turn()
-
-    def end_turn(self, worker: Peer) -> None:
-        """Let other routers have their turn at the worker. Harmless where this one has none."""
-        channel = self._channels.get(worker)
-        if channel is not None:
-            channel.end_turn()
-
     def tell_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Have every worker pass this on to its other routers."""
         if verdicts:

@@ -21,7 +21,6 @@ from twostroke.protocol.messages import (
     Cancel,
     Convicted,
     Drain,
-    GiveTurn,
     Hello,
     KVNotSent,
     Message,
@@ -38,7 +37,6 @@ from twostroke.protocol.settings import Interval, Section
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_stream import TokenStream
-from twostroke.router.health.suspect_turns import WorkerTurn
 
 
 async def greet(network: Network, router: Peer, info: WorkerInfo) -> tuple[Connection, tuple[Verdict, ...]]:
@@ -175,7 +173,6 @@ class WorkerChannel:
         self._config = config
         self._connection: Connection | None = None
         self._subscriptions = Subscriptions()
-        self._turn = WorkerTurn(self.send)
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
         self._is_leaving = False
@@ -240,15 +237,6 @@ class WorkerChannel:
     def unwatch_sending(self, request_id: str) -> None:
         """Harmless where nothing is watched."""
         self._subscriptions.unwatch_sending(request_id)
-
-    async def take_turn(self) -> None:
-        """As TokenChannels.take_turn."""
-        if self._connection is not None:
-            await self._turn.take()
-
-    def end_turn(self) -> None:
-        """As TokenChannels.end_turn."""
-        self._turn.end()
 
     def _check_connected(self) -> None:
         if self._connection is None:
@@ -324,8 +312,6 @@ class WorkerChannel:
                     case Convicted(verdicts):
                         if self._exchange is not None:
                             self._exchange.heard(verdicts)
-                    case GiveTurn(number):
-                        self._turn.come(number)
                     case Ping():
                         pass
                     case _:
@@ -383,7 +369,6 @@ class WorkerChannel:
         self._attempt = asyncio.get_running_loop().create_future()
         self._hurry.clear()
         self._subscriptions.fail(error)
-        self._turn.lose()
 
     async def _wait(self, backoff_s: float) -> None:
         try:

@@ -1,7 +1,7 @@
 """One try of a request on one pair of workers: read `Attempt.events`.
 
 Everything an attempt opens (two calls, one stream) ends with it, on every path: finish, fault, the client leaving.
-What becomes of its workers on the way is told to those who choose the next ones (`worker_records.py`).
+What happens on the way is told to its `Progress`.
 """
 
 import asyncio
@@ -9,72 +9,50 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
-from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Ticket, TokenEvent
+from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Ticket, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
+from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.path_finder import PathFinder, PrefixPulls
-from twostroke.router.health.suspects import Case
-from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.in_flight import Hold
-from twostroke.router.routing.policy import Path
+from twostroke.router.generate.progress import Progress
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all attempts of a router replica share."""
+    """What all attempts of a router replica share. `secret` is the cluster's, to sign tickets."""
 
     fleet: Fleet
     channels: TokenChannels
-    finder: PathFinder
-    pulls: PrefixPulls
-    records: WorkerRecords
-    clock: Clock
+    secret: bytes
     config: PipelineConfig
+
+
+class PrefillMoved(WorkerLost):
+    """No KV comes, and another prefill worker had better compute the prompt: the decode worker is not to blame."""
 
 
 class Attempt:
     """One try. It has its own request id, so that nothing of another try can be taken for it."""
 
-    def __init__(
-        self,
-        around: Surroundings,
-        *,
-        path: Path,
-        hold: Hold,
-        request: GenerateRequest,
-        ticket: Ticket | None,
-        case: Case,
-        stages: Stages,
-        failed: set[Peer],
-    ):
-        """`request` is this try's own, the outputs so far in its tokens. `failed` gets a prefill worker that fails."""
-        self.has_got_on = False
-        """Whether the decode worker has drawn a token of its own."""
+    def __init__(self, around: Surroundings, request: GenerateRequest, progress: Progress):
+        """`request` is this try's own, the outputs so far in its tokens. Raises WorkerLost without a channel."""
         self._channels = around.channels
         self._fleet = around.fleet
-        self._finder = around.finder
-        self._pulls = around.pulls
-        self._records = around.records
-        self._clock = around.clock
+        self._secret = around.secret
         self._config = around.config
-        self._path = path
-        self._hold = hold
         self._request = request
-        self._ticket = ticket
-        self._case = case
-        self._stages = stages
-        self._failed = failed
-        self._decode = path.decode.peer
+        self._progress = progress
+        self._path = progress.path
+        self._decode = self._path.decode.peer
         self._prefill_failed = asyncio.Event()  # no KV comes from the prefill worker
-        # Raises WorkerLost where there is no channel; nothing is open then.
+        self._ticket = None
+        if self._path.prefill is not None:
+            self._ticket = self._mint(self._path.prefill, self._path.decode)
         self._stream = around.channels.subscribe(self._decode, request.request_id, max_tokens=request.max_tokens)
 
     async def events(self, sent: Sequence[int], time_left_s: float) -> AsyncGenerator[TokenEvent, None]:
@@ -96,7 +74,7 @@ class Attempt:
                 event = join_fresh((first, *self._stream.take_queued()), sent)
                 if event is None:
                     continue
-                self._note_progress(event)
+                self._progress.came(self._request, event, is_heard=self._stream.heard)
                 yield event
                 if event.finish_reason is not None:
                     break
@@ -104,8 +82,10 @@ class Attempt:
                 # The calls return about now, and tell how it went.
                 await asyncio.wait(calls.values(), timeout=self._config.reply_grace_s)
                 complete = calls[self._decode].done()
+        except PrefillMoved:
+            raise
         except (WorkerLost, RequestError) as error:
-            self._records.failed(self._case, self._decode, error)
+            self._progress.decode_failed(error)
             raise
         finally:
             timer.cancel()
@@ -123,31 +103,11 @@ class Attempt:
                 tasks.append(telling)
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _note_progress(self, event: TokenEvent) -> None:
-        self._hold.prompt_computed()
-        now = self._clock()
-        stages = self._stages
-        if stages.first_token is None and event.tokens:
-            stages.first_token = now
-        stages.num_output_tokens += len(event.tokens)
-        if event.finish_reason is not None:
-            stages.finish = now
-        self._case.position = event.index + len(event.tokens)
-        if not self.has_got_on:
-            if self._stream.heard:
-                self._records.has_kv(self._case, self._decode)
-            # The first token may be the prefill worker's, which the decode worker merely repeats.
-            has_kv = self._path.prefill is not None and not self._prefill_failed.is_set()
-            own = self._request.num_output_tokens_given + has_kv
-            if self._case.position > own:
-                self.has_got_on = True
-                self._records.got_on(self._case, self._path, self._case.position - 1)
-
     async def _call_decode(self) -> None:
         """Run the request on the decode worker; its tokens come by the channel, its failure goes into the stream."""
-        stream, stages = self._stream, self._stages
+        stream = self._stream
         try:
-            pull = self._pulls.ask(self._path, self._request) if self._path.prefill is None else None
+            pull = self._ask_for_prefix() if self._path.prefill is None else None
             reply = await self._fleet.decode(self._decode, self._request, self._ticket, pull)
         except TwostrokeError as error:
             stream.fail(error)
@@ -156,13 +116,7 @@ class Attempt:
             _log.exception("the decode call of %s failed unexpectedly", self._request.request_id)
             stream.fail(WorkerFailed(f"the decode call failed: {type(error).__name__}"))
             return
-        stages.num_preemptions += reply.num_preemptions
-        stages.transfer_s = reply.transfer_s if self._ticket is not None or pull is not None else None
-        stages.decode_queue_s = reply.queue_s
-        if stages.prefill_s is None:  # the prompt was computed there
-            stages.num_cached_tokens = min(reply.num_cached_tokens, self._request.num_prompt_tokens)
-        if self._path.prefill is None:
-            self._finder.decoded(self._path, len(self._request.token_ids), reply)
+        self._progress.decoded(self._request, reply, had_transfer=self._ticket is not None or pull is not None)
         if reply.finish_reason is None:
             stream.fail(WorkerFailed("the decode worker cancelled the request"))
         else:  # the reply may overtake the last frame, but not by much
@@ -174,7 +128,6 @@ class Attempt:
         So it is where the KV is not sent: the worker tells that apart from its reply, earlier or later.
         """
         request_id = self._request.request_id
-        reply = None
 
         def not_sent() -> None:
             if self._stream.heard:  # the decode worker needs nothing any more
@@ -182,54 +135,43 @@ class Attempt:
             is_lost = not self._channels.is_connected(worker.peer)
             why = "is lost" if is_lost else "did not send the KV"
             error = (WorkerLost if is_lost else TransferFailed)(f"{worker.peer.worker_id} {why} of {request_id}")
-            _log.warning("%s", error)
             self._without_prefill(worker.peer, error)
 
         try:
             await self._channels.ensure(worker)
             self._channels.watch_sending(worker.peer, request_id, not_sent)
-            self._records.computes(self._case, worker.peer)
-            pull = self._pulls.ask(self._path, self._request)
-            reply = await self._prefill_or_lose(worker.peer, pull)
+            self._progress.prefill_begins(worker.peer)
+            reply = await self._prefill_or_lose(worker.peer, self._ask_for_prefix())
             if reply.event.error is not None:
                 raise WorkerFailed(reply.event.error)
         except TwostrokeError as error:
-            _log.warning("prefill of %s on %s failed: %s", request_id, worker.peer.worker_id, error)
             self._without_prefill(worker.peer, error)
         except Exception as error:
             _log.exception("the prefill call of %s failed unexpectedly", request_id)
             self._without_prefill(worker.peer, WorkerFailed(f"the prefill call failed: {type(error).__name__}"))
         else:
-            stages = self._stages
-            stages.prefill_queue_s = reply.queue_s
-            stages.prefill_s = reply.prefill_s
-            stages.num_cached_tokens = min(reply.num_cached_tokens, self._request.num_prompt_tokens)
-            self._records.prompt_done(self._case, worker.peer, self._decode)
+            self._progress.prefilled(self._request, worker.peer, reply)
             self._stream.push(reply.event)
-            self._finder.prefilled(self._path, len(self._request.token_ids), reply)
         finally:
-            self._hold.release(worker.peer)
+            self._progress.prefill_ended(worker.peer)
 
     def _without_prefill(self, worker: Peer, error: TwostrokeError) -> None:
-        """Have the decode worker told. Harmless when repeated: the call and the transfer may fail both."""
-        if self._prefill_failed.is_set():
-            return
-        if isinstance(error, TransferFailed):
-            self._records.pair_failed(worker, self._decode)
-        else:
-            self._records.failed(self._case, worker, error)
-        self._failed.add(worker)
-        self._stages.prefill_failures += 1
+        _log.warning("prefill of %s on %s failed: %s", self._request.request_id, worker.worker_id, error)
+        self._progress.prefill_failed(worker, error)
         self._prefill_failed.set()
 
     async def _tell_of_failed_prefill(self) -> None:
         """Should the prefill fail, tell the decode worker, until it is heard: it computes the prompt then.
 
-        A suspect waits for its turn there. What it finds out of itself meanwhile, the request fails of.
+        Unless it is busy, and another prefill worker would be much quicker: then the attempt ends for the next one. A
+        suspect waits until it may be computed. What it finds out of itself meanwhile, the request fails of.
         """
         await self._prefill_failed.wait()
+        if not self._stream.heard and self._progress.wants_another_prefill(self._request):
+            self._stream.fail(PrefillMoved("its prefill worker failed, and another one is to compute the prompt"))
+            return
         try:
-            await self._records.may_compute(self._case, self._decode)
+            await self._progress.decode_alone()
         except RequestError as error:
             self._stream.fail(error)
             return
@@ -250,6 +192,29 @@ class Attempt:
             call.cancel()
             loss.cancel()
             await asyncio.gather(call, loss, return_exceptions=True)
+
+    def _ask_for_prefix(self) -> Ticket | None:
+        """Have the path's source send what it holds of the prompt; the ticket for who computes it.
+
+        None where there is no source, or no channel to it now: the target would wait for it in vain. A source that
+        holds less than was thought sends less, or nothing, and whoever pulls computes the rest.
+        """
+        source = self._path.source
+        if source is None or not self._channels.is_connected(source.peer):
+            return None
+        ticket = self._mint(source, self._path.reader)
+        self._channels.send_prefix(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
+        return ticket
+
+    def _mint(self, source: WorkerInfo, target: WorkerInfo) -> Ticket:
+        return mint_ticket(
+            self._secret,
+            self._request.request_id,
+            source.peer,
+            target.peer,
+            target.transfer_addresses,
+            source_ranks=source.layout.tp_size,
+        )
 
 
 def out_of_time() -> RequestError:

@@ -1,14 +1,11 @@
 """What a user may set about the way of a sequence through the workers."""
 
-from typing import Literal
-
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.router.health.ejection import EjectionConfig
-from twostroke.router.health.suspects import SuspectsConfig
-
-Policy = Literal["kv_aware", "least_loaded", "round_robin"]
+from twostroke.router.health.poison import SuspectsConfig
+from twostroke.router.routing.chooser import Policy
 
 
 class PipelineConfig(Section):

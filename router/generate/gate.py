@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
-from twostroke.router.routing.policy import NoPath
+from twostroke.router.fleet import NoPath
 
 
 class Gate:

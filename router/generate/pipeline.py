@@ -4,25 +4,26 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, left_of, mint_ticket
+from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.generate.attempt import Attempt, Surroundings, out_of_time
+from twostroke.router.fleet import Fleet, Path
+from twostroke.router.generate.attempt import Attempt, PrefillMoved, Surroundings, out_of_time
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.path_finder import PathFinder, PrefixPulls
+from twostroke.router.generate.path_finder import PathFinder
+from twostroke.router.generate.progress import Progress
 from twostroke.router.generate.retries import Backoff, Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.log_format import FIELDS
 from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.fleet import Fleet
+from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
-from twostroke.router.routing.policy import Path
 
 __all__ = ["Pipeline", "PipelineConfig"]
 
@@ -30,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 _DEFAULTS = PipelineConfig()
 
-Admit = Callable[[GenerateRequest, Path, Stages], None]
+Admit = Callable[[GenerateRequest, Path, float, bool], None]
 """Told of each sequence once, when its path is chosen and its workers' places are held, before any call.
 
-Raises RequestError to refuse it.
+How many seconds ago it arrived, and whether it follows another choice that was let in. Raises RequestError to refuse.
 """
 
 
-def admit_all(request: GenerateRequest, path: Path, stages: Stages) -> None:
+def admit_all(request: GenerateRequest, path: Path, waited_s: float, follows: bool) -> None:
     """Where nothing is ever refused."""
 
 
@@ -61,24 +62,35 @@ class Pipeline:
         draw: Callable[[], float] = random.random,
         admit: Admit = admit_all,
     ):
-        self._channels = channels
-        self._secret = secret
         self._clock = clock
         self._router = router
         self._config = config
         self._draw_id = draw_id
         self._admit = admit
-        self._records = WorkerRecords(fleet=fleet, channels=channels, clock=clock, config=config, draw=draw)
+        self._records = WorkerRecords(
+            fleet=fleet, channels=channels, clock=clock, ejection=config.ejection, suspects=config.suspects, draw=draw
+        )
         self._budget = RetryBudget(share=config.retry_budget, floor=config.retry_floor, clock=clock)
         self._backoff = Backoff(first_s=config.retry_first_s, most_s=config.retry_most_s, draw=draw)
-        self._finder = PathFinder(workers=fleet.workers, channels=channels, clock=clock, config=config)
-        pulls = PrefixPulls(channels=channels, secret=secret)
-        self._around = Surroundings(fleet, channels, self._finder, pulls, self._records, clock, config)
+        self._chooser = PathChooser(
+            workers=fleet.workers,
+            channels=channels,
+            clock=clock,
+            policy=config.policy,
+            decodes_alone=config.decodes_alone,
+            min_pull_tokens=config.pull_min_tokens if config.pulls else None,
+            index_blocks=config.index_blocks,
+            expected_s=config.expected_s,
+        )
+        self._finder = PathFinder(
+            chooser=self._chooser, channels=channels, records=self._records, clock=clock, config=config
+        )
+        self._around = Surroundings(fleet, channels, secret, config)
 
     @property
     def in_flight(self) -> int:
         """Places held at workers: 0 when idle."""
-        return self._finder.in_flight
+        return self._chooser.in_flight
 
     def time_decisions(self, observe: Callable[[float], None]) -> None:
         """Have `observe` told of every choice of workers how many seconds it took."""
@@ -104,29 +116,26 @@ class Pipeline:
         failed: set[Peer] = set()
         last = self._clock()
         while True:
-            path, hold = await self._find(request, sent, failed, deadline)
-            attempt: Attempt | None = None
+            async with self._until(deadline):
+                path, hold = await self._finder.find(request, sent, failed)
+            if stages.attempts == 0:
+                self._let_in(request, path, hold, stages)
+            progress = Progress(
+                path=path,
+                hold=hold,
+                case=case,
+                stages=stages,
+                failed=failed,
+                records=self._records,
+                chooser=self._chooser,
+                clock=self._clock,
+            )
             failure: WorkerLost | RequestError | None = None
-            begin = self._clock()
             try:
-                if stages.attempts == 0:
-                    self._admit(request, path, stages)
-                    stages.admit = begin = self._clock()
-                    self._budget.count_first_attempt()
-                stages.begin_attempt()
                 tried = self._next_try(request, sent, stages)
                 async with self._until(deadline):
-                    await self._records.begin(case, path)
-                attempt = Attempt(
-                    self._around,
-                    path=path,
-                    hold=hold,
-                    request=tried,
-                    ticket=self._mint(path, tried.request_id),
-                    case=case,
-                    stages=stages,
-                    failed=failed,
-                )
+                    await progress.begin()
+                attempt = Attempt(self._around, tried, progress)
                 async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
                     is_first = True
                     async for event in events:
@@ -138,42 +147,36 @@ class Pipeline:
                         yield event
                 return
             except (WorkerLost, RequestError) as error:
-                if stages.attempts == 0:
-                    raise  # admission refuses it: at once, and nobody failed
                 failure = error
                 decode = path.decode.peer
                 _log.warning("attempt %d on %s failed: %s", stages.attempts, decode.worker_id, error)
-                has_got_on = attempt is not None and attempt.has_got_on
                 pause_s = retries.pause_s(
-                    error, has_got_on=has_got_on, has_refused_before=decode in failed, has_begun=bool(sent)
+                    error,
+                    has_got_on=progress.has_got_on,
+                    has_refused_before=decode in failed,
+                    has_begun=bool(sent),
                 )
                 if pause_s is None:
                     raise
-                if has_got_on:
+                if progress.has_got_on:
                     failed.clear()  # what others did before that is long ago
-                failed.add(decode)
+                if not isinstance(error, PrefillMoved):
+                    failed.add(decode)
             finally:
-                hold.release()
-                if stages.attempts > 0:
-                    stages.end_attempt(begin, self._clock(), path, failure)
-                    self._records.ended(case, path)
-                if attempt is not None and attempt.has_got_on:
-                    self._finder.answered(path, request, sent)
-            await self._records.turns.judge(case)
+                progress.end(request, sent, failure)
+            await self._records.suspects.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
-    async def _find(
-        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], deadline: float
-    ) -> tuple[Path, Hold]:
-        """The next attempt's path, around workers that are ejected and pairs that can't exchange KV."""
-        async with self._until(deadline):
-            ejected = self._records.ejected()
-            path, hold = await self._finder.find(request, sent, failed, ejected)
-            strangers = self._records.strangers_to(path.decode.peer)
-            if path.prefill is None or path.prefill.peer not in strangers:
-                return path, hold
+    def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: Stages) -> None:
+        """Before the first attempt. Raises what admission refuses the request with: at once, and nobody failed."""
+        try:
+            self._admit(request, path, self._clock() - stages.arrive, stages.follows)
+        except BaseException:
             hold.release()
-            return await self._finder.find(request, sent, failed, ejected | strangers)
+            raise
+        stages.expected = path.estimate
+        stages.admit = self._clock()
+        self._budget.count_first_attempt()
 
     def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: Stages) -> GenerateRequest:
         """The request as the workers see it now, under an id of its own."""
@@ -183,18 +186,6 @@ class Pipeline:
             router_id=self._router.worker_id,
             token_ids=(*request.token_ids, *sent),
             promise=left_of(request.promise, self._clock() - stages.arrive),
-        )
-
-    def _mint(self, path: Path, request_id: str) -> Ticket | None:
-        if path.prefill is None:
-            return None
-        return mint_ticket(
-            self._secret,
-            request_id,
-            path.prefill.peer,
-            path.decode.peer,
-            path.decode.transfer_addresses,
-            source_ranks=path.prefill.layout.tp_size,
         )
 
     @asynccontextmanager

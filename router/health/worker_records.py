@@ -1,24 +1,20 @@
 """What requests have met at their workers, kept for those that come: who is left out, and who is suspected.
 
-An attempt tells each step of its way here; the steps' meaning is in `ejection.py` and `suspects.py`.
+An attempt tells each step of its way here; the steps' meaning is in `ejection.py` and `poison.py`.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
-from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.channels.worker_channel import VerdictExchange
-from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.ejection import Ejection
-from twostroke.router.health.suspect_turns import OtherRouters, SuspectTurns
-from twostroke.router.health.suspects import Case, Stay, Suspects
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import Path
+from twostroke.router.fleet import Fleet, Path
+from twostroke.router.health.ejection import Ejection, EjectionConfig
+from twostroke.router.health.poison import Case, Stay, Suspects, SuspectsConfig
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
@@ -36,22 +32,16 @@ class WorkerRecords:
         fleet: Fleet,
         channels: TokenChannels,
         clock: Clock,
-        config: PipelineConfig,
+        ejection: EjectionConfig,
+        suspects: SuspectsConfig,
         draw: Callable[[], float] = random.random,
     ):
         self._fleet = fleet
         self._channels = channels
-        self.suspects = Suspects(config.suspects, clock)
-        self.turns = SuspectTurns(
-            self.suspects,
-            clock=clock,
-            verdict_s=config.suspects.verdict_s,
-            fate=self._fate,
-            others=OtherRouters(channels.take_turn, channels.end_turn, channels.tell_verdicts),
-        )
-        channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self._heard_verdicts))
-        self._ejection = Ejection[Peer](config.ejection, clock=clock, draw=draw)
-        pairs = config.ejection.model_copy(update={"failures_in_a_row": _PAIR_FAILURES})
+        self.suspects = Suspects(suspects, clock, is_gone=self._is_gone, tell=channels.tell_verdicts)
+        channels.share_verdicts(VerdictExchange(known=self.suspects.verdicts, heard=self.suspects.hear))
+        self._ejection = Ejection[Peer](ejection, clock=clock, draw=draw)
+        pairs = ejection.model_copy(update={"failures_in_a_row": _PAIR_FAILURES})
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:
@@ -77,10 +67,9 @@ class WorkerRecords:
 
     async def begin(self, case: Case, path: Path) -> None:
         """Before the first call; a suspect waits for its turn. Raises PoisonRequest."""
-        workers = [info.peer for info in (path.prefill, path.decode) if info is not None]
         case.is_prompt_done = False
-        await self.turns.take(case, workers)
-        for worker in workers:
+        await self.suspects.may_try(case, path.workers)
+        for worker in path.workers:
             self._ejection.begin(worker)
         if path.prefill is None:
             self.suspects.stay(case, path.decode.peer, Stay.FRESH)
@@ -98,7 +87,6 @@ class WorkerRecords:
         self.suspects.leave(case, prefill)
         self.suspects.stay(case, decode, Stay.FRESH)
         self._ejection.succeeded(prefill)
-        self.turns.changed()
 
     def has_kv(self, case: Case, decode: Peer) -> None:
         """The decode worker has shown that the prompt's KV is there."""
@@ -112,18 +100,16 @@ class WorkerRecords:
         self._ejection.succeeded(decode)
         if path.prefill is not None:
             self._pairs.succeeded((path.prefill.peer, decode))
-        self.turns.changed()
 
     async def may_compute(self, case: Case, decode: Peer) -> None:
         """The prefill has failed, and the decode worker is to do without. A suspect waits. Raises PoisonRequest."""
-        await self.turns.take(case, [decode])
+        await self.suspects.may_try(case, [decode])
         self.suspects.stay(case, decode, Stay.FRESH)
 
     def failed(self, case: Case, worker: Peer, error: TwostrokeError) -> None:
         """The worker failed the request, or the request the worker: only the former is held against the worker."""
         if isinstance(error, RequestError | WorkerLeaving):  # it lives, and computes nothing for the request any more
             self.suspects.leave(case, worker)
-            self.turns.changed()
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):
@@ -139,19 +125,13 @@ class WorkerRecords:
 
     def ended(self, case: Case, path: Path) -> None:
         """The attempt has nothing open any more."""
-        for info in (path.prefill, path.decode):
-            if info is not None:
-                self.suspects.leave(case, info.peer)
-                self._ejection.unresolved(info.peer)
+        for worker in path.workers:
+            self.suspects.leave(case, worker)
+            self._ejection.unresolved(worker)
         if path.prefill is not None:
             self._pairs.unresolved((path.prefill.peer, path.decode.peer))
-        self.turns.changed()
 
-    def _heard_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        self.suspects.hear(verdicts)
-        self.turns.changed()
-
-    def _fate(self, worker: Peer) -> bool | None:
+    def _is_gone(self, worker: Peer) -> bool | None:
         if self._channels.is_connected(worker):
             return False
         is_there = any(info.peer == worker for info in self._fleet.workers())

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.middleware import (
@@ -45,7 +46,6 @@ from twostroke.router.openai.schemas import (
     GenerationFields,
     TokenizeRequest,
 )
-from twostroke.router.routing.policy import NoPath
 from twostroke.router.slo.promises import (
     CLASS_HEADER,
     MOST_MS,
@@ -115,7 +115,14 @@ class Call:
 
     def terms(self, asked: GenerationFields) -> Terms:
         """Raises RequestError for what the caller may not have."""
-        promise = promise_of(self.service.slo, self._tenant, self._request.headers, asked.service_tier, asked.priority)
+        promise = promise_of(
+            self.service.slo,
+            self._request.headers,
+            asked.service_tier,
+            asked.priority,
+            has_key=self._tenant is not None,
+            key_class=None if self._tenant is None else self._tenant.slo_class,
+        )
         return Terms(promise, b"" if self._tenant is None else self._tenant.cache_salt)
 
     def reserve(self, num_choices: int) -> None:

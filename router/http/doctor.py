@@ -16,8 +16,8 @@ from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
 from twostroke.protocol.messages import ProbeReply, ProbeTimes
 from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.router.fleet import Fleet
 from twostroke.router.openai.answers import encode_json
-from twostroke.router.routing.fleet import Fleet
 
 MAX_PAIRS = 256  # of one run
 PAIR_S = 30.0  # a pair that takes longer has failed

@@ -14,6 +14,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
@@ -26,8 +27,6 @@ from twostroke.router.openai.choices import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.parsing import UnknownFields, shown
 from twostroke.router.openai.schemas import ModelRequest
-from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import NoPath
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers

@@ -3,49 +3,17 @@
 Names and units are vLLM's with the prefix `twostroke:`. The registry is this object's own, so that several routers can
 live in one process. What workers tell of themselves: `router/observe/worker_metrics.py`; what a scrape brings of all
 routers: `router/observe/scrape.py`.
-
-A histogram that may be told of every token: prometheus_client's own takes a lock and walks its buckets each time.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.router.observe.stages import Stages
-
-
-class QuickHistogram(Collector):
-    """One model's series, told of and collected on one event loop."""
-
-    def __init__(self, name: str, help_text: str, model: str, bounds: Sequence[float], registry: CollectorRegistry):
-        """`bounds` are the upper ends of the buckets, rising; above the last there is one more."""
-        self._name = name
-        self._help_text = help_text
-        self._model = model
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, amount: float) -> None:
-        """Count `amount` in."""
-        self._counts[bisect_left(self._bounds, amount)] += 1
-        self._sum += amount
-
-    def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help_text, labels=["model_name"])
-        ends = [*map(floatToGoString, self._bounds), "+Inf"]
-        counts = map(float, accumulate(self._counts))
-        family.add_metric([self._model], list(zip(ends, counts, strict=True)), self._sum)
-        return (family,)
-
 
 Outcome = Literal["stop", "length", "abort", "error"]
 Expected = Callable[[], Mapping[str, int]]
@@ -71,12 +39,8 @@ class RouterMetrics:
             registry=self._registry,
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _LATENCY_BUCKETS)
-        self.inter_token_latency = QuickHistogram(
-            _PREFIX + "inter_token_latency_seconds",
-            "Time between a choice's tokens as they leave.",
-            model,
-            _TOKEN_BUCKETS,
-            self._registry,
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between a choice's tokens as they leave.", _TOKEN_BUCKETS
         )
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS

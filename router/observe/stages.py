@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.requests import FinishReason
-from twostroke.router.routing.policy import Estimate, Path
+from twostroke.router.fleet import Estimate, Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,13 @@ class Stages:
                 decode_queue_s=self.decode_queue_s,
             )
         )
+
+    @property
+    def predicted(self) -> tuple[Estimate, float] | None:
+        """What was expected when it was admitted, and its time to first token since; None where they don't compare."""
+        if self.expected is None or self.admit is None or self.first_token is None or self.attempts > 1:
+            return None
+        return self.expected, self.first_token - self.admit
 
     @property
     def resumes(self) -> int:

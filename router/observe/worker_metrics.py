@@ -16,7 +16,7 @@ from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.admission import Admission, Limit
-from twostroke.router.slo.attainment import SLOAttainment, Verdict
+from twostroke.router.slo.attainment import SLOAttainment, SLOVerdict
 from twostroke.router.slo.classes import SLOClass
 
 PREFIX = "twostroke:"
@@ -182,16 +182,15 @@ class SLOMetrics:
         """Admission has refused a choice; it is `over`, too."""
         self._refusals.labels(self._model, request.promise.class_name, limit).inc()
 
-    def over(self, request: GenerateRequest, stages: Stages, verdict: Verdict) -> None:
+    def over(self, request: GenerateRequest, stages: Stages, verdict: SLOVerdict) -> None:
         """A choice is over; one whose client left is not counted."""
         class_name = request.promise.class_name
         self._verdicts.labels(self._model, class_name, verdict).inc()
         self._attainment.record(class_name, verdict, self._clock())
-        if stages.expected is None or stages.admit is None or stages.first_token is None:
-            return
-        if stages.attempts == 1 and stages.expected.ttft_s > 0:
-            ratio = (stages.first_token - stages.admit) / stages.expected.ttft_s
-            self._ratio.labels(self._model, class_name).observe(ratio)
+        if stages.predicted is not None:
+            expected, ttft_s = stages.predicted
+            if expected.ttft_s > 0:
+                self._ratio.labels(self._model, class_name).observe(ttft_s / expected.ttft_s)
 
     def attainment(self, class_name: str) -> float:
         """Of the last minutes."""

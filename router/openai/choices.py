@@ -14,7 +14,7 @@ from twostroke.router.observe.stages import Stages
 from twostroke.router.observe.worker_metrics import SLOMetrics
 from twostroke.router.openai.jobs import Job
 from twostroke.router.slo.admission import Admission, Overloaded
-from twostroke.router.slo.attainment import Verdict, verdict_of
+from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.demand import Demand
 from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -65,7 +65,7 @@ class ChoiceRunner:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
         writer = ChoiceWriter(job, self._tokenizer)
         outcome: Outcome = "abort"
-        verdict: Verdict | None = None
+        verdict: SLOVerdict | None = None
         last: float | None = None
         self._metrics.begun(job.request.num_prompt_tokens)
         self._demand.arrived(job.request)
@@ -85,8 +85,8 @@ class ChoiceRunner:
                     yield delta
                     if delta.finish_reason is not None and event.finish_reason is None:
                         break  # a stop string: the workers don't know of it, and are told by closing
-            verdict = verdict_of(job.request.promise, stages)
-            self._admission.ended(job.request, stages)
+            verdict = verdict_of(job.request.promise, stages.ttft_s, stages.tpot_s)
+            self._admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         except Exception as error:  # bugs, too; a client that leaves is none
             outcome = "error"
             verdict = "missed"
@@ -97,7 +97,7 @@ class ChoiceRunner:
         finally:
             self._metrics.ended(stages, outcome)
             if outcome != "error":
-                self._demand.ended(stages)
+                self._demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
             if verdict is not None:
                 self._promises.over(job.request, stages, verdict)
 

@@ -1,4 +1,4 @@
-"""Which worker holds which blocks, as far as this router has heard. Pure: no I/O, the clock is injected.
+"""Which worker holds which blocks, as far as this router has heard, and so how much of a prompt. Pure: no I/O.
 
 A block has one number whose bits stand for workers, so that it costs as much to index for a thousand of them as for
 one. Two kinds of knowledge lie over each other:
@@ -6,12 +6,8 @@ one. Two kinds of knowledge lie over each other:
     held       what workers tell: a snapshot, then every change, numbered, so that a gap is seen and asked about
     expected   what this router's own decisions will lead to, until the workers tell of it; it ends by itself
 
-A guess is all that a router needs: who holds less than was thought computes the rest.
-
-The names of a prompt's blocks, for the block sizes that workers have. Computed once a prompt, not once a choice, a
-worker or an attempt.
-
-How much of a prompt each worker has cached: the block index, asked with the prompt's names.
+A guess is all that a router needs: who holds less than was thought computes the rest. The names of a prompt's blocks
+are computed once a prompt and block size, not once a choice, a worker or an attempt.
 """
 
 from collections import OrderedDict
@@ -27,8 +23,6 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.routing.fleet_view import WorkerTable
-from twostroke.router.slo.classes import Floats
 
 _SWEEP = 1024  # names that are looked at with each message while bits of forgotten workers are left
 _Layer = dict[ShortName, int]  # a block's bits: who has it
@@ -326,7 +320,9 @@ class CachedPrefixes:
     def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float):
         self._index = BlockIndex(clock=clock, max_blocks=max_blocks, expected_s=expected_s)
         self._names = PromptNames()
-        self._columns: tuple[WorkerTable, int, NDArray[np.int64]] | None = None
+        self._infos: Sequence[WorkerInfo] = ()
+        self._version = -1  # of the index, when the columns of `_infos` were asked for
+        self._columns: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # by block size: rows, and columns
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget what others held."""
@@ -347,34 +343,20 @@ class CachedPrefixes:
         names = self._names.of(request.token_ids, request.cache_salt, block_size, sent)
         self._index.expect(worker.peer, names, known_blocks=known_tokens // block_size)
 
-    def held(self, table: WorkerTable, request: GenerateRequest, sent: Sequence[int]) -> Floats:
-        """In tokens, by the table's rows."""
-        columns = self._columns_of(table)  # before anything is found: new workers get columns now
-        if len(table.block_sizes) == 1:
-            (block_size,) = table.block_sizes
-            return self._find(block_size, request, sent)[columns] * table.block_size
-        held: Floats = np.zeros(len(table))
-        for block_size in table.block_sizes:
-            tokens = self._find(block_size, request, sent)[columns] * table.block_size
-            held += np.where(table.block_size == block_size, tokens, 0.0)
-        return held
+    def held(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
+        """How many tokens of the prompt with the outputs `sent` each of these workers has. Quick for the same list."""
+        if self._infos is not infos or self._version != self._index.version:
+            self._remember_columns(infos)  # before anything is found: new workers get columns now
+        held = np.zeros(len(infos), np.int64)
+        for block_size, (rows, columns) in self._columns.items():
+            names = self._names.of(request.token_ids, request.cache_salt, block_size, sent)
+            held[rows] = self._index.find(names)[columns] * block_size
+        tokens: list[int] = held.tolist()
+        return tokens
 
-    def held_by(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> dict[Peer, int]:
-        """In tokens, of those workers that hold some."""
-        held: dict[Peer, int] = {}
+    def _remember_columns(self, infos: Sequence[WorkerInfo]) -> None:
+        self._columns = {}
         for block_size in {info.layout.block_size for info in infos}:
-            alike = [info.peer for info in infos if info.layout.block_size == block_size]
-            columns = self._index.columns(alike)
-            blocks = self._find(block_size, request, sent)[columns]
-            held |= {peer: int(count) * block_size for peer, count in zip(alike, blocks, strict=True) if count}
-        return held
-
-    def _find(self, block_size: int, request: GenerateRequest, sent: Sequence[int]) -> NDArray[np.int64]:
-        return self._index.find(self._names.of(request.token_ids, request.cache_salt, block_size, sent))
-
-    def _columns_of(self, table: WorkerTable) -> NDArray[np.int64]:
-        known = self._columns
-        if known is None or known[0] is not table or known[1] != self._index.version:
-            columns = self._index.columns([info.peer for info in table.infos])
-            known = self._columns = table, self._index.version, columns
-        return known[2]
+            rows = [row for row, info in enumerate(infos) if info.layout.block_size == block_size]
+            self._columns[block_size] = np.array(rows), self._index.columns([infos[row].peer for row in rows])
+        self._infos, self._version = infos, self._index.version

@@ -3,7 +3,7 @@
 Pure: an estimate of the path's times goes in, a decision comes out; the clock is injected. `Pipeline` asks once for
 each request, when its path is held and nothing has been sent yet.
 
-- What is predicted is corrected by what came of earlier predictions (`correction.py`).
+- What is predicted is corrected by what came of earlier predictions (`attainment.py`).
 - What classes of a higher priority will take meanwhile is taken off: a worker of whose time they want the part `rho`
   has 1 - rho left for others, and never less for a class than its share.
 - Steps are never let become slower than the classes of a higher priority need them, which may come at any time.
@@ -12,6 +12,7 @@ each request, when its path is held and nothing has been sent yet.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,11 +21,10 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.observe.stages import Stages
-from twostroke.router.routing.in_flight import WorkerLoad
-from twostroke.router.routing.policy import Estimate, Path
+from twostroke.router.fleet import Estimate, Path
 from twostroke.router.slo.attainment import ClassHistory, Correction
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.slo.demand import DecayingSum
 
 RESERVE = 0.15  # of every limit, for higher classes and for those below their share
 HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
@@ -33,6 +33,8 @@ PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for 
 LEAST_AVAILABLE = 0.05
 _ASKED_LATELY = 0.5  # requests, fading
 MOST_RETRY_AFTER_S = 60
+WANTED_S = 4.0  # a wish is remembered: longer, and idle workers refuse lower classes for long after an overload
+BLIND_S = 0.5  # between a worker's stats: what was sent meanwhile, they don't tell of
 
 Stats = Callable[[Peer], WorkerStats | None]
 
@@ -58,6 +60,38 @@ class _Fault:
     clears_in_s: float  # infinite: it takes too long even alone
 
 
+class PromptLoad:
+    """What one router asks of one worker that computes prompts, by class, in seconds of prompts."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(WANTED_S))  # by priority
+        self._unseen: dict[str, DecayingSum] = defaultdict(lambda: DecayingSum(BLIND_S))  # by class
+        self.sent_at = -math.inf
+
+    def want(self, priority: int, prompt_s: float, now: float) -> None:
+        """A prompt would like to be computed there, whether it is let in or not."""
+        self._wanted[priority].add(prompt_s, now)
+
+    def send(self, class_name: str, prompt_s: float, now: float) -> None:
+        """A prompt is let in."""
+        self._unseen[class_name].add(prompt_s, now)
+        self.sent_at = now
+
+    def wanted_above(self, priority: int, now: float) -> float:
+        """The part of the worker's time that classes of a higher priority want; above 1 where they want too much."""
+        return sum(one.rate(now) for other, one in self._wanted.items() if other > priority)
+
+    def unseen_s(self, now: float, class_name: str | None = None) -> float:
+        """Work that the worker's stats don't tell of yet: of one class, or of all."""
+        if class_name is not None:
+            return self._unseen[class_name].value(now) if class_name in self._unseen else 0.0
+        return sum(one.value(now) for one in self._unseen.values())
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether nothing has been wanted of it for long."""
+        return all(one.value(now) < 1e-6 for one in self._wanted.values())
+
+
 class Admission:
     """The decisions of one router of `num_routers`. `stats` gives a worker's newest numbers."""
 
@@ -67,17 +101,20 @@ class Admission:
         self._clock = clock
         self._num_routers = num_routers
         self._classes = {one.name: ClassHistory(one.priority, one.share) for one in config.classes}
-        self._loads: dict[Peer, WorkerLoad] = {}  # of workers that compute prompts
+        self._loads: dict[Peer, PromptLoad] = {}  # of workers that compute prompts
         self._admitted_at = -math.inf
 
-    def admit(self, request: GenerateRequest, path: Path, stages: Stages) -> None:
-        """Count the request as admitted, with `stages` telling on which estimate. Raises Overloaded."""
+    def admit(self, request: GenerateRequest, path: Path, waited_s: float, follows: bool) -> None:
+        """Count the request as admitted, `waited_s` after it arrived. Raises Overloaded.
+
+        One that `follows` is another choice of a response that was let in.
+        """
         now = self._clock()
         history = self._history(request.promise)
-        if path.estimate is not None and self._config.admission and not stages.follows:
+        if path.estimate is not None and self._config.admission and not follows:
             history.offered.add(1.0, now)
             self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
-            fault = self._fault(request, path, path.estimate, history, stages)
+            fault = self._fault(request, path, path.estimate, history, waited_s)
             if fault is not None and not self._is_probe(fault, path, path.estimate, history, now):
                 history.is_refusing = True
                 history.refused_at = now
@@ -87,22 +124,26 @@ class Admission:
             history.is_refusing = False
             history.admitted.add(1.0, now)
         self._count(request, path, history, now)
-        stages.expected = path.estimate
 
-    def ended(self, request: GenerateRequest, stages: Stages) -> None:
-        """Learn from a request that is over: what was predicted for it, and what came."""
+    def ended(
+        self,
+        request: GenerateRequest,
+        num_output_tokens: int,
+        predicted: tuple[Estimate, float] | None,
+        tpot_s: float | None,
+    ) -> None:
+        """Learn from a request that is over. `predicted`: what was expected of it, and its time to first token then."""
         history = self._history(request.promise)
-        if stages.num_output_tokens:
-            history.has_put_out(stages.num_output_tokens)
-        if stages.expected is None or stages.admit is None or stages.first_token is None or stages.attempts > 1:
+        if num_output_tokens:
+            history.has_put_out(num_output_tokens)
+        if predicted is None:
             return
-        now = self._clock()
-        promise, expected = request.promise, stages.expected
+        now, promise = self._clock(), request.promise
+        expected, ttft_s = predicted
         if promise.ttft_left_s is not None:
-            history.ttft.learn(expected.ttft_s, stages.first_token - stages.admit, promise.ttft_left_s, now)
-        if promise.tpot_s is not None and stages.tpot_s is not None:
-            predicted_s = _tpot_s(expected, stages.num_output_tokens)
-            history.tpot.learn(predicted_s, stages.tpot_s, promise.tpot_s, now)
+            history.ttft.learn(expected.ttft_s, ttft_s, promise.ttft_left_s, now)
+        if promise.tpot_s is not None and tpot_s is not None:
+            history.tpot.learn(_tpot_s(expected, num_output_tokens), tpot_s, promise.tpot_s, now)
 
     def ttft_correction(self, class_name: str) -> float:
         """The factor by which the class's predicted times to first token are multiplied now."""
@@ -110,7 +151,7 @@ class Admission:
         return 1.0 if history is None else history.ttft.factor(self._clock())
 
     def _fault(
-        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, stages: Stages
+        self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, waited_s: float
     ) -> _Fault | None:
         promise = request.promise
         now = self._clock()
@@ -122,7 +163,7 @@ class Admission:
             predicted_s = estimate.pull_s + self._prompt_s(request, path, estimate, now)
             if not is_idle:
                 predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
-            limit_s = part * promise.ttft_left_s - (now - stages.arrive)
+            limit_s = part * promise.ttft_left_s - waited_s
             if predicted_s > limit_s:
                 if estimate.prefill_s > promise.ttft_left_s:
                     return _Fault("ttft", _hopeless(estimate, promise.ttft_left_s), math.inf)
@@ -225,13 +266,13 @@ class Admission:
             and self._classes[one.name].offered.value(now) > _ASKED_LATELY
         ]
 
-    def _load(self, path: Path, now: float) -> WorkerLoad:
+    def _load(self, path: Path, now: float) -> PromptLoad:
         worker = path.reader.peer
         if worker not in self._loads:
             for other, load in list(self._loads.items()):  # workers come and go: none stays behind
                 if load.is_forgotten(now):
                     del self._loads[other]
-            self._loads[worker] = WorkerLoad()
+            self._loads[worker] = PromptLoad()
         return self._loads[worker]
 
     def _count(self, request: GenerateRequest, path: Path, history: ClassHistory, now: float) -> None:

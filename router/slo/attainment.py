@@ -1,14 +1,7 @@
-"""Which promises were kept: a request's verdict, and the part of each class that got what it was promised.
+"""What promises came to, and how wrong predictions have been: for metrics, and for the next admissions. Pure.
 
-How wrong predictions have been lately: a factor that makes the next ones right nine times out of ten.
-
-The mean of actual over predicted times alone would be too short for every second request; like TCP's timers (RFC 6298),
-some deviations are added to it. Times that are short against the limit are dominated by what no cost model knows (HTTP,
-the wait for the running step), and their ratio says nothing of long ones: so both sides are taken with a part of the
-limit added. As time passes the factor goes back to 1, so that what was learnt under one load does not rule another, and
-a wrong one can't refuse everybody for good.
-
-What a class of requests has asked for and got lately, as one router saw it. Pure: the time is an argument.
+`verdict_of` says whether a request got what it was promised, `SLOAttainment` which part of each class did. `Correction`
+makes the next predictions right nine times out of ten, `ClassHistory` is what a class has asked for and got lately.
 """
 
 import math
@@ -16,20 +9,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twostroke.protocol.requests import Promise
-from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.demand import DecayingSum
 
-Verdict = Literal["met", "missed", "refused"]
+SLOVerdict = Literal["met", "missed", "refused"]
 
 ATTAINMENT_S = 120.0
 """How far back `SLOAttainment.of` looks, fading."""
 
 
-def verdict_of(promise: Promise, stages: Stages) -> Verdict:
+def verdict_of(promise: Promise, ttft_s: float | None, tpot_s: float | None) -> SLOVerdict:
     """Whether a request that has ended came in time. One that failed without its first token did not."""
-    if promise.ttft_left_s is not None and (stages.ttft_s is None or stages.ttft_s > promise.ttft_left_s):
+    if promise.ttft_left_s is not None and (ttft_s is None or ttft_s > promise.ttft_left_s):
         return "missed"
-    if promise.tpot_s is not None and stages.tpot_s is not None and stages.tpot_s > promise.tpot_s:
+    if promise.tpot_s is not None and tpot_s is not None and tpot_s > promise.tpot_s:
         return "missed"
     return "met"
 
@@ -41,7 +33,7 @@ class SLOAttainment:
         self._met: dict[str, DecayingSum] = {}
         self._all: dict[str, DecayingSum] = {}
 
-    def record(self, class_name: str, verdict: Verdict, now: float) -> None:
+    def record(self, class_name: str, verdict: SLOVerdict, now: float) -> None:
         """Count a request that is over."""
         self._met.setdefault(class_name, DecayingSum(ATTAINMENT_S)).add(float(verdict == "met"), now)
         self._all.setdefault(class_name, DecayingSum(ATTAINMENT_S)).add(1.0, now)
@@ -62,7 +54,14 @@ _PART_OF_LIMIT = 0.25
 
 
 class Correction:
-    """Of one kind of time, of the requests of one class."""
+    """How wrong predictions have been lately, of one kind of time, of the requests of one class.
+
+    The mean of actual over predicted times alone would be too short for every second request; like TCP's timers (RFC
+    6298), some deviations are added to it. Times that are short against the limit are dominated by what no cost model
+    knows (HTTP, the wait for the running step), and their ratio says nothing of long ones: so both sides are taken with
+    a part of the limit added. As time passes the factor goes back to 1, so that what was learnt under one load does not
+    rule another, and a wrong one can't refuse everybody for good.
+    """
 
     def __init__(self) -> None:
         self._mean = 1.0

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, typical
-from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.classes import SLOClass
 
 ASKED_S = 600.0
@@ -52,12 +51,12 @@ class Demand:
             self._prompt_tokens += num_choices * self._prompt_tokens / self._requests
         self._requests += num_choices
 
-    def ended(self, stages: Stages) -> None:
+    def ended(self, num_cached_tokens: int, num_output_tokens: int) -> None:
         """The answer to a sequence is over: by itself, or because the client left."""
         self._ended += 1
-        self._cached_tokens += stages.num_cached_tokens
-        self._spared_pairs += stages.num_cached_tokens**2 / 2
-        self._output_tokens += stages.num_output_tokens
+        self._cached_tokens += num_cached_tokens
+        self._spared_pairs += num_cached_tokens**2 / 2
+        self._output_tokens += num_output_tokens
 
     def numbers(self) -> dict[str, float]:
         """The counters, and the tightest promises among the classes that are asked for; 0 where nothing is promised."""

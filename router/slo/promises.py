@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.http.tenants import Tenant
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 CLASS_HEADER = "x-slo-class"
@@ -25,24 +24,26 @@ the class of the lowest priority, `priority` that of the highest.
 
 def promise_of(
     config: SLOConfig,
-    tenant: Tenant | None,
     headers: Mapping[str, str],
     service_tier: str | None = None,
     priority: int | None = None,
+    *,
+    has_key: bool = False,
+    key_class: str | None = None,
 ) -> Promise:
     """The promise of a request with these headers (names in lower case) and body fields.
 
-    `priority` is vLLM's: the lower goes first. Raises RequestError: 400 for what can't be understood, 403 for what the
-    request's API key may not have.
+    `priority` is vLLM's: the lower goes first. Where an API key asks (`has_key`), `key_class` is its class, if it has
+    one. Raises RequestError: 400 for what can't be understood, 403 for what the request's API key may not have.
     """
-    chosen, param = _chosen(config, tenant, headers, service_tier)
+    chosen, param = _chosen(config, key_class, headers, service_tier)
     if PRIORITY_HEADER in headers:
         priority = _whole(headers[PRIORITY_HEADER], PRIORITY_HEADER)
     ttft_s = _seconds(headers, TTFT_HEADER, chosen.ttft_s)
     tpot_s = _seconds(headers, TPOT_HEADER, chosen.tpot_s)
     result = chosen.priority - (priority or 0)
-    if tenant is not None:
-        own = chosen if tenant.slo_class is None else config.named(tenant.slo_class)
+    if has_key:
+        own = chosen if key_class is None else config.named(key_class)
         if chosen.priority > own.priority:
             raise _forbidden(param, f"{chosen.name} goes before {own.name}, the class of this API key")
         if result > own.priority:
@@ -57,12 +58,12 @@ def promise_of(
 
 
 def _chosen(
-    config: SLOConfig, tenant: Tenant | None, headers: Mapping[str, str], service_tier: str | None
+    config: SLOConfig, key_class: str | None, headers: Mapping[str, str], service_tier: str | None
 ) -> tuple[SLOClass, str]:
     """The class, and which field or header named it."""
     default = config.default_class
-    if tenant is not None and tenant.slo_class is not None:
-        default = config.named(tenant.slo_class)
+    if key_class is not None:
+        default = config.named(key_class)
     by_header = headers.get(CLASS_HEADER)
     # The header decides, but a tier that nobody knows is a mistake all the same.
     by_tier = default if service_tier is None else _named(config, default, service_tier, "service_tier")

@@ -10,12 +10,9 @@ from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
-    AskTurn,
     Cancel,
     Convicted,
     Drain,
-    EndTurn,
-    GiveTurn,
     Hello,
     Message,
     Ping,
@@ -258,12 +255,13 @@ def test_what_a_connection_that_was_replaced_still_carried_counts_for_nothing():
         assert isinstance(loop, VirtualLoop)
         older, other = await scene.welcomed(), await scene.welcomed("router-1")
         newer = await scene.connect()
-        older.send(AskTurn(1))
+        older.send(Convicted((OTHER,)))
         loop._now += 1.0  # the worker finds both at once
         assert await next_but_stats(newer) == Welcome(WORKER)
-        other.send(AskTurn(7))
+        assert await next_but_stats(newer) == Convicted(())
+        other.send(Convicted((GUILTY,)))
         async with asyncio.timeout(1.0):
-            assert await next_but_stats(other) == GiveTurn(7)
+            assert await next_but_stats(newer) == Convicted((GUILTY,))
 
     play(script)
 
@@ -318,25 +316,6 @@ def test_a_router_that_tells_verdicts_without_end_is_remembered_in_part():
         told = await later.receive()
         assert isinstance(told, Convicted)
         assert [int.from_bytes(verdict.fingerprint, "big") for verdict in told.verdicts] == [*range(3976, 5000)]
-
-    play(script)
-
-
-def test_one_router_at_a_time_has_its_turn_and_a_lost_ones_is_the_nexts():
-    async def script(scene: Scene) -> None:
-        first, second, third = [await scene.welcomed(f"router-{number}") for number in range(3)]
-        first.send(AskTurn(5))
-        assert await next_but_stats(first) == GiveTurn(5)
-        second.send(AskTurn(1))
-        await asyncio.sleep(0.1)
-        third.send(AskTurn(1))
-        began = asyncio.get_running_loop().time()
-        await asyncio.sleep(0.5)
-        await first.close()
-        assert await next_but_stats(second) == GiveTurn(1)
-        second.send(EndTurn())
-        assert await next_but_stats(third) == GiveTurn(1)
-        assert asyncio.get_running_loop().time() - began > 0.5
 
     play(script)
 

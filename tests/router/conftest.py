@@ -19,11 +19,9 @@ from fastapi import FastAPI
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
-    AskTurn,
     Cancel,
     Convicted,
     Drain,
-    GiveTurn,
     Hello,
     Ping,
     PrefillFailed,
@@ -158,8 +156,6 @@ class FakeWorker:
                         self.cancelled.append(message.request_id)
                     case Drain():
                         self.told_to_leave += 1
-                    case AskTurn(number):
-                        connection.send(GiveTurn(number))
                     case SendPrefix():
                         self.prefixes.append(message)
                     case PrefillFailed():

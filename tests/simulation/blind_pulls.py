@@ -7,7 +7,7 @@ from twostroke.protocol.messages import ProbeTimes, SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.routing.fleet import Fleet
+from twostroke.router.fleet import Fleet
 
 
 class BlindPulls:

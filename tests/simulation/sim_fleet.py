@@ -76,7 +76,7 @@ class SimProcess:
 
 
 class SimFleet:
-    """A `twostroke.router.routing.fleet.Fleet` over processes in this very event loop.
+    """A `twostroke.router.fleet.Fleet` over processes in this very event loop.
 
     A call and its answer each take a moment; so does the cancellation of a call. A crash ends calls with WorkerLost,
     and nothing of the worker reaches anybody any more; its objects are then stopped, as memory is freed by a kernel.

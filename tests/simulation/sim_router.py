@@ -77,7 +77,7 @@ class SimRouter:
 
     def known_blocks(self, worker: Peer) -> set[ShortName] | None:
         """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
-        cached = self.pipeline._finder._cached
+        cached = self.pipeline._chooser._cached
         if cached is None or not self.channels.is_connected(worker) or worker not in cached._index._workers:
             return None
         bit = 1 << cached._index._workers[worker].column

@@ -23,16 +23,14 @@ from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
+from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.turns import Turns
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.suspects import Case, Suspects
-from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.health.poison import Case, Suspects
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
@@ -176,17 +174,6 @@ def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *
     """Other routers find out by themselves."""
 
 
-def _give_everybody_a_turn(turns: Turns, router_id: str, number: int) -> None:
-    turns._give(router_id, number)
-
-
-def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
-    if isinstance(error, RequestError):
-        records._ejection.failed(worker)
-    else:
-        _failed(records, case, worker, error)
-
-
 def _take_all_requests(life: WorkerLife) -> None:
     """Those that come while it drains, too."""
 
@@ -218,7 +205,6 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
 
 _end_chunk = IncomingLane.end_chunk
 _next_try = Pipeline._next_try
-_failed = WorkerRecords.failed
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _refuse = KVReceiver.refuse
@@ -305,28 +291,12 @@ SABOTAGES = [
         only="poison",
     ),
     Sabotage(
-        "suspects of several routers are tried together",
-        Turns,
-        "ask",
-        _give_everybody_a_turn,
-        with_faults=True,
-        only="poison",
-    ),
-    Sabotage(
         "decode workers compute at once what may have killed another",
         DecodeScheduler,
         "wait_on",
         _compute_at_once,
         with_faults=True,
         only="poison",
-    ),
-    Sabotage(
-        "refusals count as a worker's failures",
-        WorkerRecords,
-        "failed",
-        _hold_refusals_against_workers,
-        with_faults=True,
-        only="overload",
     ),
     Sabotage(
         "draining workers take requests",

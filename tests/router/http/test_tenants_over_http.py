@@ -162,8 +162,8 @@ async def test_a_bug_is_counted_as_an_error_and_a_broken_promise(site_of, monkey
 async def test_a_response_is_judged_by_its_longest_prompt(site_of, monkeypatch) -> None:
     judged: list[int] = []
 
-    def admit(request, path, stages) -> None:
-        if not stages.follows:
+    def admit(request, path, waited_s, follows) -> None:
+        if not follows:
             judged.append(request.num_prompt_tokens)
 
     async with site_of(1, 1, slo=SLO) as site:

@@ -17,11 +17,11 @@ from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.fleet import Path
 from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 from twostroke.router.observe.stages import Stages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
-from twostroke.router.routing.policy import Path
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ASKED = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}

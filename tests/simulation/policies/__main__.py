@@ -15,7 +15,7 @@ from tests.simulation.policies.deployment import DECODE_CACHE_TOKENS, PREFILL_CA
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES
 from tests.simulation.run import quiet_logs
-from twostroke.router.generate.config import Policy
+from twostroke.router.routing.chooser import Policy
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import Role
-from twostroke.router.generate.config import PipelineConfig, Policy
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
+from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
 
 PREFILL_CACHE_TOKENS = 32_000

@@ -3,7 +3,7 @@
 from tests.simulation.policies.deployment import serve
 from tests.simulation.policies.results import Result, result_of
 from tests.simulation.policies.traffic import TRACES
-from twostroke.router.generate.config import Policy
+from twostroke.router.routing.chooser import Policy
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:

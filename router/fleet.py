@@ -1,0 +1,95 @@
+"""The workers as the router sees them, and the path of an attempt through them.
+
+Live: Ray Serve (`cluster/deployments/fleet.py`); simulated: tests/simulation.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.messages import ProbeTimes
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
+from twostroke.protocol.stats import WorkerInfo
+
+
+class Fleet(Protocol):
+    """Who is there, and how to call them. Tokens don't come this way but by the token channel.
+
+    A call holds the request's place at the worker and ends with it. Cancelling the awaiting task cancels the request
+    there. Calls raise WorkerLost when the worker dies or is gone, and RequestError when it refuses the request.
+    """
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Those alive now, of both roles."""
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        """Compute the prompt and draw the first token; with a ticket, send the KV to the decode worker.
+
+        With `pull`, its source has been asked to send the KV of the prompt's beginning.
+        """
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        """Continue the request to its end; without a ticket, compute the prompt here too.
+
+        With `pull`, its source has been asked to send the KV of the prompt's beginning; only without a ticket.
+        """
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        """Send KV of so many tokens once for each ticket, out of free blocks, and time it.
+
+        Also raises TransferFailed, as `probe_target` does.
+        """
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """Receive what `probe_source` sends with these tickets, into free blocks."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A request's times on a path, in seconds, by the cost models that its workers have fitted."""
+
+    queue_s: float  # until its prompt is begun: work that goes first
+    pull_s: float  # fetching the prompt's beginning from another worker
+    prefill_s: float  # computing what is cached nowhere
+    transfer_s: float  # of KV, as far as prefill doesn't hide it
+    decode_slot_s: float  # until the decode worker's next step has room for it
+    step_s: float  # of the decode worker with the request in it: its time between tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.pull_s + self.prefill_s
+
+
+class NoPath(RequestError):
+    """No worker can serve the request now (503); the client may ask again in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message, code="no_workers", status=503, retry_after_s=retry_after_s)
+
+
+class Path(msgspec.Struct, frozen=True):
+    """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself."""
+
+    prefill: WorkerInfo | None
+    decode: WorkerInfo
+    source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
+    estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
+    new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
+    cached_tokens: int = 0  # of the prompt, where it is to be computed, before anything is pulled; as far as is known
+    is_trial: bool = False  # taken not for its costs but to see whether they are true
+
+    @property
+    def reader(self) -> WorkerInfo:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
+    @property
+    def workers(self) -> tuple[Peer, ...]:
+        """Who serves the attempt, who computes the prompt first."""
+        return (self.decode.peer,) if self.prefill is None else (self.prefill.peer, self.decode.peer)

@@ -1,0 +1,275 @@
+"""Chooses the workers of an attempt: read `PathChooser.choose`. Nothing here waits or draws random numbers."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.worker_channel import ChannelListener
+from twostroke.router.fleet import Estimate, NoPath, Path
+from twostroke.router.routing.block_index import CachedPrefixes
+from twostroke.router.routing.by_load import least_loaded, round_robin, with_source
+from twostroke.router.routing.cheapest_path import Held, LeftOut, Need, cheapest_path, leave_out
+from twostroke.router.routing.in_flight import Hold, Place
+from twostroke.router.routing.workers import AVAILABLE, FleetView, KnownWorker
+
+Policy = Literal["kv_aware", "least_loaded", "round_robin"]
+
+_FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
+_ANSWER_WEIGHT = 0.02  # of an answer that has ended, in their mean
+_LEAST_S = 1e-3  # until a first token, when paths are compared
+
+
+class PathChooser:
+    """One router replica's. `workers` tells who is there (Fleet.workers).
+
+    Takes the channels' listener for itself: to be made before the channels follow any worker. `min_pull_tokens` is what
+    a pulled prefix must spare at least (None: nothing is pulled); `index_blocks` and `expected_s` are BlockIndex's.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: Callable[[], Sequence[WorkerInfo]],
+        channels: TokenChannels,
+        clock: Clock,
+        policy: Policy,
+        decodes_alone: bool,
+        min_pull_tokens: int | None,
+        index_blocks: int,
+        expected_s: float,
+    ):
+        self._workers = workers
+        self._channels = channels
+        self._clock = clock
+        self._policy = policy
+        self._decodes_alone = decodes_alone
+        self._min_pull_tokens = min_pull_tokens
+        self._view = FleetView(channels, clock)
+        self._cached: CachedPrefixes | None = None
+        if policy == "kv_aware":
+            self._cached = CachedPrefixes(clock=clock, max_blocks=index_blocks, expected_s=expected_s)
+        self._trials = Trials()
+        self._turn = 0
+        self._answer_tokens = _FIRST_ANSWER_TOKENS
+        channels.listen(
+            ChannelListener(
+                told=self._view.told,
+                changed=self._view.changed,
+                blocks=None if self._cached is None else self._cached.heard,
+            )
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Places held at workers: 0 when idle."""
+        return self._view.in_flight.total()
+
+    def choose(
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int] = (),
+        failed: Collection[Peer] = (),
+        ejected: Collection[Peer] = (),
+    ) -> Path:
+        """The path that is best now, for what follows the outputs `sent`; holds nothing. Raises NoPath.
+
+        `failed` are workers that failed the request, `ejected` those that fail many.
+        """
+        self._follow()
+        self._turn += 1
+        promise = request.promise
+        self._view.classes[promise.class_name] = promise.priority, promise.share
+        self._view.refresh()
+        num_tokens = len(request.token_ids) + len(sent)
+        prefill, decode = self._held(request, sent)
+        if self._cached is None or not self._view.knows_costs:
+            return self._by_load(prefill, decode, num_tokens, leave_out(failed, ejected))
+        need = self._need(request, sent)
+        best = cheapest_path(
+            prefill,
+            decode,
+            need,
+            self._view.classes,
+            left_out=leave_out(failed, ejected),
+            decodes_alone=self._decodes_alone,
+            turn=self._turn,
+        )
+        if failed or ejected:
+            return best  # requests in trouble try nothing out
+        return self._trial(prefill, decode, need, best) or best
+
+    def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
+        """Whether with some prefill worker the first token comes in half the time that the decode worker needs."""
+        self._view.refresh()
+        prefill, decode = self._held(request, ())
+        own = [one for one in decode if one[0].info.peer == decode_worker]
+        if not self._view.knows_costs:
+            return False
+        need, classes = self._need(request, ()), self._view.classes
+        try:
+            alone = cheapest_path([], own, need, classes)
+            pair = cheapest_path(prefill, own, need, classes, left_out=leave_out(failed, ()), decodes_alone=False)
+        except NoPath:
+            return False
+        if pair.prefill is None or pair.estimate is None or alone.estimate is None:
+            return False
+        return 2 * _first_token_s(pair.estimate) < _first_token_s(alone.estimate)
+
+    def hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
+        """Count the attempt in at its workers."""
+        sent = tuple(sent)  # it grows
+        num_tokens = len(request.token_ids) + len(sent)
+        new_tokens = num_tokens if path.new_tokens is None else path.new_tokens
+        class_name = request.promise.class_name
+        places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
+        if path.prefill is not None:
+            places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
+            self._trials.worked(path.prefill.peer, new_tokens, self._clock())
+        # Only where the prompt is computed: the decode worker has nothing of it until then.
+        self._expect(path.reader, request, sent, known_tokens=path.cached_tokens)
+        return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
+
+    # --- what came of it ---
+
+    def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
+        """The path's prefill worker has read its `num_tokens` tokens."""
+        if path.estimate is not None:
+            took_s = reply.prefill_s - path.estimate.prefill_s
+            self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
+
+    def decoded(self, path: Path, num_tokens: int, reply: DecodeReply) -> None:
+        """The path's decode worker has read its `num_tokens` tokens itself, and written the answer."""
+        if reply.transfer_s > 0:  # else what it was to pull was there already
+            self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
+
+    def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
+        """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
+        self._answer_tokens += _ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+        self._expect(path.decode, request, sent[:-1])
+
+    def _need(self, request: GenerateRequest, sent: Sequence[int]) -> Need:
+        return Need(
+            num_tokens=len(request.token_ids) + len(sent),
+            answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
+            promise=request.promise,
+            min_pull_tokens=self._min_pull_tokens,
+        )
+
+    def _follow(self) -> None:
+        infos = self._workers()
+        self._channels.follow(infos)
+        if self._view.follow(infos):
+            self._trials.keep(infos, self._clock())
+            if self._cached is not None:
+                self._cached.keep({info.peer for info in infos})
+
+    def _held(self, request: GenerateRequest, sent: Sequence[int]) -> tuple[list[Held], list[Held]]:
+        """The prefill and the decode workers with what they have of the prompt."""
+        view = self._view
+        tokens = [0] * len(view.workers) if self._cached is None else self._cached.held(view.infos, request, sent)
+        held = list(zip(view.workers, tokens, strict=True))
+        num_prefill = len(view.of_role["prefill"])
+        return held[:num_prefill], held[num_prefill:]
+
+    def _by_load(self, prefill: Sequence[Held], decode: Sequence[Held], num_tokens: int, left_out: LeftOut) -> Path:
+        if self._policy == "round_robin":
+            return round_robin(prefill, decode, num_tokens=num_tokens, turn=self._turn, left_out=left_out)
+        path = least_loaded(prefill, decode, num_tokens=num_tokens, left_out=left_out)
+        if self._cached is None or self._min_pull_tokens is None:
+            return path
+        return with_source(
+            path, [*prefill, *decode], num_tokens=num_tokens, min_tokens=self._min_pull_tokens, left_out=left_out
+        )
+
+    def _trial(self, prefill: Sequence[Held], decode: Sequence[Held], need: Need, best: Path) -> Path | None:
+        """The path by a prefill worker that is due to be tried, if there is one."""
+        now = self._clock()
+        worker = self._trials.candidate(self._view.of_role["prefill"], need.num_tokens, now)
+        if worker is None or best.estimate is None or (best.prefill is not None and best.prefill.peer == worker):
+            return None
+        alone = [one for one in prefill if one[0].info.peer == worker]
+        path = cheapest_path(alone, decode, need, self._view.classes, decodes_alone=False, turn=self._turn)
+        if path.prefill is None or path.estimate is None:
+            return None
+        slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
+        if not self._trials.is_due(worker, need.num_tokens, slower, now):
+            return None
+        return msgspec.structs.replace(path, is_trial=True)
+
+    def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
+        """Of a pull that came, learn how long it took."""
+        if path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
+            return
+        if num_cached_tokens >= num_tokens - path.new_tokens:
+            self._view.rates.pulled(path.reader.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+
+    def _expect(
+        self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int], *, known_tokens: int = 0
+    ) -> None:
+        if self._cached is not None:
+            self._cached.expect(worker, request, sent, known_tokens=known_tokens)
+
+
+def _first_token_s(estimate: Estimate) -> float:
+    """Until the first token is computed and the second can be."""
+    return estimate.ttft_s + estimate.transfer_s
+
+
+TRY_S = 10.0
+_LOOK_S = 1.0  # between two looks for somebody to be tried: they cost more than other decisions
+_NUM_LENGTHS = 12  # by powers of 4
+
+
+class Trials:
+    """Which idle prefill worker is to be tried against its costs.
+
+    What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is
+    sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one: where
+    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What trials
+    cost the requests that they are made with is then the same little part of all time, however wrong or right the
+    costs are.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Peer, list[float]] = {}
+        self._due: dict[Peer, list[float]] = {}
+        self._looked_at = [0.0] * _NUM_LENGTHS
+
+    def keep(self, infos: Sequence[WorkerInfo], now: float) -> None:
+        """These workers are there now. New ones count as if they had just had prompts."""
+        peers = [info.peer for info in infos if info.role == "prefill"]
+        self._last = {peer: self._last.get(peer) or [now] * _NUM_LENGTHS for peer in peers}
+        self._due = {peer: self._due.get(peer) or [now + TRY_S] * _NUM_LENGTHS for peer in peers}
+
+    def worked(self, worker: Peer, num_tokens: int, now: float) -> None:
+        """A prompt of which so many tokens are to be computed goes there; it tells of shorter ones, too."""
+        if worker in self._last:
+            last, due = self._last[worker], self._due[worker]
+            for length in range(_length(num_tokens) + 1):
+                last[length] = now
+                due[length] = now + TRY_S
+
+    def candidate(self, prefill: Sequence[KnownWorker], num_tokens: int, now: float) -> Peer | None:
+        """The idle worker that has waited longest for a prompt of this length, if one may be due."""
+        length = _length(num_tokens)
+        if now - self._looked_at[length] < _LOOK_S:
+            return None
+        self._looked_at[length] = now
+        peers = [one.info.peer for one in prefill if one.requests == 0 and one.tier == AVAILABLE]
+        due = [peer for peer in peers if self._due[peer][length] <= now]
+        return min(due, key=lambda peer: self._last[peer][length], default=None)
+
+    def is_due(self, worker: Peer, num_tokens: int, slower: float, now: float) -> bool:
+        """Whether the candidate, which is thought `slower` times as slow as the best path, is to be tried now."""
+        length = _length(num_tokens)
+        self._due[worker][length] = self._last[worker][length] + TRY_S * max(1.0, slower)
+        return self._due[worker][length] <= now
+
+
+def _length(num_tokens: int) -> int:
+    return min(num_tokens.bit_length() // 2, _NUM_LENGTHS - 1)

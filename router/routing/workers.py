@@ -1,0 +1,319 @@
+"""What this router knows of each worker's work, kept ready for the next decision.
+
+What a decision needs of a worker and does not depend on the request is computed when the worker tells something, and
+anew before a decision only where this router has sent something there, or taken something back, since.
+"""
+
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.requests import Peer, Promise
+from twostroke.protocol.stats import Role, StepCosts, WorkerInfo, WorkerStats
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.routing.in_flight import InFlight, Load
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
+"""Tiers of workers. Those between the first and the last are taken for want of a better one: first those that fail many
+requests, then those that have failed this one or can't be reached."""
+
+_NO_LIMIT_S = 1e9
+_LEAST_CHUNK = 16  # tokens of a prompt that decode workers compute in a step, however tight its streams' promises
+_MEDIAN_AGE_S = 1.0  # how old the fleet's median costs may be, which workers without their own are given
+
+
+@dataclass(slots=True, eq=False)
+class KnownWorker:
+    """A worker, and what of its numbers paths are chosen by. The first three stay, `update` changes the rest."""
+
+    info: WorkerInfo
+    kind: int  # of its KV: workers of one kind are alike
+    takes: frozenset[int]  # kinds of KV that can come here
+    tier: int = AVAILABLE
+    # What it has to do, and room for.
+    requests: float = 0.0
+    queued: dict[str, float] = field(default_factory=dict)  # prompt tokens to be computed, by class
+    free_tokens: float = 0.0  # of KV that find room now
+    # What its steps cost, as in StepCosts.
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    context_s: float = 0.0
+    # What computing a prompt takes.
+    step_s: float = 0.0  # of a step without one: with the requests that decode there
+    chunk_tokens: float = 1.0  # of a prompt, in one step beside them
+    stalled: float = 0.0  # requests that wait for each chunk: those that decode, and who comes next; at P none
+    queue_token_s: float = 0.0  # a queued prompt token's time
+    # What KV takes on its way there.
+    token_transfer_s: float = 0.0  # of a token's, all layers
+    layer_transfer_s: float = 0.0  # of a token's in one layer
+    # What decoding takes.
+    tightest_tpot_s: float = _NO_LIMIT_S
+    next_step_s: float = 0.0  # of a step with one more request, its context aside
+    requests_over: float = 0.0  # that must end before the batch has room for one more
+    requests_per_token: float = 0.0  # of KV: one over what each of them holds
+    requests_per_s: float = 0.0  # of a step: one over what each of them adds to it
+    end_s: float = 0.0  # until one of them ends, for each token of their answers
+
+    def queued_tokens(self) -> float:
+        """Of all classes."""
+        return sum(self.queued.values())
+
+    def update(
+        self,
+        stats: WorkerStats | None,
+        load: Load,
+        costs: StepCosts | None,
+        classes: "Classes",
+        *,
+        tier: int,
+        bytes_per_s: float,
+    ) -> None:
+        """Take in what is known of the worker now. Without `costs` it can be chosen by load alone."""
+        info = self.info
+        if stats is None:
+            stats = WorkerStats(free_blocks=info.num_blocks, total_blocks=info.num_blocks)
+        self.tier = DRAINING if stats.is_draining else tier
+        self.requests = load.requests(stats.num_running + stats.num_waiting)
+        self.free_tokens = stats.free_blocks * info.layout.block_size - load.since.context_tokens
+        half_prompt = self._update_queue(stats, load, classes)
+        if costs is None:
+            return
+
+        decoding = context_tokens = 0.0
+        if info.role == "decode":
+            decoding, context_tokens = self.requests, load.context_tokens(stats.context_tokens)
+        self.token_s, self.pair_s, self.context_s = costs.token_s, costs.pair_s, costs.context_s
+        self.tightest_tpot_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
+        self.step_s = step_s = costs.base_s + decoding * costs.row_s + context_tokens * costs.context_s
+        room = (self.tightest_tpot_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
+        self.chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
+        self.stalled = decoding + 1 if info.role == "decode" else 0.0
+        self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
+
+        layout = info.layout
+        token_bytes = layout.block_bytes * layout.tp_size * layout.num_layers / layout.block_size
+        self.token_transfer_s = token_bytes / bytes_per_s
+        self.layer_transfer_s = self.token_transfer_s / layout.num_layers
+
+        request_tokens = max(context_tokens, 1.0) / max(self.requests, 1.0)
+        self.next_step_s = step_s + costs.row_s
+        self.requests_over = self.requests + 1 - info.max_batch
+        self.requests_per_token = 1 / request_tokens
+        self.requests_per_s = 1 / max(costs.row_s + costs.context_s * request_tokens, 1e-9)
+        self.end_s = step_s / max(self.requests, 1.0)
+
+    def queue_s(self, promise: Promise, classes: "Classes") -> float:
+        """How long a new prompt with this promise waits for those that go first.
+
+        Those are all of equal or higher priority; lower classes that wait keep their share of the worker meanwhile. A
+        class with a share of its own waits no longer than that takes for the class's own prompts.
+        """
+        if not self.queued:
+            return 0.0
+        tokens = lower_shares = 0.0
+        for name, waiting in self.queued.items():
+            priority, share = classes[name]
+            if priority >= promise.priority:
+                tokens += waiting
+            elif waiting > 0:
+                lower_shares += share
+        if lower_shares:
+            tokens /= max(1.0 - lower_shares, 0.01)
+        if promise.share > 0:
+            tokens = min(tokens, self.queued.get(promise.class_name, 0.0) / promise.share)
+        return tokens * self.queue_token_s
+
+    def _update_queue(self, stats: WorkerStats, load: Load, classes: "Classes") -> float:
+        """Returns half of the usual prompt that waits."""
+        queued: dict[str, float] = {}
+        num_queued = num_tokens = 0
+        for work in stats.queued:
+            classes[work.class_name] = work.priority, work.share
+            # A class is there once for each priority that its requests have.
+            queued[work.class_name] = queued.get(work.class_name, 0.0) + work.tokens
+            num_queued += work.requests
+            num_tokens += work.tokens
+        for name in load.now.prompt_tokens:
+            if name in classes:
+                queued[name] = load.prompt_tokens(name, queued.get(name, 0.0))
+        self.queued = queued
+        return num_tokens / num_queued / 2 if num_queued else 0.0
+
+
+Classes = dict[str, tuple[int, float]]
+"""Priority and share of each SLO class that was heard of, by its name; what was heard last counts."""
+
+
+class FleetView:
+    """All workers. Hears of changes through `told` and `changed`."""
+
+    def __init__(self, channels: TokenChannels, clock: Clock):
+        self._channels = channels
+        self._clock = clock
+        self.in_flight = InFlight(clock, self.changed)
+        self.rates = LinkRates()
+        self.classes: Classes = {}
+        self.of_role: dict[Role, list[KnownWorker]] = {role: [] for role in ROLES}
+        self.workers: list[KnownWorker] = []
+        """Prefill workers first."""
+        self.infos: list[WorkerInfo] = []
+        """Of `workers`, in their order."""
+        self._followed: list[WorkerInfo] = []
+        self._known: dict[Peer, KnownWorker] = {}
+        self._changed: set[Peer] = set()
+        self._costs: dict[Peer, StepCosts] = {}
+        self._medians: dict[Role, StepCosts | None] = dict.fromkeys(ROLES)
+        self._medians_at = clock()
+
+    def follow(self, infos: Iterable[WorkerInfo]) -> bool:
+        """These are the workers now. Whether that is news; where it is not, this is quick."""
+        infos = list(infos)
+        if infos == self._followed:
+            return False
+        self._followed = infos
+        workers = known_workers(infos)
+        self.of_role = {role: [worker for worker in workers if worker.info.role == role] for role in ROLES}
+        self.workers = [*self.of_role["prefill"], *self.of_role["decode"]]
+        self.infos = [worker.info for worker in self.workers]
+        self._known = {worker.info.peer: worker for worker in self.workers}
+        self.in_flight.keep(self._known.keys())
+        self.rates.keep(self._known.keys())
+        self._costs = {peer: costs for peer, costs in self._costs.items() if peer in self._known}
+        for peer in self._known:
+            stats = self._channels.stats(peer)
+            if stats is not None and stats.costs is not None:
+                self._costs[peer] = stats.costs
+        self._changed = set(self._known)
+        self._take_medians()
+        return True
+
+    def told(self, peer: Peer, stats: WorkerStats) -> None:
+        """The worker has told its numbers: they are taken in now, not when a request waits for it."""
+        self.in_flight.told(peer)
+        self.rates.told(peer, stats)
+        worker = self._known.get(peer)
+        if worker is None:
+            return
+        is_first = stats.costs is not None and self._medians[worker.info.role] is None
+        if stats.costs is not None:
+            self._costs[peer] = stats.costs
+        if is_first or self._clock() - self._medians_at >= _MEDIAN_AGE_S:
+            self._take_medians()
+        self._update(worker)
+        self._changed.discard(peer)
+
+    def changed(self, peer: Peer) -> None:
+        """The worker's channel has come or gone, or this router's work there has changed."""
+        self._changed.add(peer)
+
+    def refresh(self) -> None:
+        """Take in what has changed since the last decision."""
+        for peer in self._changed:
+            worker = self._known.get(peer)
+            if worker is not None:
+                self._update(worker)
+        self._changed.clear()
+
+    @property
+    def knows_costs(self) -> bool:
+        """Whether some worker of each role that is there has told what its steps cost."""
+        return all(self._medians[role] is not None or not self.of_role[role] for role in ROLES)
+
+    def _take_medians(self) -> None:
+        """Of the costs that each role's workers have told; those that have told none are given them."""
+        self._medians_at = self._clock()
+        for role in ROLES:
+            peers = [worker.info.peer for worker in self.of_role[role]]
+            known = [self._costs[peer] for peer in peers if peer in self._costs]
+            if known:
+                self._medians[role] = median_costs(known)
+                self._changed.update(peer for peer in peers if peer not in self._costs)
+
+    def _update(self, worker: KnownWorker) -> None:
+        peer = worker.info.peer
+        worker.update(
+            self._channels.stats(peer),
+            self.in_flight.load(peer),
+            self._costs.get(peer) or self._medians[worker.info.role],
+            self.classes,
+            tier=UNWELCOME if self._channels.is_down(peer) else AVAILABLE,
+            bytes_per_s=self.rates.of(peer),
+        )
+
+
+def known_workers(infos: Sequence[WorkerInfo]) -> list[KnownWorker]:
+    """Workers of which nothing but these facts is known yet."""
+    kinds = {layout: kind for kind, layout in enumerate(dict.fromkeys(info.layout for info in infos))}
+    takes = {
+        target: frozenset(kind for source, kind in kinds.items() if incompatibility(source, target) is None)
+        for target in kinds
+    }
+    nothing = frozenset[int]()
+    return [
+        KnownWorker(info, kinds[info.layout], takes[info.layout] if info.transfer_addresses else nothing)
+        for info in infos
+    ]
+
+
+def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
+    """The median of each number: what a worker of which nothing is known is taken to be like."""
+    return StepCosts(
+        base_s=statistics.median(one.base_s for one in costs),
+        token_s=statistics.median(one.token_s for one in costs),
+        pair_s=statistics.median(one.pair_s for one in costs),
+        row_s=statistics.median(one.row_s for one in costs),
+        context_s=statistics.median(one.context_s for one in costs),
+    )
+
+
+FIRST_GUESS = 1e9
+"""Bytes a second: about what one 10 GbE port carries, and far below shared memory."""
+
+_WEIGHT = 0.3  # of a new measurement
+_FORGOTTEN = 0.001  # with each report: a worker that was judged slow would else never be tried again
+_LEAST, _MOST = 1e6, 1e13  # what pulls may make of a rate: an estimate that is always wrong must not grow for ever
+_LEAST_BYTES = 1 << 16  # transfers of less measure round trips
+
+
+class LinkRates:
+    """How fast KV comes to each worker, in bytes a second, learnt from what transfers took.
+
+    Most transfers wait for prefill rather than for the wire, so what workers count is a lower bound of their links'
+    rate. Pulled prefixes are all ready when they begin: what they took is the rate.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[Peer, float] = {}
+        self._counted: dict[Peer, tuple[int, float]] = {}
+
+    def of(self, worker: Peer) -> float:
+        """Into and out of `worker`."""
+        return self._rates.get(worker, FIRST_GUESS)
+
+    def told(self, worker: Peer, stats: WorkerStats) -> None:
+        """The worker has told its numbers."""
+        num_bytes, seconds = self._counted.get(worker, (0, 0.0))
+        new_bytes, new_seconds = stats.transfer_bytes - num_bytes, stats.transfer_seconds - seconds
+        self._counted[worker] = stats.transfer_bytes, stats.transfer_seconds
+        rate = self.of(worker)
+        rate += _FORGOTTEN * (FIRST_GUESS - rate)
+        if new_bytes >= _LEAST_BYTES and new_seconds > 0:
+            rate = max(rate, new_bytes / new_seconds)
+        self._rates[worker] = rate
+
+    def pulled(self, worker: Peer, *, expected_s: float, took_s: float) -> None:
+        """A prefix came to `worker`. Steps are shared, so one measurement alone says no more than twice or half."""
+        factor = min(2.0, max(0.5, expected_s / took_s if took_s > 0 else 2.0))
+        rate = self.of(worker) * (1 + _WEIGHT * (factor - 1))
+        self._rates[worker] = min(max(rate, _LEAST), _MOST)
+
+    def keep(self, workers: Collection[Peer]) -> None:
+        """Forget all others."""
+        for gone in self._rates.keys() - set(workers):
+            del self._rates[gone]
+        for gone in self._counted.keys() - set(workers):
+            del self._counted[gone]

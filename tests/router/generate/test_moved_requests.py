@@ -1,0 +1,167 @@
+"""Requests that go on at another decode worker, since theirs is lost, misbehaves or refuses them; and how often."""
+
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from tests.router.generate.reading_tokens import allow, collect, nth_token
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+
+
+@pytest.mark.parametrize("sent", [1, 2, 7, 11])
+async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, a_request, expected, sent):
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], sent)
+        stages = Stages(0.0)
+        events, tokens = await nth_token(rig, a_request(), sent, stages)
+        await rig["d0"].die()
+        async for event in events:
+            assert event.index == len(tokens)
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert stages.resumes == 1
+        resumed = rig["d1"].seen[0]
+        assert resumed.num_output_tokens_given == sent
+        assert resumed.request_id != rig["d0"].seen[0].request_id
+        assert not rig.fleet.owned
+
+
+async def test_a_stream_that_goes_on_elsewhere_is_told(fleet_of, a_request, expected, caplog):
+    caplog.set_level("INFO", logger="twostroke.router.generate.pipeline")
+    async with fleet_of(0, 2) as rig:
+        for name in ("d0", "d1"):
+            allow(rig[name], 3)
+        events, tokens = await nth_token(rig, a_request(), 3)
+        (victim,) = [worker for worker in rig.fleet.all.values() if worker.seen]
+        (other,) = [worker for worker in rig.fleet.all.values() if worker is not victim]
+        await victim.die()
+        allow(other, 100)
+        async with aclosing(events):
+            tokens += [token.token_id async for event in events for token in event.tokens]
+        assert tokens == expected(a_request())
+    (told,) = [record for record in caplog.records if "goes on" in record.message]
+    assert told.levelname == "INFO"
+    assert (told.fields["attempt"], told.fields["decode_worker"], told.fields["tokens"]) == (2, other.name, 3)
+    assert 0 < told.fields["pause_s"] < 5
+
+
+async def test_a_dropped_channel_alone_moves_the_request_to_another_worker(fleet_of, a_request, expected):
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], 4)
+        events, tokens = await nth_token(rig, a_request(), 4)
+        await rig["d0"].connections["router-0"].close()
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert not rig.fleet.owned
+
+
+async def test_a_request_waits_for_its_only_worker_to_come_back(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 4)
+        events, tokens = await nth_token(rig, a_request(), 4)
+        rest = asyncio.create_task(anext(events))
+        await rig["d0"].die()
+        rig["d0"].gate = None
+        await asyncio.sleep(0.05)
+        await rig["d0"].start()
+        tokens += [token.token_id for token in (await rest).tokens]
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+
+
+async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fleet_of, a_request, expected):
+    async with fleet_of(0, 1) as rig:
+        rig["d0"].refusal = WorkerLost("no token channel yet")
+        asyncio.get_running_loop().call_later(0.3, setattr, rig["d0"], "refusal", None)
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert stages.attempts == 2
+
+
+async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(fleet_of, a_request, expected):
+    def another(event):
+        return msgspec.structs.replace(event, tokens=(SampledToken((event.tokens[0].token_id + 1) % 300),))
+
+    async with fleet_of(1, 2) as rig:
+        allow(rig["d0"], 0)
+        rig["d0"].corrupt = lambda event: another(event) if event.index == 0 else event
+        stages = Stages(0.0)
+        events, tokens = await nth_token(rig, a_request(), 1, stages)
+        for _ in range(20):
+            rig["d0"].gate.release()
+        async for event in events:
+            tokens += [token.token_id for token in event.tokens]
+        assert tokens == expected(a_request())
+        assert stages.resumes == 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda event: msgspec.structs.replace(event, index=event.index + 1) if event.index == 5 else event,
+        lambda event: TokenEvent(event.request_id, 5, (), None, "out of luck") if event.index == 5 else event,
+    ],
+    ids=["a gap", "an error event"],
+)
+async def test_a_worker_that_misbehaves_counts_as_lost(fleet_of, a_request, expected, corrupt):
+    async with fleet_of(1, 2) as rig:
+        rig["d0"].corrupt = corrupt
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert stages.resumes == 1
+
+
+async def test_a_lost_tail_counts_as_a_lost_worker(fleet_of, a_request, expected):
+    async with fleet_of(1, 2) as rig:
+        rig["d0"].corrupt = lambda event: msgspec.structs.replace(event, request_id="another")
+        assert await collect(rig, a_request()) == expected(a_request())
+        assert rig["d1"].seen
+
+
+async def test_attempts_are_bounded(fleet_of, a_request):
+    async with fleet_of(0, 2) as rig:
+        for name in ("d0", "d1"):
+            rig[name].refusal = WorkerLost("again and again")
+        stages = Stages(0.0)
+        with pytest.raises(WorkerLost):
+            await collect(rig, a_request(), stages)
+        assert stages.attempts == 1 + PipelineConfig().retries
+
+
+async def test_a_refused_request_is_not_tried_elsewhere(fleet_of, a_request, refusal):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].refusal = refusal(400)
+        with pytest.raises(RequestError):
+            await collect(rig, a_request())
+        assert not rig["d1"].seen
+
+
+async def test_a_full_worker_sends_the_request_elsewhere(fleet_of, a_request, expected, refusal):
+    async with fleet_of(0, 2) as rig:
+        rig["d0"].refusal = refusal(429)
+        assert await collect(rig, a_request()) == expected(a_request())
+        rig["d1"].refusal = refusal(429)
+        with pytest.raises(RequestError):
+            await collect(rig, a_request())
+
+
+async def test_requests_that_are_not_admitted_earn_no_retries(fleet_of, a_request, monkeypatch):
+    def refuse(request, path, waited_s, follows):
+        raise RequestError("too late", code="overloaded", status=429)
+
+    async with fleet_of(1, 1) as rig:
+        budget = rig.pipeline._budget
+        while budget.take():
+            pass
+        monkeypatch.setattr(rig.pipeline, "_admit", refuse)
+        for _ in range(20):
+            with pytest.raises(RequestError, match="too late"):
+                await collect(rig, a_request())
+        assert not budget.take(), "under overload most are refused, and there each retry is load on top of load"

@@ -1,0 +1,170 @@
+"""A request's way through two workers: its first token, its end, and its end before the end."""
+
+import asyncio
+
+import pytest
+
+from tests.router.generate.reading_tokens import allow, collect, nth_token
+from twostroke.protocol.errors import RequestError
+from twostroke.router.fleet import NoPath
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+
+
+async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert len(rig["p0"].seen) == len(rig["d0"].seen) == 1
+        assert rig["p0"].seen[0].request_id == rig["d0"].seen[0].request_id != "template"
+        assert (stages.num_cached_tokens, stages.prefill_s, stages.transfer_s) == (3, 0.02, 0.03)
+        assert stages.num_output_tokens == 12
+        assert not rig.fleet.owned
+        assert not rig["d0"].cancelled
+
+
+async def test_without_prefill_workers_the_decode_worker_does_both(fleet_of, a_request, expected):
+    async with fleet_of(0, 1) as rig:
+        stages = Stages(0.0)
+        assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert (stages.num_cached_tokens, stages.transfer_s) == (5, None)
+
+
+async def test_the_first_token_is_sent_before_the_decode_worker_says_anything(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 0)
+        events, tokens = await nth_token(rig, a_request(), 1)
+        assert tokens == expected(a_request())[:1]
+        await events.aclose()
+        assert not rig.fleet.owned
+
+
+def reply_late(rig):
+    """Have the prefill worker's KV arrive at once, and its reply when the decode worker is through with the request."""
+    prefill = rig.fleet.prefill
+
+    async def late(worker, request, ticket, pull):
+        reply = await prefill(worker, request, ticket, pull)
+        while rig["d0"].owned:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return reply
+
+    rig.fleet.prefill = late
+
+
+async def test_the_first_token_may_come_from_the_decode_worker_first(fleet_of, a_request, expected):
+    async with fleet_of(1, 1) as rig:
+        reply_late(rig)
+        assert await collect(rig, a_request()) == expected(a_request())
+        assert not rig["d0"].told_prefill_failed
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_tokens", "is_suspect"),
+    [
+        pytest.param(
+            1, 1, True, id="it has only repeated the prefill worker's token, and may have died of drawing one"
+        ),
+        pytest.param(1, 2, False, id="it has drawn one"),
+        pytest.param(0, 1, False, id="it has drawn the first itself"),
+    ],
+)
+async def test_a_decode_worker_that_is_heard_before_the_prefill_workers_reply_and_dies_accuses_by_what_it_drew(
+    fleet_of, a_request, until, num_prefill, num_tokens, is_suspect
+):
+    async with fleet_of(num_prefill, 1) as rig:
+        reply_late(rig)
+        allow(rig["d0"], num_tokens)
+        events, _ = await nth_token(rig, a_request(), num_tokens)
+        going_on = asyncio.create_task(anext(events))
+        await rig["d0"].die()
+        suspects = rig.pipeline._records.suspects
+        await until(lambda: suspects.num_suspects == 1)
+        assert suspects.is_suspect(suspects.open(a_request())) == is_suspect
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+        await events.aclose()
+
+
+async def test_closing_the_generator_cancels_both_calls_and_says_so_on_the_channel(fleet_of, a_request, until):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 3)
+        events, _ = await nth_token(rig, a_request(), 3)
+        await events.aclose()
+        assert not rig.fleet.owned
+        await until(lambda: len(rig["d0"].cancelled) == 1)
+        assert rig.pipeline.in_flight == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_cancelling_the_consumer_ends_everything(fleet_of, a_request, steps, until):
+    async with fleet_of(1, 1) as rig:
+        rig["p0"].prefill_gate = asyncio.Event()
+        if steps:
+            rig["p0"].prefill_gate.set()
+        allow(rig["d0"], steps)
+        task = asyncio.create_task(collect(rig, a_request()))
+        await until(lambda: rig["d0"].owned and (rig["d0"].gate.locked() and (steps == 0 or not rig["p0"].owned)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not rig.fleet.owned
+
+
+async def test_nobody_there_is_told_at_once(fleet_of, a_request):
+    async with fleet_of(1, 0) as rig:
+        with pytest.raises(NoPath) as caught:
+            await collect(rig, a_request())
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+
+@pytest.mark.parametrize("change", ["max_tokens", "stop_token_ids"])
+async def test_a_first_token_that_is_the_last_cancels_the_decode_worker_at_once(
+    fleet_of, a_request, expected, until, change, monkeypatch
+):
+    one = a_request(**{change: 1 if change == "max_tokens" else tuple(expected(a_request())[:1])})
+    async with fleet_of(1, 1) as rig:
+        monkeypatch.setattr(rig.pipeline, "_config", PipelineConfig(reply_grace_s=1000.0))
+        allow(rig["d0"], 0)
+        async with asyncio.timeout(20):
+            assert await collect(rig, one) == expected(one)
+        assert not rig.fleet.owned
+        await until(lambda: rig["d0"].cancelled == [rig["d0"].seen[0].request_id])
+
+
+async def test_an_early_end_is_told_to_a_prefill_worker_whose_call_is_over(fleet_of, a_request, until):
+    async with fleet_of(1, 1) as rig:
+        allow(rig["d0"], 0)
+        events, _ = await nth_token(rig, a_request(), 1)
+        assert not rig["p0"].owned
+        await events.aclose()
+        await until(lambda: rig["p0"].cancelled == [rig["p0"].seen[0].request_id])
+
+
+async def test_a_whole_request_is_cancelled_nowhere(fleet_of, a_request):
+    async with fleet_of(1, 1) as rig:
+        await collect(rig, a_request())
+        events, _ = await nth_token(rig, a_request(), 1)  # what was sent on the channels before has come by now
+        await events.aclose()
+        assert not {rig["p0"].seen[0].request_id} & {*rig["p0"].cancelled, *rig["d0"].cancelled}
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_request, expected):
+    async with fleet_of(2, 2) as rig:
+        requests = [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3, max_tokens=20) for i in range(40)]
+        results = await asyncio.gather(*(collect(rig, request) for request in requests))
+        assert results == [expected(request) for request in requests]
+        assert len(rig["d0"].seen) == len(rig["d1"].seen) == 20
+
+
+async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_request, until, monkeypatch):
+    monkeypatch.setattr("twostroke.router.channels.token_stream.MAX_UNREAD", 20)
+    async with fleet_of(0, 1) as rig:
+        allow(rig["d0"], 1)
+        events, _ = await nth_token(rig, a_request(max_tokens=500), 1)
+        for _ in range(100):
+            rig["d0"].gate.release()
+        await until(lambda: rig["d0"].cancelled)
+        with pytest.raises(RequestError, match="does not read"):
+            async for _ in events:
+                pass

@@ -1,0 +1,117 @@
+"""What a router remembers of its workers, and when it lets them try again."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.fleet import Path
+from twostroke.router.health.ejection import EjectionConfig
+from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
+from twostroke.router.health.worker_records import WorkerRecords
+
+LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
+
+
+def info(role, name):
+    return WorkerInfo(role, Peer(name, 1), Address("h", 1), (Address("h", 2),), LAYOUT, 100, 1000)
+
+
+P, D, D1 = info("prefill", "p0"), info("decode", "d0"), info("decode", "d1")
+
+
+class Scene:
+    """Records of a fleet of p0, d0 and d1, at a time set by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.num_looks = 0
+        fleet = SimpleNamespace(workers=self._workers)
+        channels = SimpleNamespace(
+            is_connected=lambda worker: True,
+            fell_silent=lambda worker: False,
+            share_verdicts=self._share_verdicts,
+            tell_verdicts=lambda verdicts: None,
+        )
+        self.records = WorkerRecords(
+            fleet=fleet,
+            channels=channels,
+            clock=lambda: self.now,
+            ejection=EjectionConfig(),
+            suspects=SuspectsConfig(),
+            draw=lambda: 0.0,
+        )
+
+    def _share_verdicts(self, exchange):
+        self.exchange = exchange
+
+    def _workers(self):
+        self.num_looks += 1
+        return [P, D, D1]
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+async def test_a_pair_that_was_kept_apart_is_tried_by_the_next_when_the_one_that_tried_it_tells_nothing(
+    scene, a_request
+):
+    records = scene.records
+    for _ in range(2):
+        records.pair_failed(P.peer, D.peer)
+    assert records.strangers_to(D.peer) == {P.peer}
+    scene.now = 3.0
+    case = records.suspects.open(a_request())
+    await records.begin(case, Path(P, D))
+    assert records.strangers_to(D.peer) == {P.peer}, "others wait for what comes of it"
+    records.ended(case, Path(P, D))  # its client has left
+    assert records.strangers_to(D.peer) == set()
+
+
+async def test_while_nobody_fails_a_request_looks_at_no_worker(scene, a_request):
+    records = scene.records
+    assert records.ejected() == records.strangers_to(D.peer) == frozenset()
+    assert scene.num_looks == 0
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    for _ in range(5):
+        records.failed(case, D.peer, WorkerFailed("a bug"))
+    assert records.ejected() == {D.peer}
+
+
+async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps_the_request_from_it(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    await records.begin(case, Path(P, D))
+    scene.exchange.heard((Verdict(case.fingerprint, 600.0),))
+    with pytest.raises(PoisonRequest):
+        records.computes(case, P.peer)
+
+
+@pytest.mark.parametrize("answer", [RequestError("too many wait", status=429), WorkerLeaving("not begun")])
+async def test_who_was_given_back_by_a_prefill_worker_is_not_suspected_of_its_death(scene, a_request, answer):
+    records = scene.records
+    given_back, other = (records.suspects.open(a_request(token_ids=(i,), num_prompt_tokens=1)) for i in range(2))
+    for case in (given_back, other):
+        await records.begin(case, Path(P, D))
+        records.computes(case, P.peer)
+    records.failed(given_back, P.peer, answer)
+    records.failed(other, P.peer, WorkerLost("it died"))
+    assert [records.suspects.is_suspect(case) for case in (given_back, other)] == [False, True]
+
+
+async def test_refusals_for_want_of_room_are_not_held_against_a_worker(scene, a_request):
+    records = scene.records
+    case = records.suspects.open(a_request())
+    for _ in range(20):
+        records.failed(case, D.peer, RequestError("too many wait", code="overloaded", status=429))
+    assert records.ejected() == frozenset()

@@ -1,0 +1,140 @@
+"""What a scrape tells, of one router and its workers and of several."""
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from twostroke.protocol.errors import RequestError, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
+from twostroke.router.fleet import Path
+from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scrape import RouterReading, exposition
+from twostroke.router.observe.stages import Stages
+
+LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
+INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)
+PREFILL = msgspec.structs.replace(INFO, role="prefill", peer=Peer("p0", 2))
+
+
+def scraped(*, families=(), workers=(), ejected=frozenset()):
+    """The text of a scrape where there is one router, r0."""
+    return exposition([RouterReading("r0", families, workers, ejected)]).decode()
+
+
+def test_a_workers_damage_is_told_under_its_name():
+    stats = WorkerStats(
+        transfer_digest_failures=2, broken_logit_rows=3, transfer_retries=4, transfer_links_lost=5, pulled_tokens=6
+    )
+    text = scraped(workers=((INFO, stats),))
+    for name, value in (
+        ("kv_transfer_digest_failures", 2),
+        ("broken_logit_rows", 3),
+        ("kv_transfer_retries", 4),
+        ("kv_transfer_links_lost", 5),
+        ("kv_pulled_tokens", 6),
+    ):
+        assert f'twostroke:{name}_total{{role="decode",worker="d0"}} {value}.0' in text
+
+
+def test_owned_blocks_are_told_by_role_and_are_0_when_idle():
+    numbers = [(PREFILL, WorkerStats(total_blocks=64, owned_blocks=0)), (INFO, WorkerStats(owned_blocks=7))]
+    text = scraped(workers=numbers)
+    assert 'twostroke:kv_blocks_owned{role="prefill",worker="p0"} 0.0' in text
+    assert 'twostroke:kv_blocks_owned{role="decode",worker="d0"} 7.0' in text
+
+
+def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
+    queued = (QueuedWork("fast", 1, 0.0, 100, 2), QueuedWork("fast", 5, 0.0, 30, 1), QueuedWork("slow", 0, 0.0, 7, 1))
+    text = scraped(workers=((PREFILL, WorkerStats(queued=queued)),))
+    for line in (
+        'queued_tokens{role="prefill",slo_class="fast",worker="p0"} 130.0',
+        'queued_requests{role="prefill",slo_class="fast",worker="p0"} 3.0',
+        'queued_tokens{role="prefill",slo_class="slow",worker="p0"} 7.0',
+    ):
+        assert text.count(f"twostroke:{line}") == 1
+
+
+def test_workers_that_are_left_out_or_leave_are_told():
+    numbers = [(PREFILL, WorkerStats(is_draining=True)), (INFO, WorkerStats())]
+    text = scraped(workers=numbers, ejected=frozenset({INFO.peer}))
+    for line in (
+        'worker_ejected{role="decode",router="r0",worker="d0"} 1.0',
+        'worker_ejected{role="prefill",router="r0",worker="p0"} 0.0',
+        'worker_draining{role="prefill",worker="p0"} 1.0',
+        'worker_draining{role="decode",worker="d0"} 0.0',
+    ):
+        assert f"twostroke:{line}" in text
+
+
+def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind():
+    metrics = RouterMetrics("tiny")
+    metrics.refused(RequestError("a client's own words", code="overloaded", status=429))
+    metrics.refused(WorkerLost("w1 has died"))
+    stages = Stages(0.0, attempts=2, admit=0.5)
+    stages.end_attempt(0.5, 1.0, Path(PREFILL, INFO), WorkerLost("w1 has died"))
+    stages.end_attempt(1.5, 2.0, Path(PREFILL, INFO), None)
+    metrics.begun(5)
+    metrics.ended(stages, "stop")
+    text = scraped(families=tuple(metrics.registry.collect()))
+    for line in (
+        'requests_refused_total{code="overloaded",model_name="tiny",router="r0",status="429"} 1.0',
+        'requests_refused_total{code="worker_lost",model_name="tiny",router="r0",status="503"} 1.0',
+        'request_attempt_failures_total{error="WorkerLost",model_name="tiny",router="r0"} 1.0',
+        'request_resumes_total{model_name="tiny",router="r0"} 1.0',
+        'request_admission_time_seconds_sum{model_name="tiny",router="r0"} 0.5',
+    ):
+        assert f"twostroke:{line}" in text
+    assert "w1" not in text
+
+
+def reading(router, requests, *workers):
+    """Of a router that has begun so many requests."""
+    metrics = RouterMetrics("tiny")
+    for _ in range(requests):
+        metrics.begun(1)
+    return RouterReading(router, tuple(metrics.registry.collect()), workers, frozenset())
+
+
+def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
+    one, two = reading("r1", 3), reading("r2", 5)
+    text = exposition([one, two]).decode()
+    for line in (
+        'prompt_tokens_total{model_name="tiny",router="r1"} 3.0',
+        'prompt_tokens_total{model_name="tiny",router="r2"} 5.0',
+        'router_requests_in_flight{model_name="tiny",router="r2"} 5.0',
+    ):
+        assert text.count(f"\ntwostroke:{line}\n") == 1
+    assert sorted(text.splitlines()) == sorted(exposition([two, one]).decode().splitlines())
+    assert "_created" not in text
+
+
+def test_series_of_a_name_stand_together_as_prometheus_asks():
+    text = exposition([reading("r1", 1, (INFO, WorkerStats())), reading("r2", 1, (PREFILL, WorkerStats()))]).decode()
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)) > 50
+    series = [line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    assert {sample.name for family in text_string_to_metric_families(text) for sample in family.samples} >= {
+        "twostroke:worker_ejected",
+        "twostroke:time_to_first_token_seconds_bucket",
+    }
+
+
+def test_a_worker_is_told_once_as_the_router_tells_that_heard_last_of_it():
+    old, new = WorkerStats(steps=7, generated_tokens=70), WorkerStats(steps=8, generated_tokens=80)
+    for readings in (
+        [reading("r1", 0, (INFO, old)), reading("r2", 0, (INFO, new))],
+        [reading("r1", 0, (INFO, new)), reading("r2", 0, (INFO, old))],
+        [reading("r1", 0), reading("r2", 0, (INFO, new))],
+    ):
+        text = exposition(readings).decode()
+        (line,) = [line for line in text.splitlines() if line.startswith("twostroke:worker_generation_tokens_total{")]
+        assert line.endswith('{role="decode",worker="d0"} 80.0')
+
+
+def test_each_router_tells_which_workers_it_leaves_out():
+    ejecting = RouterReading("r1", (), ((INFO, WorkerStats()),), frozenset({INFO.peer}))
+    text = exposition([ejecting, reading("r2", 0, (INFO, WorkerStats()))]).decode()
+    assert 'worker_ejected{role="decode",router="r1",worker="d0"} 1.0' in text
+    assert 'worker_ejected{role="decode",router="r2",worker="d0"} 0.0' in text

@@ -1,0 +1,336 @@
+"""Choices and costs, by numbers that can be checked by hand: a prompt token takes 1 ms, a step at least 10 ms."""
+
+import msgspec
+import pytest
+
+from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, Workers, load, peers
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import QueuedWork
+from twostroke.router.fleet import NoPath
+from twostroke.router.routing.cheapest_path import (
+    HOP_S,
+    Need,
+    Source,
+    answer,
+    cheapest_path,
+    leave_out,
+    read,
+    transfer_s,
+)
+
+
+class Fleet(Workers):
+    """Whose paths are asked for."""
+
+    def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
+        """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
+        held = dict(held)
+        need = Need(num_tokens, 10.0, promise or Promise(), min_pull_tokens)
+        return cheapest_path(
+            self.of("prefill", held),
+            self.of("decode", held),
+            need,
+            self.classes,
+            left_out=leave_out(failed, ejected),
+            **options,
+        )
+
+    def names(self, *args, **options):
+        path = self.path(*args, **options)
+        return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
+
+
+def test_idle_workers_of_both_roles_share_a_long_prompt():
+    assert Fleet([IDLE], [IDLE]).names() == ("p0", "d0", None)
+
+
+def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_is_longer_than_what_that_spares():
+    short, long = load(waiting=200), load(waiting=500)
+    assert Fleet([IDLE, short], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p1", "d0", None)
+    assert Fleet([IDLE, long], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p0", "d0", None)
+
+
+def test_a_long_queue_where_it_is_cached_makes_another_pull_it():
+    assert Fleet([IDLE, load(waiting=200)], [IDLE]).names(held={"p1": 320}) == ("p0", "d0", "p1")
+    slow = Fleet([IDLE, load(waiting=200)], [load(running=9)], bytes_per_s=256e3 / 2)
+    assert slow.names(held={"p1": 320}) == ("p1", "d0", None), "KV takes 2 ms a token"
+
+
+def test_a_prefix_is_pulled_from_who_has_most_of_it_and_least_to_do():
+    fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=3)])
+    assert fleet.names(held={"p1": 160, "d0": 320, "d1": 320})[2] == "d1"
+    assert fleet.names(held={"p1": 352, "d0": 320})[2] == "p1"
+    assert fleet.names(held={"p1": 352, "d0": 320}, failed=peers("p1"))[2] == "d0"
+    assert fleet.names(held={"p1": 352, "d0": 320}, ejected=peers("p1", "d0"))[2] is None
+
+
+def test_nothing_is_pulled_from_workers_of_another_model_nor_by_who_takes_no_kv():
+    other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
+    assert Fleet([IDLE], [IDLE, load(running=9)], d1=other).names(held={"d1": 320}) == ("p0", "d0", None)
+    assert Fleet([IDLE], [load(running=8)], p0={"transfer_addresses": ()}).names(held={"d0": 320})[2] is None
+    busy = load(running=9)
+    assert Fleet([], [busy, IDLE], d0=other).names(held={"d0": 320}) == (None, "d1", None)
+    assert Fleet([], [busy, IDLE], d1={"transfer_addresses": ()}).names(held={"d0": 320}) == (None, "d1", None)
+
+
+def test_a_decode_worker_alone_pulls_what_another_worker_holds():
+    busy = load(running=9)
+    assert Fleet([], [busy, IDLE]).names(held={"d0": 320}) == (None, "d1", "d0")
+    assert Fleet([load(waiting=2000)], [IDLE]).names(held={"p0": 320}) == (None, "d0", "p0")
+    assert Fleet([], [busy, IDLE]).names(held={"d0": 320, "d1": 272})[2] is None, "48 tokens are too few"
+    slow = Fleet([], [busy, IDLE], bytes_per_s=QUICK / 2000)
+    assert slow.names(held={"d0": 320})[2] is None, "KV takes 2 ms a token, computing the same with who comes next"
+    path = Fleet([], [busy, IDLE]).path(401, held={"d0": 400})
+    assert path.new_tokens == 1
+    assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
+    assert path.estimate.prefill_s == pytest.approx(0.01 + 0.001)
+
+
+def test_a_prompt_stays_with_a_decode_worker_that_holds_it_while_none_has_less_to_do():
+    fleet = Fleet([], [IDLE, IDLE, load(running=1)])
+    assert {fleet.names(held={"d1": 384}, turn=turn) for turn in range(3)} == {(None, "d1", None)}
+    assert {fleet.names(turn=turn) for turn in range(2)} == {(None, "d0", None), (None, "d1", None)}
+
+
+def test_a_decode_worker_alone_computes_what_is_short_if_it_has_little_to_do():
+    fleet = Fleet([load(waiting=100)], [load(running=1)])
+    assert fleet.names(400, held={"d0": 384}) == (None, "d0", None), "16 tokens, which one stream waits for"
+    assert fleet.names(400, held={"d0": 240})[0] == "p0"
+    assert Fleet([load(waiting=100)], [load(running=9)]).names(400, held={"d0": 384})[0] == "p0", "nine streams wait"
+    assert fleet.names(400, held={"d0": 384}, decodes_alone=False)[0] == "p0"
+
+
+def test_a_decode_worker_alone_computes_a_prompt_when_prefill_queues_are_long():
+    assert Fleet([load(waiting=2000)], [IDLE]).names(400) == (None, "d0", None)
+    assert Fleet([load(waiting=2000)], [load(running=9)]).names(400)[0] == "p0", "nine streams would stand still"
+
+
+def test_a_promise_that_streams_were_given_keeps_prompts_away_from_their_worker():
+    promised = load(running=1, tightest_tpot_s=0.015)
+    assert Fleet([load(waiting=100)], [load(running=1)]).names(32) == (None, "d0", None)
+    assert Fleet([load(waiting=100)], [promised]).names(128)[0] == "p0"
+
+
+def test_the_decode_worker_with_the_shorter_steps_is_taken():
+    assert Fleet([IDLE], [load(running=9), load(running=2)]).names() == ("p0", "d1", None)
+
+
+def test_a_class_waits_for_those_above_it_alone():
+    lower = msgspec.structs.replace(IDLE, queued=(QueuedWork("low", 0, 0.0, 3000, 3),))
+    equal = msgspec.structs.replace(IDLE, queued=(QueuedWork("high", 1, 0.0, 300, 1),))
+    fleet = Fleet([lower, equal], [load(running=9)])
+    assert fleet.names(promise=Promise("high", 1))[0] == "p0"
+    assert fleet.names(promise=Promise("low", 0))[0] == "p1"
+
+
+def test_workers_that_are_about_as_good_are_taken_in_turn():
+    fleet = Fleet([IDLE, IDLE, load(waiting=300)], [load(running=1), IDLE, IDLE])
+    taken = {fleet.names(turn=turn) for turn in range(2)}
+    assert taken == {("p0", "d1", None), ("p1", "d2", None)}
+
+
+def test_of_two_that_are_about_as_good_the_one_with_less_to_do_is_taken():
+    assert Fleet([IDLE, load(waiting=310)], [IDLE]).names(400, held={"p1": 320}, min_pull_tokens=None)[0] == "p1"
+    assert Fleet([IDLE], [load(running=1), IDLE], d1={"max_batch": 1}).names()[1] == "d1"
+
+
+def test_an_estimate_tells_the_times_of_the_path_taken():
+    path = Fleet([load(waiting=200)], [load(running=2)]).path(400, held={"p0": 160, "d0": 160})
+    estimate = path.estimate
+    assert path.new_tokens == 240
+    assert estimate.queue_s == pytest.approx(200 * (0.001 + 0.01 / 500))
+    assert (estimate.pull_s, estimate.prefill_s) == (0, pytest.approx(0.01 + 0.24))
+    assert estimate.transfer_s == pytest.approx(0.002 + 0.5 * 240e-6), "the last of two layers"
+    assert (estimate.decode_slot_s, estimate.step_s) == (0, pytest.approx(0.01 + 3 * 0.002))
+    alone = Fleet([], [load(running=2, waiting=200)]).path(400, held={"d0": 160})
+    assert (alone.prefill, alone.new_tokens) == (None, 240)
+    assert alone.estimate.prefill_s == pytest.approx(0.014 + 0.24)
+    assert alone.estimate.queue_s == pytest.approx(200 * (0.001 + 0.014 / 498))
+    assert alone.estimate.transfer_s == alone.estimate.pull_s == 0
+
+
+def test_a_pull_is_in_the_estimate_and_what_comes_by_it_need_not_be_computed():
+    path = Fleet([IDLE, load(waiting=900)], [IDLE]).path(401, held={"p1": 400})
+    assert path.source.peer.worker_id == "p1"
+    assert path.new_tokens == 1
+    assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
+    assert path.estimate.prefill_s == pytest.approx(0.011)
+
+
+def test_a_prefill_worker_that_failed_is_never_taken_and_a_decode_worker_only_for_want_of_another():
+    fleet = Fleet([IDLE], [IDLE, load(running=9)])
+    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1", None)
+    assert fleet.names(failed=peers("d0", "d1"))[:2] == ("p0", "d0")
+    assert fleet.names(ejected=peers("d0"), failed=peers("d1"))[1] == "d0"
+    assert fleet.names(ejected=peers("p0"))[0] is None
+
+
+def test_workers_whose_channel_is_down_count_like_those_that_failed():
+    fleet = Fleet([IDLE], [IDLE, load(running=9)], down=("p0", "d0"))
+    assert fleet.names() == (None, "d1", None)
+    assert fleet.names(failed=peers("d1"))[1] == "d0"
+
+
+def test_workers_that_drain_take_nothing_new():
+    leaving = load(is_draining=True)
+    assert Fleet([leaving], [leaving, load(running=9)]).names() == (None, "d1", None)
+    with pytest.raises(NoPath):
+        Fleet([IDLE], [leaving]).path()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        OTHER_KIND,
+        {"layout": msgspec.structs.replace(LAYOUT, dtype="float32")},
+        {"max_context": 100},
+    ],
+)
+def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(change):
+    assert Fleet([IDLE, load(waiting=300)], [load(running=8)], p0=change).names()[:2] == ("p1", "d0")
+    assert Fleet([IDLE], [load(running=8)], p0=change).names()[:2] == (None, "d0")
+
+
+def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
+    other = OTHER_KIND
+    fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=2)], p1=other, d1=other)
+    assert fleet.names() == ("p0", "d0", None)
+    fleet = Fleet([load(waiting=900), IDLE], [load(running=9), load(running=2)], p1=other, d1=other)
+    assert fleet.names() == ("p1", "d1", None)
+
+
+def test_a_decode_worker_that_takes_no_kv_computes_the_prompt():
+    assert Fleet([IDLE], [IDLE], d0={"transfer_addresses": ()}).names() == (None, "d0", None)
+
+
+def test_nobody_there_is_503():
+    for fleet in (Fleet([IDLE], []), Fleet([IDLE], [IDLE], d0={"max_context": 100})):
+        with pytest.raises(NoPath) as caught:
+            fleet.path()
+        assert caught.value.status == 503
+
+
+# --- what one worker costs ---
+
+
+def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
+    return Need(num_tokens, answer_tokens, promise or Promise(), min_pull_tokens)
+
+
+def reading(fleet, name, asked, held=0, source=None):
+    return read(fleet[name], asked, held, source, fleet.classes)
+
+
+def queued(*work):
+    """(class, priority, share, tokens), waiting at a worker."""
+    return msgspec.structs.replace(
+        IDLE, queued=tuple(QueuedWork(name, priority, share, tokens, 1) for name, priority, share, tokens in work)
+    )
+
+
+def waits(fleet, promise):
+    """Tokens that go first at p0."""
+    return fleet["p0"].queue_s(promise, fleet.classes) / fleet["p0"].queue_token_s
+
+
+@pytest.mark.parametrize(("held", "new", "prefill_s"), [(0, 640, 0.66), (160, 480, 0.49), (640, 1, 0.011)])
+def test_what_is_cached_needs_no_computing_but_the_last_token_does(held, new, prefill_s):
+    cost = reading(Fleet([IDLE], []), "p0", need(640), held)
+    assert (cost.new_tokens, cost.queue_s, cost.pull_s) == (new, 0, 0)
+    assert cost.prefill_s == cost.total_s == pytest.approx(prefill_s), "steps of 500 tokens at most"
+
+
+def test_attention_to_what_is_cached_is_paid_for():
+    fleet = Fleet([IDLE], [], costs=msgspec.structs.replace(COSTS, pair_s=1e-6))
+    assert reading(fleet, "p0", need(300), 100).prefill_s == pytest.approx(0.01 + 0.2 + 1e-6 * 200 * (100 + 100))
+
+
+def test_a_prefix_is_pulled_where_that_is_quicker_than_computing_it():
+    asked = need(401, min_pull_tokens=64)
+    slow = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 1000)
+    cost = reading(slow, "p0", asked, 0, Source(slow["p1"], 400))
+    assert (cost.pull_s, cost.new_tokens) == (0, 401), "KV takes as long, and the hop on top"
+    quick = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 250)
+    cost = reading(quick, "p0", asked, 0, Source(quick["p1"], 400))
+    assert (cost.pull_s, cost.prefill_s, cost.new_tokens) == (pytest.approx(HOP_S + 0.1), pytest.approx(0.011), 1)
+    assert cost.total_s == pytest.approx(HOP_S + 0.1 + 0.011)
+    assert reading(quick, "p0", asked, 350, Source(quick["p1"], 400)).new_tokens == 51, "50 tokens less are too few"
+
+
+@pytest.mark.parametrize(
+    ("promise", "ahead"), [(Promise("high", 2), 100), (Promise("middle", 1), 1100), (Promise("low", 0), 6100)]
+)
+def test_equal_and_higher_classes_go_first_and_lower_ones_do_not(promise, ahead):
+    fleet = Fleet([queued(("high", 2, 0.0, 100), ("middle", 1, 0.0, 1000), ("low", 0, 0.0, 5000))], [])
+    assert waits(fleet, promise) == pytest.approx(ahead)
+    assert fleet["p0"].queue_token_s == pytest.approx(0.001 + 0.01 / 500), "with its share of its step's base"
+
+
+def test_a_class_whose_requests_have_several_priorities_waits_with_all_of_its_tokens():
+    fleet = Fleet([queued(("standard", 5, 0.0, 100), ("standard", 0, 0.0, 200))], [])
+    assert waits(fleet, Promise()) == pytest.approx(300)
+
+
+def test_lower_classes_that_wait_keep_their_share():
+    both = Fleet([queued(("high", 1, 0.0, 800), ("low", 0, 0.2, 50))], [])
+    assert waits(both, Promise("high", 1)) == pytest.approx(1000), "of every five tokens low gets one, while it waits"
+    assert waits(Fleet([queued(("high", 1, 0.0, 800))], []), Promise("high", 1)) == pytest.approx(800)
+
+
+def test_a_class_with_a_share_does_not_wait_for_all_above_it():
+    fleet = Fleet([queued(("high", 1, 0.0, 9000), ("low", 0, 0.2, 100))], [])
+    assert waits(fleet, Promise("low", 0, 0.2)) == pytest.approx(500)
+
+
+def test_a_class_that_nobody_has_heard_of_waits_as_its_priority_says():
+    fleet = Fleet([queued(("low", 0, 0.0, 300))], [])
+    assert (waits(fleet, Promise("new", 5)), waits(fleet, Promise("newer", -1))) == (0, pytest.approx(300))
+
+
+@pytest.mark.parametrize(("held", "left_s"), [(0, 0.1), (160, 0.05)])
+def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(held, left_s):
+    fleet = Fleet([], [IDLE], bytes_per_s=QUICK / 1000)
+    left = transfer_s(fleet["d0"], need(400), held, hidden_s=0.3, last_tokens=100)
+    assert left == pytest.approx(HOP_S + left_s), "400 and 240 tokens to send in 0.3 s; half of 100 after"
+
+
+WITH_CONTEXT = msgspec.structs.replace(COSTS, context_s=1e-6)
+EIGHT = {"d0": {"max_batch": 8}}
+
+
+def answering(stats, asked):
+    return answer(Fleet([], [stats], costs=WITH_CONTEXT, **EIGHT)["d0"], asked)
+
+
+def test_a_decode_step_takes_longer_with_each_request_and_its_context():
+    busy = answering(load(running=4, context_tokens=2000), need(1000))
+    assert busy.step_s == pytest.approx(0.01 + 5 * 0.002 + 0.003)
+    assert (busy.slot_s, busy.total_s) == (0, pytest.approx(10 * busy.step_s))
+    assert answering(IDLE, need(1000)).step_s == pytest.approx(0.01 + 0.002 + 0.001)
+
+
+def test_a_slot_is_there_when_as_many_have_ended_as_batch_blocks_or_promises_want():
+    full = answering(load(running=8), need(100, answer_tokens=40))
+    assert full.slot_s == pytest.approx((0.01 + 8 * 0.002) * 40 / 8), "one of the batch"
+    tight = answering(load(running=4, context_tokens=1200, free_blocks=10), need(760, answer_tokens=40))
+    step_s = 0.01 + 4 * 0.002 + 0.0012
+    assert tight.slot_s == pytest.approx(2 * step_s * 40 / 4), "600 tokens too many: two requests of 300"
+    strict, loose = load(running=4, tightest_tpot_s=0.018), load(running=4)
+    promised = answering(strict, need(0, answer_tokens=40)).slot_s
+    assert promised == pytest.approx(0.018 * 40 / 4, rel=1e-3), "a step with it takes 0.020 s: one must end first"
+    assert answering(loose, need(0, answer_tokens=40)).slot_s == 0
+    own = answering(loose, need(0, answer_tokens=40, promise=Promise(tpot_s=0.018)))
+    assert own.slot_s == pytest.approx(promised, rel=1e-3)
+
+
+def test_a_prompt_computed_by_a_decode_worker_stalls_its_streams_and_who_comes_next():
+    fleet = Fleet([], [IDLE, load(running=4)])
+    for name, held, prefill_s, stalled_s in (("d0", 0, 0.41, 0.4), ("d1", 160, 0.018 + 0.24, 5 * 0.24)):
+        cost = reading(fleet, name, need(400), held)
+        assert (cost.prefill_s, cost.total_s) == (pytest.approx(prefill_s), pytest.approx(prefill_s + stalled_s))
+
+
+def test_promised_times_make_a_decode_workers_chunks_small():
+    strict = Fleet([], [load(running=4, tightest_tpot_s=0.119)])
+    cost = reading(strict, "d0", need(400))
+    assert cost.prefill_s == pytest.approx(4 * 0.018 + 0.4), "101 tokens beside a step of 0.018 s"
