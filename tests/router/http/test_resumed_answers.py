@@ -56,12 +56,20 @@ async def test_an_answer_is_the_same_although_its_decode_worker_dies_in_the_midd
     async with site_of(num_prefill, 2) as site:
         undisturbed = await answer_of(site, path, asked, stream=stream)
         longest = max(len(one.token_ids) for worker in site.rig.fleet.all.values() for one in worker.seen)
-        for victim in ("d0", "d1"):
-            worker = site.rig[victim]
-            worker.poison = lambda tokens, at=longest + 5: len(tokens) == at
+        workers = [site.rig["d0"], site.rig["d1"]]
+
+        def die_once(tokens):
+            if len(tokens) != longest + 5:
+                return False
+            for worker in workers:
+                worker.poison = None
+            return True
+
+        for _ in range(2):
+            for worker in workers:
+                worker.poison = die_once
             assert await answer_of(site, path, asked, stream=stream) == undisturbed
-            worker.poison = None
-            if worker.dead:
-                await worker.start()
+            (dead,) = (worker for worker in workers if worker.dead)
+            await dead.start()
         resumes = (await site.http.get("/metrics")).text.split("twostroke:request_resumes_total{")[1].splitlines()[0]
         assert float(resumes.split()[-1]) > 0
