@@ -32,6 +32,7 @@ from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import Stages
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.worker import Equipment
 
 SECRET = b"a secret of these tests"
 HOST = "127.0.0.1"
@@ -164,24 +165,19 @@ async def _start(
         else _several_ranks(stack, folder, shape, block_size, peer, network, ranks, fleet)
     )
     swap_space = parts.pop("swap_space")
+    equipment = Equipment(peer=peer, network=network, clock=time.monotonic, **parts)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(peer=peer, config=config, network=network, clock=time.monotonic, **parts)
+        worker = PrefillWorker(config, equipment)
     else:
-        worker = DecodeWorker(
-            peer=peer,
-            config=DecodeConfig(
-                max_step_tokens=shape.decode_step_tokens,
-                max_batch=min(256, shape.decode_step_tokens),
-                router_wait_s=shape.router_wait_s,
-                **shape.decode,
-            ),
-            network=network,
-            clock=time.monotonic,
-            swap_space=swap_space,
-            **parts,
+        decode = DecodeConfig(
+            max_step_tokens=shape.decode_step_tokens,
+            max_batch=min(256, shape.decode_step_tokens),
+            router_wait_s=shape.router_wait_s,
+            **shape.decode,
         )
+        worker = DecodeWorker(decode, equipment, swap_space)
     stack.push_async_callback(worker.stop)
     if peer in fleet.parts:
         fleet.parts[peer].watch(worker.engine_lost)

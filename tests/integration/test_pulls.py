@@ -185,13 +185,13 @@ def source_forgets(served: Served) -> None:
 
 
 def source_never_hears(served: Served) -> None:
-    served.fleet.worker("decode")._transfers._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
+    served.fleet.worker("decode")._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
 
 
 def source_breaks_off(served: Served) -> None:
     """Its side of the transfers closes as soon as the first is under way."""
     worker = served.fleet.worker("decode")
-    exports, sender = worker._transfers._exports, worker._sender  # type: ignore[union-attr]
+    exports, sender = worker._exports, worker._sender  # type: ignore[union-attr]
     send, tasks = exports.send, set()  # type: ignore[union-attr]
 
     def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
