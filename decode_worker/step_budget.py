@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
@@ -44,6 +45,18 @@ class StepBudget:
     max_stall_s: float | None = None
     stall_factor: float | None = None
 
+    @staticmethod
+    def of(config: DecodeConfig, costs: Callable[[], StepCosts | None]) -> "StepBudget":
+        """By a worker's settings."""
+        return StepBudget(
+            config.max_step_tokens,
+            costs,
+            config.tpot_safety,
+            config.min_chunk_tokens,
+            config.max_stall_s,
+            config.stall_factor,
+        )
+
     def places(self) -> "Places":
         """An empty batch."""
         return Places(self.costs(), self.tpot_safety)
@@ -61,10 +74,10 @@ class StepBudget:
         if costs is None:
             return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
         decode_s = costs.base_s + costs.decode_s(len(contexts), sum(contexts))
-        step_s = self._stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.tpot_safety
+        step_s = self.stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.tpot_safety
         return PromptBudget(tokens, least=self.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
 
-    def _stall_s(self, costs: StepCosts, decode_s: float) -> float:
+    def stall_s(self, costs: StepCosts, decode_s: float) -> float:
         """How long a step may take whose decodes were promised nothing, and take `decode_s` alone."""
         if self.max_stall_s is None and self.stall_factor is None:
             return max(usual_stall_s(costs), LEAST_GROWTH * decode_s)

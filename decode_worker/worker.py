@@ -31,14 +31,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         self._swapping = Swapping(swap_space, config.preemption, equipment.pool.block_size)
         scheduler = DecodeScheduler(
             equipment.pool,
-            budget=StepBudget(
-                max_step_tokens=config.max_step_tokens,
-                costs=counters.costs.costs,
-                tpot_safety=config.tpot_safety,
-                min_chunk_tokens=config.min_chunk_tokens,
-                max_stall_s=config.max_stall_s,
-                stall_factor=config.stall_factor,
-            ),
+            budget=StepBudget.of(config, counters.costs.costs),
             max_batch=config.max_batch,
             watermark_blocks=int(config.watermark * equipment.pool.num_blocks),
             max_context=equipment.max_context,

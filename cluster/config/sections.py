@@ -133,6 +133,7 @@ class DecodeSection:
             max_batch=1,
             max_waiting=1,
             tpot_safety=0.01,
+            max_stall_s=NOT_AT_ONCE_S,
             stall_factor=1,
             min_chunk_tokens=1,
             router_wait_s=NOT_AT_ONCE_S,

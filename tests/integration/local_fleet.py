@@ -239,7 +239,7 @@ async def _several_ranks(
 async def _one_rank(
     stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, block_size: int, peer: Peer, network: TcpNetwork
 ) -> dict[str, Any]:
-    """What a worker needs; without sender and receiver where there is no transport."""
+    """What a worker needs."""
     loaded = load_engine(
         EngineConfig(
             folder,
@@ -253,33 +253,22 @@ async def _one_rank(
     stack.callback(loaded.kv_cache.close)
     stack.callback(loaded.engine.close)
     store = loaded.kv_cache
-    sender, receiver = None, None
-    if shape.transport is not None:
-        transports = make_transports(shape.transport, store)
-        stack.push_async_callback(transports.close)
-        sender = KVSender(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=shape.transfers,
-            clock=time.monotonic,
-        )
-        receiver = KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=shape.transfers,
-            clock=time.monotonic,
-            secret=SECRET,
-        )
+    transports = make_transports(shape.transport or "tcp", store)
+    stack.push_async_callback(transports.close)
+    sides: dict[str, Any] = {
+        "peer": peer,
+        "store": store,
+        "network": network,
+        "transports": transports,
+        "config": shape.transfers,
+        "clock": time.monotonic,
+    }
     return {
         "engine": loaded.engine,
         "store": store,
         "pool": BlockPool(loaded.num_blocks, block_size),
-        "sender": sender,
-        "receiver": receiver,
+        "sender": KVSender(**sides),
+        "receiver": KVReceiver(**sides, secret=SECRET),
         "max_context": loaded.max_context,
         "swap_space": loaded.swap_space,
     }
