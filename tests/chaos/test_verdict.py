@@ -58,6 +58,8 @@ def test_each_thing_that_falls_short_fails_the_run() -> None:
 
 
 @pytest.mark.parametrize(("ended_at", "is_lost"), [(100.5, False), (99.5, True), (104.5, True)])
-def test_what_breaks_with_a_killed_router_is_excepted_and_nothing_else(ended_at: float, is_lost: bool) -> None:
+def test_what_breaks_with_a_killed_router_is_counted_apart_and_nothing_else(ended_at: float, is_lost: bool) -> None:
     broken = answer(99.0, ended_at, has_end=False)
-    assert (failures(broken, faults=(ROUTER_KILL,)) == ["1 lost"]) == is_lost
+    verdict = judge([broken], EXPECTED, (ROUTER_KILL,), minutes=0.04, leaked_blocks=0, deaths=0)
+    assert (verdict.failures == ["1 lost"]) == is_lost
+    assert verdict.summary["cut_by_router"] == int(not is_lost)

@@ -56,8 +56,8 @@ def judge(
     All times may be `slack` times their bounds: a machine that others use, too, tells of what is lost, not of seconds.
     """
     kills = [fault.begin for fault in faults if fault.name == "kill router"]
-    excepted = [answer for answer in answers if _is_whole_or_left(answer) is False and _died_with(answer, kills)]
-    judged = [answer for answer in answers if answer not in excepted]
+    cut = [answer for answer in answers if _is_whole_or_left(answer) is False and _died_with(answer, kills)]
+    judged = [answer for answer in answers if answer not in cut]
     findings = [finding for answer in judged for finding in check(answer, expected[answer.request.key])]
     findings += [
         Finding("lost", answer.request.key, answer.ended_at, f"refused: {answer.status} {answer.error}")
@@ -101,7 +101,7 @@ def judge(
         "requests": sum(answer.is_accepted for answer in answers),
         "tokens": sum(len(choice.tokens) for answer in answers for choice in answer.choices),
         "refused": sum(answer.status == 429 for answer in answers),
-        "excepted": len(excepted),
+        "cut_by_router": len(cut),
         "leaked_blocks": leaked_blocks,
         "deaths": deaths,
         "passed": not failures,

@@ -27,8 +27,7 @@ import yaml
 from tests.deploy.monitored import PROMETHEUS, RULES, panels
 from tests.deploy.programs import environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
-from twostroke.benchmarks.overload import at_their_moments
-from twostroke.benchmarks.serving import stream_completion
+from twostroke.benchmarks.clients import send_at_moments, stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
 from twostroke.cluster.local.server_process import ServerProcess, processes_named
@@ -64,7 +63,7 @@ async def load(url: str, rate: float, seconds: float) -> int:
     """Streams of two classes, some refused and some wrong; returns how many the server must have begun."""
     bodies = [_body(number) for number in range(round(rate * seconds))]
     moments = (number / rate for number in range(len(bodies)))
-    await at_their_moments(moments, lambda number, _: stream_completion(url, bodies[number]))
+    await send_at_moments(moments, lambda number, _: stream_completion(url, bodies[number]))
     return sum("temperature" not in body for body in bodies)
 
 

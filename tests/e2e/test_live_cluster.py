@@ -11,7 +11,7 @@ import httpx
 import openai
 
 from tests.e2e.conftest import ENDING_S, EXACT, MODEL, Server, alive, eventually
-from twostroke.benchmarks.serving import stream_completion, whole_answer
+from twostroke.benchmarks.clients import stream_completion, whole_answer
 from twostroke.cluster.local.server_process import ServerProcess, processes_named
 
 PROMPT = "import os\n\ndef list_files(path):\n"

@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, make_layout
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.quantization import Quantization
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
+from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
-from twostroke.model.load import EngineConfig, LoadedEngine, load_engine
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.parallel.tensor_parallel import SingleRank
-from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
@@ -77,7 +79,7 @@ def decodes(count: int, offset: int, tokens: Sequence[int] | None) -> list[Seque
 
 
 def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunner:
-    from twostroke.model.sampling.device_sampler import DeviceSampler
+    from twostroke.model.cuda.sampler import DeviceSampler
 
     decoder, cache = made
     captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST) if is_captured else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from twostroke.model.checkpoint.quantization import quantize
 
 if TYPE_CHECKING:
-    from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
+    from twostroke.model.cuda.linears import CudaLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -20,22 +20,22 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RELATIVE_ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = [(4096, 4096), (1024, 14336), (1536, 288), (1000, 1040), (77, 300)]  # split, not split, with ends of all kinds
 
-MakeLinear = Callable[[Tensor, Bits, Tensor | None], "CudaLinear | CudaQuantizedLinear"]
+MakeLinear = Callable[[Tensor, Bits, Tensor | None], "CudaLinear"]
 
 
 @pytest.fixture
 def make_linear(_gpu: None) -> MakeLinear:
     from twostroke.model.cuda.kernels.launch import Target
     from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
-    from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
+    from twostroke.model.cuda.linears import CudaLinear
 
     device = torch.device("cuda", torch.cuda.current_device())
     target, workspace = Target.of_device(device), SplitWorkspace(device)
 
-    def make(weight: Tensor, bits: Bits, bias: Tensor | None) -> "CudaLinear | CudaQuantizedLinear":
+    def make(weight: Tensor, bits: Bits, bias: Tensor | None) -> "CudaLinear":
         if bits == 16:
             return CudaLinear(weight, bias, target, workspace)
-        return CudaQuantizedLinear(quantize(weight, bits), bias, target, workspace)
+        return CudaLinear(quantize(weight, bits), bias, target, workspace)
 
     return make
 
@@ -113,6 +113,6 @@ def test_embeddings_look_up_the_slice_of_a_rank(make_linear: MakeLinear, bits: B
     _, weight, _ = case(1, 500, 1030, torch.bfloat16)
     linear = make_linear(weight, bits, None)
     token_ids = torch.tensor([1000, 999, 1499, 1500, 0, 1234, 2**40], device="cuda")
-    rows = linear.rows(token_ids, torch.bfloat16, first=1000)
+    rows = linear.embed(token_ids, 1000, torch.bfloat16)
     assert torch.equal(rows[[0, 2, 5]], computed_with(weight, bits)[[0, 499, 234]].bfloat16())
     assert not rows[[1, 3, 4, 6]].any()

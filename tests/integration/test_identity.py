@@ -21,7 +21,7 @@ from tests.model.test_conformance import (
     reference,
 )
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.config import load_model_config
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.requests import SamplingParams
 from twostroke.protocol.stats import Role
 
