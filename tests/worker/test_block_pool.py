@@ -1,7 +1,4 @@
-"""
-
-Changes of a prefix cache, against the difference between what was in it before and after.
-"""
+"""A block pool against a plain model of it, and the changes of its names against before and after."""
 
 from collections import Counter
 
@@ -309,10 +306,6 @@ operations = st.lists(
 )
 
 
-def name_block_changes(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
 def names_in(pool: BlockPool) -> set[bytes]:
     return set(pool.names(0, NUM_BLOCKS))
 
@@ -328,10 +321,10 @@ def test_each_window_tells_the_difference_between_its_beginning_and_its_end(step
             case "cache" if pool.free_blocks >= count:
                 blocks = pool.allocate(count)
                 for index, block in enumerate(blocks):
-                    pool.publish(block, name_block_changes(number + index))
+                    pool.publish(block, name(number + index))
                 pool.release(blocks)
             case "hold":
-                held.append(pool.match([name_block_changes(number)]))
+                held.append(pool.match([name(number)]))
             case "let go" if held:
                 pool.release(held.pop())
             case "take":
@@ -347,44 +340,44 @@ def test_each_window_tells_the_difference_between_its_beginning_and_its_end(step
 
 def test_what_came_and_went_within_a_window_is_not_told() -> None:
     changes = BlockChanges(lambda: None)
-    changes.published(name_block_changes(1))
-    changes.evicted(name_block_changes(1))
+    changes.published(name(1))
+    changes.evicted(name(1))
     assert changes.take() == NameChanges([], [])
 
 
 def test_what_went_and_came_back_is_told_as_stored_since_it_may_lie_elsewhere() -> None:
     changes = BlockChanges(lambda: None)
-    changes.evicted(name_block_changes(1))
-    changes.published(name_block_changes(1))
-    assert changes.take() == NameChanges([name_block_changes(1)], [])
-    changes.evicted(name_block_changes(2))
-    changes.published(name_block_changes(2))
-    changes.evicted(name_block_changes(2))
-    assert changes.take() == NameChanges([], [name_block_changes(2)])
+    changes.evicted(name(1))
+    changes.published(name(1))
+    assert changes.take() == NameChanges([name(1)], [])
+    changes.evicted(name(2))
+    changes.published(name(2))
+    changes.evicted(name(2))
+    assert changes.take() == NameChanges([], [name(2)])
 
 
 def test_the_beginning_of_each_window_is_announced_once() -> None:
     begun: list[int] = []
     changes = BlockChanges(lambda: begun.append(1))
-    changes.published(name_block_changes(1))
-    changes.evicted(name_block_changes(2))
+    changes.published(name(1))
+    changes.evicted(name(2))
     assert len(begun) == 1
     changes.take()
     assert len(begun) == 1
-    changes.evicted(name_block_changes(1))
+    changes.evicted(name(1))
     assert len(begun) == 2
 
 
 def test_too_many_changes_are_not_kept() -> None:
     changes = BlockChanges(lambda: None, most=3)
     for number in range(3):
-        changes.published(name_block_changes(number))
-    changes.published(name_block_changes(0))
+        changes.published(name(number))
+    changes.published(name(0))
     told = changes.take()
     assert told is not None
-    assert set(told.stored) == {name_block_changes(0), name_block_changes(1), name_block_changes(2)}
+    assert set(told.stored) == {name(0), name(1), name(2)}
     for number in range(4):
-        changes.evicted(name_block_changes(number))
+        changes.evicted(name(number))
     assert changes.take() is None
-    changes.evicted(name_block_changes(9))
-    assert changes.take() == NameChanges([], [name_block_changes(9)])
+    changes.evicted(name(9))
+    assert changes.take() == NameChanges([], [name(9)])

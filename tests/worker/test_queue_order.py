@@ -1,9 +1,4 @@
-"""Whose turn it is, by each policy.
-
-What lower classes save while higher ones are served.
-
-Whose blocks go to one of a higher class.
-"""
+"""Whose turn it is by each policy, what lower classes save meanwhile, and whose blocks go to higher ones."""
 
 from dataclasses import dataclass, field
 
@@ -126,53 +121,52 @@ def test_it_goes_ahead_with_chunks_worth_the_trouble_and_with_all_that_can_not_b
     assert first is (low if goes_ahead else high)
 
 
-HIGH_CLASS_SHARES = Promise("high", priority=2, share=0.5)
-LOW_CLASS_SHARES = Promise("low", priority=1, share=0.2)
+FIFTH = Promise("fifth", priority=0, share=0.2)
 
 
 def test_a_class_that_waits_saves_what_makes_its_share_of_all_tokens() -> None:
     shares = ClassShares()
-    shares.settle({HIGH_CLASS_SHARES: 80}, [LOW_CLASS_SHARES])
-    assert shares.saved("low") == 20, "20 of 100 in all"
+    shares.settle({HIGH: 80}, [FIFTH])
+    assert shares.saved("fifth") == 20, "20 of 100 in all"
 
 
 def test_what_it_is_given_anyhow_is_paid_from_that() -> None:
     shares = ClassShares()
-    shares.settle({HIGH_CLASS_SHARES: 80, LOW_CLASS_SHARES: 5}, [LOW_CLASS_SHARES])
-    assert shares.saved("low") == 15
-    shares.settle({LOW_CLASS_SHARES: 50}, [LOW_CLASS_SHARES])
+    shares.settle({HIGH: 80, FIFTH: 5}, [FIFTH])
+    assert shares.saved("fifth") == 15
+    shares.settle({FIFTH: 50}, [FIFTH])
     assert not shares, "and no debt is kept"
 
 
 def test_nothing_is_kept_of_a_class_that_does_not_wait() -> None:
     shares = ClassShares()
-    shares.settle({HIGH_CLASS_SHARES: 80}, [LOW_CLASS_SHARES])
-    shares.settle({HIGH_CLASS_SHARES: 80}, [])
+    shares.settle({HIGH: 80}, [FIFTH])
+    shares.settle({HIGH: 80}, [])
     assert not shares
 
 
 def test_the_highest_class_saves_nothing_however_long_it_waits() -> None:
     shares = ClassShares()
-    shares.settle({LOW_CLASS_SHARES: 80, HIGH_CLASS_SHARES: 1}, [HIGH_CLASS_SHARES])
+    shares.settle({FIFTH: 80, HIGH: 1}, [HIGH])
     assert not shares
 
 
 def test_a_class_without_a_share_gets_on_too() -> None:
     shares = ClassShares()
     for _ in range(100):
-        shares.settle({HIGH_CLASS_SHARES: 98}, [Promise("poor", priority=0)])
+        shares.settle({HIGH: 98}, [Promise("poor", priority=0)])
     assert shares.saved("poor") == pytest.approx(100 * 98 * LEAST_SHARE / (1 - LEAST_SHARE), abs=1)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_spending_what_is_saved_gives_a_class_its_share_in_the_long_run(share: float) -> None:
     shares = ClassShares()
-    low = Promise("low", priority=1, share=share)
+    low = Promise("low", priority=0, share=share)
     total = 0
     for _ in range(1000):
         ahead = min(100, shares.saved("low"))
         total += ahead
-        shares.settle({HIGH_CLASS_SHARES: 100 - ahead, low: ahead}, [low, HIGH_CLASS_SHARES])
+        shares.settle({HIGH: 100 - ahead, low: ahead}, [low, HIGH])
     assert total / 100_000 == pytest.approx(share, rel=0.02)
 
 
