@@ -1,10 +1,6 @@
 """What one engine step takes and gives. No torch here: schedulers and simulations use these too.
 
 Structs and no dataclasses, since each row of each step makes two: a frozen dataclass takes seven times as long to make.
-
-How often each token occurs in a request, kept up to date token by token: what penalties are made of. No torch.
-
-Counting a long history anew for each drawn token would cost more than the step's sampling does.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +13,30 @@ from numpy.typing import NDArray
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
 
+class SequenceStep(msgspec.Struct, frozen=True):
+    """One request's part of a step: some tokens to run through the model, and perhaps a token to draw after them."""
+
+    token_ids: Sequence[int]  # the tokens whose KV this step computes: a chunk of the prompt, or the last drawn token
+    start: int  # the position of the first of them; KV of all before it is in `block_ids`
+    block_ids: Sequence[int]  # the block table; covers start + len(token_ids) tokens
+    draw: "Draw | None"  # None: a chunk that does not end the prompt; no logits are computed
+    # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
+    # step can be handed over while the one before it runs.
+    follows: int | None = None
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """How to draw the token at position `start + len(token_ids)`."""
+
+    sampling: SamplingParams
+    # All token ids so far, prompt first, for the penalties. It may grow meanwhile, and lacks the token of an entry that
+    # `follows`: a draw with penalties is never part of such an entry.
+    history: Sequence[int]
+    num_prompt_tokens: int  # how many of `history` are the prompt
+    forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
+    counts: "TokenCounts | None" = None  # of `history`, where penalties need them; None: counted when they are needed
+
+
 def is_penalised(sampling: SamplingParams) -> bool:
     """Whether draws depend on what occurred before."""
     return bool(
@@ -25,9 +45,13 @@ def is_penalised(sampling: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """The distinct tokens of `token_ids`, of which the first `num_prompt_tokens` are the prompt; grows by `append`."""
+    """How often each token occurs in a request, kept up to date token by token: what penalties are made of.
+
+    Counting a long history anew for each drawn token would cost more than the step's sampling does.
+    """
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int):
+        """Of `token_ids`, of which the first `num_prompt_tokens` are the prompt."""
         tokens = np.array(token_ids, np.int64)
         self._ids, places = np.unique(tokens, return_inverse=True)
         self._output_counts = np.bincount(places[num_prompt_tokens:], minlength=len(self._ids)).astype(np.int64)
@@ -56,30 +80,6 @@ class TokenCounts:
             self._ids[place] = token_id
             self._num_ids += 1
         self._output_counts[place] += 1
-
-
-class SequenceStep(msgspec.Struct, frozen=True):
-    """One request's part of a step: some tokens to run through the model, and perhaps a token to draw after them."""
-
-    token_ids: Sequence[int]  # the tokens whose KV this step computes: a chunk of the prompt, or the last drawn token
-    start: int  # the position of the first of them; KV of all before it is in `block_ids`
-    block_ids: Sequence[int]  # the block table; covers start + len(token_ids) tokens
-    draw: "Draw | None"  # None: a chunk that does not end the prompt; no logits are computed
-    # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
-    # step can be handed over while the one before it runs.
-    follows: int | None = None
-
-
-class Draw(msgspec.Struct, frozen=True):
-    """How to draw the token at position `start + len(token_ids)`."""
-
-    sampling: SamplingParams
-    # All token ids so far, prompt first, for the penalties. It may grow meanwhile, and lacks the token of an entry that
-    # `follows`: a draw with penalties is never part of such an entry.
-    history: Sequence[int]
-    num_prompt_tokens: int  # how many of `history` are the prompt
-    forbidden: tuple[int, ...] = ()  # tokens that may not be drawn (stop tokens before `min_tokens`)
-    counts: TokenCounts | None = None  # of `history`, where penalties need them; None: counted when they are needed
 
 
 class BlockCopy(msgspec.Struct, frozen=True):

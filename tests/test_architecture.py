@@ -67,6 +67,41 @@ def offenders(paths: list[Path], forbidden: set[str], *, at_load_only: bool = Fa
     ]
 
 
+# Inside a large package, from the top down: each imports only what stands on lower lines.
+INNER_ORDER = {
+    "model": (
+        {"load"},
+        {"engine"},
+        {"runner", "engine_config"},
+        {"cpu", "cuda"},
+        {"captured_steps"},
+        {"sampling"},
+        {"checkpoint"},
+        {"architectures"},
+        {"cache"},
+        {"parallel"},
+        {"backend", "reference"},
+        {"batch"},
+        {"config", "step", "bundled"},
+    ),
+}
+
+
+@pytest.mark.parametrize("package", INNER_ORDER)
+def test_imports_inside_a_large_package_point_down(package: str) -> None:
+    level = {name: line for line, names in enumerate(INNER_ORDER[package]) for name in names}
+    upwards = []
+    for path in sources(package):
+        parts = path.relative_to(ROOT / package).with_suffix("").parts
+        for name, _ in imports(path):
+            target = name.split(".")[1:]
+            if parts == ("__init__",) or target[:1] != [package] or target[1] == parts[0]:
+                continue
+            if level[target[1]] <= level[parts[0]]:
+                upwards.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upwards == []
+
+
 @pytest.mark.parametrize("package", ALLOWED)
 def test_a_package_imports_only_those_below_it(package: str) -> None:
     forbidden = ALLOWED.keys() - ALLOWED[package] - {package}

@@ -1,9 +1,8 @@
 """The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
 
 A block of a layer is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
-Which block belongs to whom is the block pool's business, not ours.
-
-Tells of layers whose KV is in the cache while the GPU computes on: the step's thread waits for none of them.
+Which block belongs to whom is the block pool's business, not ours. LayerAnnouncer tells of layers whose KV is in the
+cache while a GPU computes on: the step's thread waits for none of them.
 """
 
 import logging
@@ -34,35 +33,12 @@ class KVCache:
 
     def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int):
         self.tensors = tensors
-        self._layout = layout
-        self._rank = rank
-        self._num_blocks = tensors[0].shape[0]
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def num_layers(self) -> int:
-        return self._layout.num_layers
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self._layout.block_size
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer on this rank."""
-        return self._layout.block_bytes
+        self.layout = layout
+        self.rank = rank
+        self.num_layers = layout.num_layers
+        self.num_blocks: int = tensors[0].shape[0]
+        self.block_size = layout.block_size  # tokens
+        self.block_bytes = layout.block_bytes  # of one layer on this rank
 
     def close(self) -> None:
         """Let go of the memory; it is freed with the last tensor on it."""

@@ -1,8 +1,7 @@
-"""The engine of several ranks, as the worker on rank 0 sees it.
+"""The engine of several ranks, as the worker on rank 0 sees it, and its connections to the other ranks.
 
-Rank 0's end of the connections to the other ranks of its worker. No torch here, and no KV transfer.
-
-The ranks stand and fall together: the first one that is lost, or fails, is the end of all, for good.
+The ranks stand and fall together: the first one that is lost, or fails, is the end of all, for good. No torch here,
+and no KV transfer.
 """
 
 import asyncio

@@ -3,10 +3,9 @@
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary.
 
-Tensor parallelism over a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs.
-
-No default group is made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a
-sum with computing: in a decoder without parallel branches the next operation needs it.
+They meet in a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs. No default group is
+made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:
+in a decoder without parallel branches the next operation needs it.
 """
 
 import socket

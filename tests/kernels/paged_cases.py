@@ -6,7 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twostroke.model import reference
+from twostroke.model.backend import Linear
 from twostroke.model.batch import BatchLayout
+from twostroke.model.config import Quantization
+from twostroke.model.cpu.linears import PlainLinear, embed
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of values of about 1: a few units in the last place."""
@@ -77,3 +81,23 @@ def paged_case(
         )
     q = torch.randn((int(layout.query_starts[-1]), heads, dim), generator=generator).to(dtype)
     return PagedCase(q.to(device), kv_layer.to(device), layout)
+
+
+class ReferenceBackend:
+    """Implements `Backend` in plain torch, on any device."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        return PlainLinear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+        return (
+            embed(token_ids, table, first, dtype) if isinstance(table, Tensor) else table.embed(token_ids, first, dtype)
+        )
+
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+
+    rms_norm = staticmethod(reference.rms_norm)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    attention = staticmethod(reference.attention)
+    silu_mul = staticmethod(reference.silu_mul)

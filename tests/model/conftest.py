@@ -9,8 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, expected_shapes
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.backend import Backend
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -67,6 +72,40 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> WriteCheckpoin
         return folder
 
     return write
+
+
+def make_decoder(
+    folder: Path,
+    backend: Backend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_context: int | None = None,
+    parallel: TensorParallel | None = None,
+) -> tuple[Decoder, KVCache]:
+    """A rank's decoder in fp32 over a folder's weights, and a cache of zeros."""
+    config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
+    shard, device = parallel.shard, torch.device("cpu")
+    weights = load_decoder_weights(
+        Checkpoint(folder, config),
+        config,
+        torch.float32,
+        device,
+        max_context or config.max_position,
+        backend,
+        shard=shard,
+    )
+    cache = make_kv_cache(
+        config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=torch.float32,
+        device=device,
+        model_digest="",
+        tp_size=shard.size,
+        rank=shard.rank,
+    )
+    return Decoder(config, weights, backend, parallel), cache
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,16 @@
-"""The bundled model's folder is complete and consistent: read with safetensors and tokenizers alone."""
+"""The bundled model's folder is complete and consistent, and its training reads what it says."""
 
 import json
 from typing import Any
 
 import jinja2
 import pytest
-from safetensors import safe_open
+import torch
 from tokenizers import Tokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.tools.bundled.corpus import Document, Turn
 from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream
 from twostroke.tools.bundled.vocabulary import encode_documents
@@ -25,29 +27,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))
 
 
-def test_the_weights_have_the_shapes_of_a_llama(config: dict[str, Any]) -> None:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    query_width = config["num_attention_heads"] * config["head_dim"]
-    key_width = config["num_key_value_heads"] * config["head_dim"]
-    expected = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
-    for layer in range(config["num_hidden_layers"]):
-        shapes = {
-            "self_attn.q_proj": [query_width, hidden],
-            "self_attn.k_proj": [key_width, hidden],
-            "self_attn.v_proj": [key_width, hidden],
-            "self_attn.o_proj": [hidden, query_width],
-            "mlp.gate_proj": [inner, hidden],
-            "mlp.up_proj": [inner, hidden],
-            "mlp.down_proj": [hidden, inner],
-            "input_layernorm": [hidden],
-            "post_attention_layernorm": [hidden],
-        }
-        expected |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-    with safe_open(BUNDLED_MODEL_DIR / "model.safetensors", "pt") as weights:
-        found = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        kinds = {weights.get_slice(name).get_dtype() for name in found}
-    assert found == expected
-    assert kinds == {"BF16"}
+def test_the_weights_are_those_that_its_config_asks_for() -> None:
+    checkpoint = Checkpoint(BUNDLED_MODEL_DIR, load_model_config(BUNDLED_MODEL_DIR))
+    assert {checkpoint.tensor(name).dtype for name in checkpoint.shapes} == {torch.bfloat16}
 
 
 def test_the_model_is_small_but_uses_what_large_ones_use(config: dict[str, Any]) -> None:

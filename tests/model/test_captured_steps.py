@@ -13,18 +13,15 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layout
-from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, take_items
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
-from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
@@ -106,15 +103,13 @@ class Linear:
         raise NotImplementedError
 
 
-def make_decoder(folder: Any, backend: CpuBackend) -> tuple[Decoder, KVCache]:
-    config = load_model_config(folder)
-    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, MAX_CONTEXT, backend)
-    cache = make_kv_cache(
-        config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU, model_digest=""
+def decoder_with_kv(folder: Any, backend: CpuBackend) -> tuple[Decoder, KVCache]:
+    decoder, cache = make_decoder(
+        folder, backend, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_context=MAX_CONTEXT
     )
     for layer in cache.tensors:
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(3)))
-    return Decoder(config, weights, backend, SingleRank()), cache
+    return decoder, cache
 
 
 def decodes(rng: random.Random, count: int) -> list[SequenceStep]:
@@ -134,7 +129,7 @@ def decodes(rng: random.Random, count: int) -> list[SequenceStep]:
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], fields: Any, threads: int) -> None:
     backend = Backend()
-    decoder, cache = make_decoder(write_checkpoint(**fields), backend)
+    decoder, cache = decoder_with_kv(write_checkpoint(**fields), backend)
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     asked: list[int] = []
 
@@ -167,7 +162,7 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], f
 
 def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerly(write_checkpoint: Any) -> None:
     backend = Backend()
-    decoder, cache = make_decoder(write_checkpoint(), backend)
+    decoder, cache = decoder_with_kv(write_checkpoint(), backend)
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     assert captured.logits(decodes(random.Random(1), 65)) is None
 
@@ -190,7 +185,7 @@ def test_without_projections_that_can_be_recorded_all_steps_are_eager(
 ) -> None:
     backend = Backend()
     monkeypatch.setattr(Linear, "__call__", lambda self, x, out_dtype=None: x @ self.weight.T)
-    decoder, cache = make_decoder(write_checkpoint(), backend)
+    decoder, cache = decoder_with_kv(write_checkpoint(), backend)
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     batch = decodes(random.Random(1), 3)
     assert captured.logits(batch) is None
@@ -200,7 +195,7 @@ def test_without_projections_that_can_be_recorded_all_steps_are_eager(
 
 def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> None:
     backend = Backend()
-    decoder, cache = make_decoder(write_checkpoint(), backend)
+    decoder, cache = decoder_with_kv(write_checkpoint(), backend)
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     room = backend.launcher.arena.num_bytes
     for size in range(1, 65):
@@ -250,7 +245,7 @@ class Repeating(Recorder):
 @pytest.fixture(scope="module")
 def runners(write_checkpoint: Callable[..., Any]) -> tuple[ModelRunner, ModelRunner, CudaGraphSteps]:
     """One that runs eagerly and one with graphs, over the same cache; and the latter's graphs."""
-    decoder, cache = make_decoder(write_checkpoint(), CpuBackend())
+    decoder, cache = decoder_with_kv(write_checkpoint(), CpuBackend())
     captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, 12, Repeating())
     sampler = Sampler(96)
     return (

@@ -13,22 +13,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from twostroke.model.architectures.decoder import Decoder
+from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
-from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
-from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 700)
 MIN_MARGIN = 2e-4
-CPU = torch.device("cpu")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
@@ -68,17 +63,11 @@ WAYS = ((700, 16), (37, 8), (48, 64), (129, 5))
 
 
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
-    config = load_model_config(folder)
-    checkpoint = Checkpoint(folder, config)
     backend = CpuBackend()
-    weights = load_decoder_weights(checkpoint, config, torch.float32, CPU, config.max_position, backend)
-    kv_cache = make_kv_cache(
-        config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
-    )
-    sampler = Sampler(config.vocab_size)
-    decoder = Decoder(config, weights, backend, SingleRank())
-    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, config.max_position)
-    return ModelRunner(decoder, sampler, kv_cache, config.max_position, captured)
+    decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
+    max_context = load_model_config(folder).max_position
+    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, captured)
 
 
 def random_prompts(vocab_size: int, seed: int) -> list[list[int]]:

@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder
+from tests.model.conftest import make_decoder
 from twostroke.model.batch import make_layout
-from twostroke.model.cache.kv_cache import make_kv_cache
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -38,13 +33,9 @@ class ArgmaxSampler:
 
 @pytest.fixture(scope="module")
 def model(write_checkpoint: Any) -> tuple[ModelRunner, ArgmaxSampler]:
-    folder = write_checkpoint()
-    config = load_model_config(folder)
-    backend = CpuBackend()
-    weights = load_decoder_weights(Checkpoint(folder, config), config, torch.float32, CPU, 64, backend)
-    cache = make_kv_cache(config, num_blocks=16, block_size=4, dtype=torch.float32, device=CPU, model_digest="")
+    decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=16, block_size=4, max_context=64)
     sampler = ArgmaxSampler()
-    return ModelRunner(Decoder(config, weights, backend, SingleRank()), sampler, cache, max_context=64), sampler
+    return ModelRunner(decoder, sampler, cache, max_context=64), sampler
 
 
 def draw() -> Draw:
@@ -80,12 +71,6 @@ def test_results_come_in_the_callers_order(model: tuple[ModelRunner, ArgmaxSampl
     assert sampler.positions == [1, 1, 3]  # decodes first
     assert together[2] is None
     assert together == [runner.run([step])[0] for step in steps]
-
-
-def test_broken_rows_are_the_samplers(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
-    runner, sampler = model
-    sampler.num_broken_rows = 5
-    assert runner.num_broken_rows == 5
 
 
 def test_neighbours_and_chunks_do_not_change_a_result(model: tuple[ModelRunner, ArgmaxSampler]) -> None:

@@ -132,12 +132,6 @@ def test_every_parameter_draws_what_the_oracle_draws(sampler: Sampler, parameter
     check_against_oracle(sampler, logits, [draw(seed=seed, **parameters) for seed in range(24)], list(range(8, 32)))  # type: ignore[arg-type]
 
 
-def test_a_batch_of_all_kinds_draws_what_the_oracle_draws(sampler: Sampler) -> None:
-    draws = [draw(seed=i, **parameters) for i, parameters in enumerate(PARAMETERS)]  # type: ignore[arg-type]
-    for seed in range(5):
-        check_against_oracle(sampler, random_logits(seed, len(draws)), draws, list(range(100, 100 + len(draws))))
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     logits=st.lists(st.integers(-12, 12), min_size=2, max_size=40).filter(lambda values: max(values) > -12),
@@ -190,21 +184,6 @@ def test_a_row_alone_is_the_row_in_any_batch_and_order(sampler: Sampler) -> None
     order = np.random.default_rng(0).permutation(len(draws)).tolist()
     shuffled = sampler.sample(logits[order].clone(), [draws[i] for i in order], [positions[i] for i in order])
     assert shuffled == [together[i] for i in order]
-
-
-def test_the_same_seed_and_position_give_the_same_token_and_others_differ(sampler: Sampler) -> None:
-    flat = torch.zeros(200, VOCAB)
-
-    def tokens(seeds: list[int], positions: list[int]) -> list[int]:
-        return [
-            token.token_id for token in sampler.sample(flat.clone(), [draw(seed=seed) for seed in seeds], positions)
-        ]
-
-    assert len(set(tokens([5] * 200, [9] * 200))) == 1
-    by_seed, by_position = tokens(list(range(200)), [9] * 200), tokens([9] * 200, list(range(200)))
-    assert len(set(by_seed)) > 40
-    assert len(set(by_position)) > 40
-    assert by_seed != by_position
 
 
 def test_draws_are_pinned_so_that_other_releases_and_devices_draw_alike(sampler: Sampler) -> None:
@@ -319,23 +298,6 @@ def test_top_k_keeps_exactly_k_tokens(sampler: Sampler, top_k: int, equals: bool
     assert {result.token_id for result in results} == set(range(top_k))
 
 
-def test_min_p_of_one_keeps_all_of_the_likeliest(sampler: Sampler) -> None:
-    logits = torch.zeros(60, VOCAB)
-    logits[:, [8, 20, 33]] = 4.0
-    results = sampler.sample(logits, [draw(seed=i, min_p=1.0) for i in range(60)], [0] * 60)
-    assert {result.token_id for result in results} == {8, 20, 33}
-
-
-def test_a_bias_of_a_hundred_decides_and_one_of_minus_a_hundred_excludes(sampler: Sampler) -> None:
-    logits = random_logits(4, rows=50)
-    wanted = sampler.sample(logits.clone(), [draw(seed=i, logit_bias=((9, 100.0),)) for i in range(50)], [0] * 50)
-    assert {result.token_id for result in wanted} == {9}
-    likeliest = int(logits[0].argmax())
-    banned = [draw(seed=i, logit_bias=((likeliest, -100.0),)) for i in range(50)]
-    results = sampler.sample(logits[:1].repeat(50, 1), banned, [0] * 50)
-    assert likeliest not in {result.token_id for result in results}
-
-
 def test_ids_outside_the_vocabulary_have_no_effect_on_any_row(sampler: Sampler) -> None:
     logits = random_logits(4, rows=3)
     strange = draw(temperature=0, logit_bias=((VOCAB, 100.0), (VOCAB + 9, 100.0)), forbidden=(VOCAB + 1, 10**9))
@@ -418,17 +380,3 @@ def test_numba_and_torch_draw_alike_from_a_large_vocabulary(
     assert numba.draw(logits, best, batch).tolist() == reference.draw(logits, best, batch).tolist()
     assert numba.largest(logits, batch.rows, 20).tolist() == reference.largest(logits, batch.rows, 20).tolist()
     assert numba.log_sum_exp(logits, batch.rows) == pytest.approx(reference.log_sum_exp(logits, batch.rows), rel=1e-14)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_draws_the_same_tokens() -> None:
-    draws = [draw(seed=i, logprobs=2, **parameters) for i, parameters in enumerate(PARAMETERS)]  # type: ignore[arg-type]
-    logits = random_logits(3, len(draws))
-    positions = list(range(len(draws)))
-    here = make_sampler().sample(logits.clone(), draws, positions)
-    there = Sampler(VOCAB).sample(logits.cuda(), draws, positions)
-    assert [result.token_id for result in here] == [result.token_id for result in there]
-    for mine, its in zip(here, there, strict=True):
-        assert its.logprob == pytest.approx(mine.logprob, abs=1e-9)
-        assert [token for token, _ in its.top] == [token for token, _ in mine.top]

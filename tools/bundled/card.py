@@ -12,10 +12,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from twostroke.tools.bundled.corpus import Document
+from twostroke.tools.bundled.corpus import Document, load_corpus
 from twostroke.tools.bundled.evaluate import PROMPTS, complete, held_out_windows, losses_by_position, mean_loss
 from twostroke.tools.bundled.recipe import CONTEXT
-from twostroke.tools.bundled.train import load_corpus
 from twostroke.tools.bundled.trainer import register
 from twostroke.tools.bundled.vocabulary import encode_documents
 

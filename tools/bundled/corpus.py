@@ -4,10 +4,9 @@ Everything is a pure function of the interpreter's version and SEED: the same CP
 same order. Whole files go to one side of the train / held-out split, and the conversations made from a file's
 docstrings follow it, so that nothing held out is seen in another form.
 
-Short conversations made from docstrings, so that the chat template means something to the bundled model.
-
-Two kinds: "Document `os.path.join`." answered by the docstring, and "Write a function ..." answered by the source.
-The docstrings come from the library's syntax trees and, for what is written in C, from the running interpreter.
+Short conversations are made from the docstrings, so that the chat template means something to the model: "Document
+`os.path.join`." answered by the docstring, and "Write a function ..." answered by the source. The docstrings come from
+the library's syntax trees and, for what is written in C, from the running interpreter.
 """
 
 import ast
@@ -36,6 +35,22 @@ TABLE_MARKS = ("decoding_table", "decoding_map")
 EXCLUDED_FILES = frozenset({"html/entities.py", "pydoc_data/topics.py"})
 
 
+SHARE = 0.15  # of the plain documents' characters, that conversations have at most
+MAX_ANSWER_CHARACTERS = 1600
+
+DOCUMENT_PROMPTS = ("Document `{0}`.", "What does `{0}` do?", "Explain `{0}`.", "How do I use `{0}`?")
+WRITE_PROMPTS = (
+    "Write a function `{0}`. {1}",
+    "Write a Python function `{0}({2})`. {1}",
+    "Implement `{0}({2})` in Python.",
+    "Show me the code of `{0}`.",
+)
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about Python.", "You are a Python programmer.")
+
+# "($self, x, /)": the first argument as C code marks it, which a caller does not write.
+IMPLICIT_ARGUMENT = re.compile(r"\(\$\w+(, /)?(, )?")
+
+
 @dataclass(frozen=True)
 class Turn:
     role: str  # "system", "user" or "assistant"; "" for plain text outside a conversation
@@ -51,6 +66,36 @@ class Document:
     @property
     def characters(self) -> int:
         return sum(len(turn.text) for turn in self.turns)
+
+
+def load_corpus() -> tuple[list[Document], list[Document]]:
+    """(training, held-out) documents."""
+    plain = plain_documents()
+    documents = plain + chat_documents(sum(document.characters for document in plain))
+    return [d for d in documents if not d.held_out], [d for d in documents if d.held_out]
+
+
+def plain_documents() -> list[Document]:
+    """Every source file and help topic, each as one document."""
+    documents = [Document(name, is_held_out(name), (Turn("", text),)) for name, text in source_files()]
+    for topic, text in topics().items():
+        name = f"topic:{topic}"
+        documents.append(Document(name, is_held_out(name), (Turn("", text + "\n"),)))
+    return documents
+
+
+def chat_documents(plain_characters: int) -> list[Document]:
+    """A seeded choice of conversations, at most SHARE of `plain_characters` in all."""
+    candidates = [*from_sources(), *from_extensions()]
+    candidates.sort(key=lambda document: seeded("choice", document.name, document.turns[-2].text))
+    chosen: list[Document] = []
+    budget = SHARE * plain_characters
+    for document in candidates:
+        budget -= document.characters
+        if budget < 0:
+            break
+        chosen.append(document)
+    return chosen
 
 
 def seeded(*parts: str) -> int:
@@ -96,30 +141,6 @@ def topics() -> dict[str, str]:
             return {str(key): str(text).strip() for key, text in value.items()}
     return {}
 
-
-def plain_documents() -> list[Document]:
-    """Every source file and help topic, each as one document."""
-    documents = [Document(name, is_held_out(name), (Turn("", text),)) for name, text in source_files()]
-    for topic, text in topics().items():
-        name = f"topic:{topic}"
-        documents.append(Document(name, is_held_out(name), (Turn("", text + "\n"),)))
-    return documents
-
-
-SHARE = 0.15  # of the plain documents' characters
-MAX_ANSWER_CHARACTERS = 1600
-
-DOCUMENT_PROMPTS = ("Document `{0}`.", "What does `{0}` do?", "Explain `{0}`.", "How do I use `{0}`?")
-WRITE_PROMPTS = (
-    "Write a function `{0}`. {1}",
-    "Write a Python function `{0}({2})`. {1}",
-    "Implement `{0}({2})` in Python.",
-    "Show me the code of `{0}`.",
-)
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about Python.", "You are a Python programmer.")
-
-# "($self, x, /)": the first argument as C code marks it, which a caller does not write.
-IMPLICIT_ARGUMENT = re.compile(r"\(\$\w+(, /)?(, )?")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -215,17 +236,3 @@ def from_extensions() -> Iterator[Document]:
                 signature = getattr(item, "__text_signature__", None)
                 answer = f"{dotted}{IMPLICIT_ARGUMENT.sub('(', signature)}\n\n{docstring}" if signature else docstring
                 yield document_conversation(dotted, answer, is_held_out(f"extension:{dotted}"))
-
-
-def chat_documents(plain_characters: int) -> list[Document]:
-    """A seeded choice of conversations, at most SHARE of `plain_characters` in all."""
-    candidates = [*from_sources(), *from_extensions()]
-    candidates.sort(key=lambda document: seeded("choice", document.name, document.turns[-2].text))
-    chosen: list[Document] = []
-    budget = SHARE * plain_characters
-    for document in candidates:
-        budget -= document.characters
-        if budget < 0:
-            break
-        chosen.append(document)
-    return chosen

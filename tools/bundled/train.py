@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from twostroke.tools.bundled.corpus import Document, chat_documents, plain_documents
+from twostroke.tools.bundled.corpus import Document, load_corpus
 from twostroke.tools.bundled.evaluate import held_out_windows, mean_loss
 from twostroke.tools.bundled.recipe import CONTEXT, Recipe
 from twostroke.tools.bundled.trainer import BLOCK_STEPS, Schedule, TokenStream, Trainer
@@ -26,13 +26,6 @@ from twostroke.tools.bundled.vocabulary import encode_documents, save_tokenizer,
 CHECKPOINT = Path(".cache/bundled-training/checkpoint.pt")
 EVALUATION_WINDOWS = 96  # of 512 tokens
 REPORT_EVERY_S, EVALUATE_EVERY_S = 30.0, 180.0
-
-
-def load_corpus() -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents."""
-    plain = plain_documents()
-    documents = plain + chat_documents(sum(document.characters for document in plain))
-    return [d for d in documents if not d.held_out], [d for d in documents if d.held_out]
 
 
 def prepare_tokenizer(out: Path, training: list[Document]) -> Tokenizer:

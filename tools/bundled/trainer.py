@@ -2,16 +2,6 @@
 
 Training runs on transformers' own Llama: a well-kept implementation with a backward pass, whereas our decoder is for
 inference only. That the two agree is tested; that this one is right is not ours to prove.
-
-Causal attention for training on a CPU, a block of queries at a time.
-
-PyTorch's own kernel for CPUs makes a training step of 512-token sequences about a third slower than plain matrix
-products do, once those are compiled; taking queries in blocks skips most of what the causal mask would throw away.
-A GPU uses PyTorch's kernel.
-
-How far a training run is: by the clock, by the number of steps, or as recorded in an earlier run.
-
-The order in which training reads the corpus: every document once an epoch, shuffled, packed without padding.
 """
 
 import json
@@ -31,80 +21,13 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from twostroke.tools.bundled.recipe import Recipe, model_config, save_config
 
 QUERY_BLOCK = 512  # tokens
-
-
-def blocked_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [batch, heads, tokens, head_dim]
-    key: Tensor,  # [batch, kv_heads, tokens, head_dim]
-    value: Tensor,  # as key
-    attention_mask: Tensor | None,
-    scaling: float,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Returns [batch, tokens, heads, head_dim]. `attention_mask` must be None: sequences are packed, never padded."""
-    if attention_mask is not None:
-        raise ValueError("blocked_attention takes packed sequences without a mask")
-    batch, heads, tokens, width = query.shape
-    kv_heads = key.shape[1]
-    # Each group of query heads shares its key head, so the group folds into the row dimension of the products.
-    query = (query * scaling).view(batch, kv_heads, heads // kv_heads, tokens, width)
-    outputs = []
-    for start in range(0, tokens, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, tokens)
-        block = query[:, :, :, start:end].reshape(batch, kv_heads, -1, width)
-        scores = (block @ key[:, :, :end].transpose(-1, -2)).view(batch, kv_heads, -1, end - start, end)
-        positions = torch.arange(end, device=query.device)
-        scores = scores.float().masked_fill(positions[None, :] > positions[start:, None], float("-inf"))
-        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, -1, end)
-        outputs.append((weights @ value[:, :, :end]).view(batch, heads, end - start, width))
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
-
-
-def register() -> str:
-    """Makes the function known to transformers; returns the name to use as `attn_implementation`."""
-    AttentionInterface.register("twostroke_blocked", blocked_attention)
-    return "twostroke_blocked"
-
-
 CPU_MICROBATCH_TOKENS = 2048  # what fits the caches best, by measurement; a longer sequence is a microbatch alone
-
-
-def build_model(recipe: Recipe, device: str) -> Any:
-    """A freshly initialised float32 Llama; autocast makes its matrix products bfloat16."""
-    torch.manual_seed(recipe.seed)
-    model: Any = LlamaForCausalLM(model_config()).float().to(device)
-    model.set_attn_implementation(register() if device == "cpu" else "sdpa")
-    return model
-
-
-def add_dropout(model: Any, rate: float) -> list[RemovableHandle]:
-    """Dropout on each residual branch, which transformers' Llama has none of, until the handles are removed."""
-
-    def drop(module: torch.nn.Module, _: object, output: Tensor) -> Tensor:
-        # One mask for all rows of a microbatch: on a CPU, drawing a number for each element takes a tenth of the step.
-        return output * functional.dropout(torch.ones_like(output[:1]), rate, module.training)
-
-    branches = [branch for layer in model.model.layers for branch in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    return [branch.register_forward_hook(drop) for branch in branches]
-
-
-def build_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices: it learns markedly more from each token than AdamW, and tokens are scarce here."""
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(hidden, lr=recipe.muon_learning_rate, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def mean_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """`hidden` [rows, length, width], `head` [vocabulary, width], `targets` [rows, length] -> nats a token, float32."""
-    return functional.cross_entropy(functional.linear(hidden, head).float().flatten(0, 1), targets.flatten())
+BLOCK_STEPS = 20  # steps that share one reading of the clock, so that a run's schedule is a short list
 
 
 class Trainer:
+    """A run: the model, its optimizers, and how many steps they have taken."""
+
     def __init__(self, recipe: Recipe, device: str, compiled: bool) -> None:
         self.recipe, self.device = recipe, device
         self.model = build_model(recipe, device)
@@ -189,11 +112,11 @@ class Trainer:
         partial.replace(out / "model.safetensors")
 
 
-BLOCK_STEPS = 20  # steps that share one reading of the clock, so that a run's schedule is a short list
-
-
 class Schedule:
-    """The progress, 0 to 1, at each step. `recorded` holds one number for each block of BLOCK_STEPS steps."""
+    """How far a run is, 0 to 1, at each step: by the clock, by the number of steps, or as recorded in an earlier run.
+
+    `recorded` holds one number for each block of BLOCK_STEPS steps.
+    """
 
     def __init__(self, minutes: float | None, steps: int | None, recorded: list[float], replay: bool) -> None:
         self.minutes, self.steps, self.recorded, self.replay = minutes, steps, recorded, replay
@@ -216,7 +139,10 @@ class Schedule:
 
 
 class TokenStream:
-    """An endless stream of documents, a pure function of (documents, seed, position): resuming needs the position."""
+    """The order in which training reads the corpus: every document once an epoch, shuffled, packed without padding.
+
+    Endless, and a pure function of (documents, seed, position): resuming needs the position.
+    """
 
     def __init__(self, documents: Sequence[Sequence[int]], seed: int, position: int = 0) -> None:
         self.documents = documents
@@ -245,3 +171,76 @@ class TokenStream:
         window = self._tokens[offset : offset + needed].long()
         self.position += rows * length
         return torch.stack([window[row * length : (row + 1) * length + 1] for row in range(rows)])
+
+
+def build_model(recipe: Recipe, device: str) -> Any:
+    """A freshly initialised float32 Llama; autocast makes its matrix products bfloat16."""
+    torch.manual_seed(recipe.seed)
+    model: Any = LlamaForCausalLM(model_config()).float().to(device)
+    model.set_attn_implementation(register() if device == "cpu" else "sdpa")
+    return model
+
+
+def add_dropout(model: Any, rate: float) -> list[RemovableHandle]:
+    """Dropout on each residual branch, which transformers' Llama has none of, until the handles are removed."""
+
+    def drop(module: torch.nn.Module, _: object, output: Tensor) -> Tensor:
+        # One mask for all rows of a microbatch: on a CPU, drawing a number for each element takes a tenth of the step.
+        return output * functional.dropout(torch.ones_like(output[:1]), rate, module.training)
+
+    branches = [branch for layer in model.model.layers for branch in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return [branch.register_forward_hook(drop) for branch in branches]
+
+
+def build_optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices: it learns markedly more from each token than AdamW, and tokens are scarce here."""
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(hidden, lr=recipe.muon_learning_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def mean_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """`hidden` [rows, length, width], `head` [vocabulary, width], `targets` [rows, length] -> nats a token, float32."""
+    return functional.cross_entropy(functional.linear(hidden, head).float().flatten(0, 1), targets.flatten())
+
+
+def blocked_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [batch, heads, tokens, head_dim]
+    key: Tensor,  # [batch, kv_heads, tokens, head_dim]
+    value: Tensor,  # as key
+    attention_mask: Tensor | None,
+    scaling: float,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention for training on a CPU, a block of queries at a time: [batch, tokens, heads, head_dim].
+
+    PyTorch's own kernel for CPUs makes a training step of 512-token sequences about a third slower than plain matrix
+    products do, once those are compiled; taking queries in blocks skips most of what the causal mask would throw away.
+    A GPU uses PyTorch's kernel. `attention_mask` must be None: sequences are packed, never padded.
+    """
+    if attention_mask is not None:
+        raise ValueError("blocked_attention takes packed sequences without a mask")
+    batch, heads, tokens, width = query.shape
+    kv_heads = key.shape[1]
+    # Each group of query heads shares its key head, so the group folds into the row dimension of the products.
+    query = (query * scaling).view(batch, kv_heads, heads // kv_heads, tokens, width)
+    outputs = []
+    for start in range(0, tokens, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, tokens)
+        block = query[:, :, :, start:end].reshape(batch, kv_heads, -1, width)
+        scores = (block @ key[:, :, :end].transpose(-1, -2)).view(batch, kv_heads, -1, end - start, end)
+        positions = torch.arange(end, device=query.device)
+        scores = scores.float().masked_fill(positions[None, :] > positions[start:, None], float("-inf"))
+        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, -1, end)
+        outputs.append((weights @ value[:, :, :end]).view(batch, heads, end - start, width))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def register() -> str:
+    """Makes the function known to transformers; returns the name to use as `attn_implementation`."""
+    AttentionInterface.register("twostroke_blocked", blocked_attention)
+    return "twostroke_blocked"

@@ -1,10 +1,9 @@
-"""RMSNorm, alone and with the residual addition before it.
+"""The small kernels between the products of a layer: each reads its rows once and is bound by that.
 
-The gated activation of a SwiGLU feed-forward layer: silu(gate) * up.
-
-Rotary position embedding of Q and K, fused with the write of K and V into the paged cache.
-
-Embedding rows out of one rank's slice of the vocabulary, in whatever form its weights are kept for the LM head.
+- RMSNorm, alone and with the residual addition before it;
+- the gated activation of a SwiGLU feed-forward layer: silu(gate) * up;
+- rotary position embedding of Q and K, fused with the write of K and V into the paged cache;
+- embedding rows out of one rank's slice of the vocabulary, in whatever form its weights are kept for the LM head.
 """
 
 import torch
@@ -17,8 +16,10 @@ from twostroke.model.cuda.kernels.launch import power_of_two
 from twostroke.model.cuda.kernels.quant_gemm import BYTE_ZERO, NIBBLE_ZERO, PackedWeight, unpack
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
-_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
-_MOST_WARPS = 16
+_ROW_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
+_MOST_ROW_WARPS = 16
+_BLOCK = 1024  # elements a program: 8 a lane at 4 warps, one 16-byte access of a 16-bit type
+_BLOCK_WARPS = 4
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def rms_norm_kernel(
 
 
 def _warps(padded: int) -> int:
-    return next((warps for length, warps in _WARPS if padded <= length), _MOST_WARPS)
+    return next((warps for length, warps in _ROW_WARPS if padded <= length), _MOST_ROW_WARPS)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,10 +80,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, residual
 
 
-_BLOCK = 1024  # columns a program: 8 an element lane at 4 warps, one 16-byte access of a 16-bit type
-_SILU_MUL_WARPS = 4
-
-
 @triton.jit
 def silu_mul_kernel(gate_up, out, stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and BLOCK columns."""
@@ -103,13 +100,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         silu_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, gate_up.stride(0), width, WIDTH=width, BLOCK=_BLOCK, num_warps=_SILU_MUL_WARPS
+            gate_up, out, gate_up.stride(0), width, WIDTH=width, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
         )
     return out
-
-
-_ELEMENTS = 1024  # of one program's tile: 8 a lane at 4 warps
-_ROPE_KV_WARPS = 4
 
 
 @triton.jit
@@ -184,18 +177,15 @@ def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions:
     heads = width // dim - 2 * groups
     q_out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     half_padded = power_of_two(dim // 2)
-    tile_heads = max(1, min(_ELEMENTS // (2 * half_padded), power_of_two(heads)))
+    tile_heads = max(1, min(_BLOCK // (2 * half_padded), power_of_two(heads)))
     if tokens:
         rope_kv_kernel[(tokens, triton.cdiv(heads, tile_heads) + triton.cdiv(groups, tile_heads))](
             qkv, cos_sin, kv_layer, positions, slots, q_out,
             qkv.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
-            TILE_HEADS=tile_heads, num_warps=_ROPE_KV_WARPS,
+            TILE_HEADS=tile_heads, num_warps=_BLOCK_WARPS,
         )  # fmt: skip
     return q_out
-
-
-_VOCAB_EMBEDDING_WARPS = 4
 
 
 def vocab_embedding_reference(
@@ -258,6 +248,6 @@ def vocab_embedding(token_ids: Tensor, table: Tensor | PackedWeight, first: int,
         vocab_embedding_kernel[(token_ids.shape[0], triton.cdiv(columns, _BLOCK))](
             token_ids, weights, scales, out, first, rows,
             COLUMNS=columns, BITS=bits, ZERO=BYTE_ZERO if bits == 8 else NIBBLE_ZERO, GROUP=INT4_GROUP, BLOCK=_BLOCK,
-            num_warps=_VOCAB_EMBEDDING_WARPS,
+            num_warps=_BLOCK_WARPS,
         )  # fmt: skip
     return out

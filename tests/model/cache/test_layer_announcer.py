@@ -54,21 +54,6 @@ def test_the_new_thread_begins_as_it_is_told() -> None:
         pass
 
 
-def test_leaving_waits_until_every_call_has_been_made() -> None:
-    gate, called = Gate(), list[str]()
-
-    def on_layer(layer: int) -> None:
-        called.append(threading.current_thread().name)
-
-    opener = threading.Timer(0.05, gate.open)
-    opener.start()
-    with LayerAnnouncer(on_layer) as announcer:
-        announcer.announce(0, gate)
-    opener.join()
-    assert called == ["layer-announcer"]
-    assert not any(thread.name == "layer-announcer" for thread in threading.enumerate())
-
-
 def test_an_error_of_a_call_is_raised_by_the_step_and_ends_the_announcements() -> None:
     called: list[int] = []
 

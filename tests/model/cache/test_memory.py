@@ -1,7 +1,4 @@
-"""How much memory a CPU engine may take, by the host and by its cgroups' limits.
-
-What is left for the KV cache, and what is said where nothing is.
-"""
+"""How much memory an engine may take, what is left for the KV cache, and what is said where nothing is."""
 
 from pathlib import Path
 
@@ -72,19 +69,14 @@ def test_a_full_group_leaves_nothing(tmp_path: Path) -> None:
     assert memory._cgroup_bytes(tmp_path / "cgroup", own(tmp_path, "0::/")) == [0]
 
 
-def test_the_cache_gets_the_share_less_weights_step_and_cuda() -> None:
-    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
-    assert cache_bytes_on_gpu(memory) == 72 * GIB - 18 * GIB - CUDA_CONTEXT_BYTES
-
-
-def test_the_cache_leaves_room_for_the_step_beside_what_others_hold() -> None:
-    memory = GpuMemory(total=80 * GIB, free=10 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
-    assert cache_bytes_on_gpu(memory) == 8 * GIB
-
-
-def test_captured_steps_keep_their_memory_beside_the_largest_step() -> None:
-    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB, graphs=GIB)
-    assert cache_bytes_on_gpu(memory) == 72 * GIB - 19 * GIB - CUDA_CONTEXT_BYTES
+@pytest.mark.parametrize(
+    ("free", "graphs", "left"),
+    [(60, 0, 54 * GIB - CUDA_CONTEXT_BYTES), (60, 1, 53 * GIB - CUDA_CONTEXT_BYTES), (10, 0, 8 * GIB)],
+    ids=["its share", "beside captured steps", "beside what others hold"],
+)
+def test_the_cache_gets_what_weights_steps_cuda_and_others_leave(free: int, graphs: int, left: int) -> None:
+    memory = GpuMemory(80 * GIB, free * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB, graphs=graphs * GIB)
+    assert cache_bytes_on_gpu(memory) == left
 
 
 def test_where_nothing_is_left_one_line_has_the_arithmetic() -> None:

@@ -1,6 +1,5 @@
 """What of config.json is read, and what is refused by name of file and field."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,6 @@ def test_fields_left_out_have_transformers_defaults() -> None:
     config = parse_model_config(LLAMA, "config.json")
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
     assert (config.rms_norm_eps, config.rope, config.tie_word_embeddings) == (1e-6, RopeConfig(), False)
-
-
-def test_an_explicit_head_dim_wins_over_the_derived_one() -> None:
-    config = parse_model_config(LLAMA | {"head_dim": 40, "num_key_value_heads": 1}, "config.json")
-    assert (config.q_size, config.kv_size) == (160, 40)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"])
@@ -88,8 +82,3 @@ def test_an_unreadable_config_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         load_model_config(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert load_model_config(tmp_path) == parse_model_config(LLAMA, "config.json")

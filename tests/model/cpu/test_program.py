@@ -18,7 +18,7 @@ from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.kernels.launch import Kernel, as_integers, compiled, take_items
 from twostroke.model.cpu.kernels.program import ALIGNMENT, CHUNK_BYTES, Arena, Launcher, NotRecordable, Program
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(params=[1, 2, 5], ids=lambda count: f"{count}_threads")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
-from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
@@ -60,23 +61,9 @@ class Ranks:
 
 
 def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
-    config = load_model_config(folder)
-    shard, backend = parallel.shard, CpuBackend()
-    weights = load_decoder_weights(
-        Checkpoint(folder, config), config, torch.float32, CPU, config.max_position, backend, shard=shard
-    )
-    cache = make_kv_cache(
-        config,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        dtype=torch.float32,
-        device=CPU,
-        model_digest="",
-        tp_size=shard.size,
-        rank=shard.rank,
-    )
-    sampler = Sampler(config.vocab_size) if shard.rank == 0 else DrawnElsewhere()
-    return ModelRunner(Decoder(config, weights, backend, parallel), sampler, cache, config.max_position)
+    decoder, cache = make_decoder(folder, CpuBackend(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, parallel=parallel)
+    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else DrawnElsewhere()
+    return ModelRunner(decoder, sampler, cache, load_model_config(folder).max_position)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import alive, eventually
+from tests.rigs.processes import alive, eventually
 from twostroke.cluster.local.processes import descendants
 from twostroke.tools.nodes.machines import IsolatedMachine, IsolatedMachines, LoopbackMachines, Machine, why_not
 

@@ -1,39 +1,37 @@
-"""Two turns of a chat: what one worker has computed is not computed by another, and no answer changes by that.
-
-Real engines, sockets and transfers; each fault on the way of a prefix costs time alone.
+"""KV that is pulled, and KV that can't be sent: what one worker has computed is not computed by another, a fault on the
+way costs time alone, and no answer changes by any of it. Real engines, sockets and transfers.
 """
 
 import asyncio
-import contextlib
+import logging
 import random
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.integration.local_fleet import SECRET, Served, Shape, serve
+from tests.integration.local_fleet import GREEDY, HOST, SECRET, VOCAB, Served, Shape, of_one_worker, serve
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.worker import PrefillWorker
-from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
-from twostroke.worker.block_pool import BlockPool
 
-GREEDY = SamplingParams(temperature=0.0)
 FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
-HELD = (FIRST + ANSWER - 1) // 16 * 16  # by the decode worker, of the second turn's prompt
-TRANSPORTS = ("tcp", "shm", "torch_distributed")
-VOCAB = 96  # of the checkpoints that tests write
+WAYS = [  # (transport, block size of the source, of the target)
+    ("tcp", 16, 16),
+    ("tcp", 16, 32),
+    ("tcp", 32, 16),
+    ("shm", 16, 32),
+    ("torch_distributed", 32, 16),
+]
 SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64, decodes_alone=False))
-
-
-@pytest.fixture(scope="module")
-def folder(write_checkpoint: Any) -> Path:
-    """A model of random weights."""
-    return write_checkpoint(seed=3, num_attention_heads=8, num_key_value_heads=2)
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
@@ -52,26 +50,13 @@ async def two_turns(served: Served, stages: Stages | None = None) -> tuple[list[
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> tuple[list[int], list[int]]:
     """The right ones, of a single worker."""
-
-    async def ask() -> tuple[list[int], list[int]]:
-        async with serve(folder, Shape(None, num_blocks=256)) as served:
-            return await two_turns(served)
-
-    return asyncio.run(ask())
+    return of_one_worker(folder, two_turns)
 
 
-async def is_clean(served: Served) -> bool:
-    """Whether nobody owns a block, once all is quiet."""
-    await served.idle()
-    return all(worker.stats().owned_blocks == 0 for worker in served.fleet.by_peer.values())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)])
+@pytest.mark.parametrize(("transport", "theirs", "ours"), WAYS)
 async def test_the_second_turn_computes_only_what_is_new(
-    transport: str, sizes: tuple[int, int], folder: Path, answers: tuple[list[int], list[int]]
+    transport: str, theirs: int, ours: int, folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    ours, theirs = sizes
     shape = replace(SHAPE, transport=transport, num_prefill=1, block_size=ours, decode_block_size=theirs)
     async with serve(folder, shape) as served:
         stages = Stages(time.monotonic())
@@ -82,7 +67,7 @@ async def test_the_second_turn_computes_only_what_is_new(
         assert stats.computed_tokens == FIRST + (FIRST + ANSWER + MORE - held)
         assert stages.num_cached_tokens == held
         assert stats.transfers_failed == served.fleet.stats("decode").transfers_failed == 0
-        assert await is_clean(served)
+        await served.idle()
 
 
 async def test_without_pulls_the_second_turn_computes_the_answer_again(
@@ -121,12 +106,10 @@ def pull_from(served: Served, source: WorkerInfo) -> None:
     served.fleet.decode = decode_and_pull  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)])
+@pytest.mark.parametrize(("transport", "theirs", "ours"), WAYS)
 async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
-    transport: str, sizes: tuple[int, int], folder: Path, answers: tuple[list[int], list[int]]
+    transport: str, theirs: int, ours: int, folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    theirs, ours = sizes
     first, second = answers
     shape = replace(
         SHAPE,
@@ -147,41 +130,28 @@ async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
         assert (stats.pulled_tokens, stats.computed_tokens) == (held, len(again) - held)
         assert stages.num_cached_tokens == held
         assert stats.transfers_failed == 0
-        assert await is_clean(served)
-
-
-@contextlib.asynccontextmanager
-async def first_prefill_worker_busy(served: Served):
-    """So that what comes next goes to the second."""
-    busy = asyncio.create_task(served.generate(some_tokens(900, seed=9), 1, GREEDY))
-    await asyncio.sleep(0)  # it has chosen its workers
-    try:
-        yield
-    finally:
-        await busy
+        await served.idle()
 
 
 async def test_a_prompt_that_another_prefill_worker_has_read_is_pulled_from_there(folder: Path) -> None:
     async with serve(folder, SHAPE) as served:
         prompt = some_tokens(400, seed=1)
         first = await served.generate(prompt, 4, GREEDY)
-        async with first_prefill_worker_busy(served):
-            assert await served.generate(prompt, 4, GREEDY) == first
+        busy = asyncio.create_task(served.generate(some_tokens(900, seed=9), 1, GREEDY))
+        await asyncio.sleep(0)  # it has chosen the first prefill worker, so that what comes next goes to the second
+        assert await served.generate(prompt, 4, GREEDY) == first
+        await busy
         assert served.fleet.stats("prefill", 1).pulled_tokens == 384
         assert served.fleet.stats("prefill", 1).computed_tokens == 16
-        assert await is_clean(served)
-
-
-def forget_everything(pool: BlockPool) -> None:
-    """Evict all that is cached."""
-    pool.release(pool.allocate(pool.free_blocks))
+        await served.idle()
 
 
 Spoil = Callable[[Served], None]
 
 
 def source_forgets(served: Served) -> None:
-    forget_everything(served.fleet.worker("decode")._pool)
+    pool = served.fleet.worker("decode")._pool
+    pool.release(pool.allocate(pool.free_blocks))  # which evicts all that is cached
 
 
 def source_never_hears(served: Served) -> None:
@@ -216,8 +186,10 @@ def target_gives_up(served: Served) -> None:
     worker._receiver.expect = expect_and_abort  # type: ignore[method-assign,union-attr]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("spoil", [source_forgets, source_never_hears, source_breaks_off, target_gives_up])
+@pytest.mark.parametrize(
+    ("transport", "spoil"),
+    [("shm", source_forgets), ("tcp", source_never_hears), ("shm", source_breaks_off), ("tcp", target_gives_up)],
+)
 async def test_a_pull_that_fails_changes_no_answer_and_keeps_no_block(
     transport: str, spoil: Spoil, folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
@@ -232,14 +204,13 @@ async def test_a_pull_that_fails_changes_no_answer_and_keeps_no_block(
         second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY)
         assert (first, second) == answers
         assert served.fleet.stats("prefill").pulled_tokens == 0
-        assert await is_clean(served)
+        await served.idle()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
 async def test_a_client_that_leaves_during_a_pull_leaves_no_block_behind(
-    transport: str, folder: Path, answers: tuple[list[int], list[int]]
+    folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    async with serve(folder, replace(SHAPE, transport=transport, num_prefill=1)) as served:
+    async with serve(folder, replace(SHAPE, num_prefill=1)) as served:
         prompt = some_tokens(FIRST, seed=1)
         first = await served.generate(prompt, ANSWER, GREEDY)
         await served.idle()
@@ -260,6 +231,49 @@ async def test_a_client_that_leaves_during_a_pull_leaves_no_block_behind(
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await events.aclose()
-        assert await is_clean(served)
+        await served.idle()
         assert (first, await served.generate(again, REPLY, GREEDY)) == answers
-        assert await is_clean(served)
+        await served.idle()
+
+
+@pytest.fixture
+def refusing() -> Iterator[Address]:
+    """Where connections are refused: the port is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        yield Address(HOST, taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("transport", "fault"), [("tcp", "refused"), ("shm", "a lease too short for anything")])
+async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is_decoded(
+    transport: str,
+    fault: str,
+    folder: Path,
+    answers: tuple[list[int], list[int]],
+    refusing: Address,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The decode worker would wait an hour by itself: an answer that comes at all shows that it was told."""
+    prompt, answer = some_tokens(FIRST, seed=1), answers[0][:20]
+    is_refused = fault == "refused"
+    transfers = TransferConfig() if is_refused else TransferConfig(lease_s=1e-6)
+    shape = Shape(transport, num_blocks=256, router_wait_s=3600.0, transfers=transfers)
+    async with serve(folder, shape) as served, asyncio.timeout(60):
+        if is_refused:
+            (decode,) = (index for index, info in enumerate(served.fleet.infos) if info.role == "decode")
+            unreachable = msgspec.structs.replace(served.fleet.infos[decode], transfer_addresses=(refusing,))
+            served.fleet.infos[decode] = unreachable
+        for count in (1, 2):  # the second finds what the first has learned of the pair: nothing
+            stages = Stages(time.monotonic())
+            assert await served.generate(prompt, 20, GREEDY, stages) == answer
+            await served.idle()
+            assert (stages.attempts, stages.prefill_failures) == (1, 1)
+            assert served.fleet.stats("prefill").transfers_failed == count
+        assert served.fleet.stats("decode").transfers_failed == 0, "it never saw an offer"
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "twostroke.prefill_worker.worker" and record.levelno == logging.WARNING
+    ]
+    assert len(lines) == 2
+    assert all("was not sent" in line for line in lines)
