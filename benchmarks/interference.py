@@ -23,12 +23,13 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
 from twostroke.benchmarks.worker_process import Settings, WorkerProcess
 from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
-from twostroke.protocol.stats import WorkerInfo
+from twostroke.protocol.stats import StepCosts, WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
 
 SECRET = "a secret of this bench alone"
@@ -80,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="long prompts, one after the other (%(default)s)")
     parser.add_argument("--alone-s", type=float, default=15.0, help="seconds without one in between (%(default)s)")
     parser.add_argument("--tpot-ms", type=float, default=None, help="promised to the streams; default: nothing")
-    parser.add_argument("--stall-factor", type=float, default=DecodeConfig().stall_factor, help="decode.stall_factor")
+    parser.add_argument("--max-stall-s", type=float, default=None, help="decode.max_stall_s; default: derived")
+    parser.add_argument("--stall-factor", type=float, default=None, help="decode.stall_factor; default: none")
     parser.add_argument(
         "--no-limit", action="store_true", help="fill each step up to decode.max_step_tokens, whatever it takes"
     )
@@ -90,14 +92,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the last line of stdout is one JSON object. Raises WorkerLost where the worker ends."""
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(Path(folder), arguments.model, max_position=arguments.prompt_tokens + STREAM_TOKENS)
-        alone, beside = asyncio.run(_measure(Path(folder), arguments))
-    print(json.dumps(summarise(alone, beside)))
+        alone, beside, costs = asyncio.run(_measure(Path(folder), arguments))
+    alone_s = statistics.median(turn.at(50) for turn in alone)
+    print(json.dumps(summarise(alone, beside, bound_s(arguments, costs, alone_s))))
     return 0
 
 
-def summarise(alone: list[Turn], beside: list[Turn]) -> dict[str, float]:
-    """`alone` are the turns around those `beside` a prompt: one more than these."""
+def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: float) -> float | None:
+    """How long a step beside a prompt may take, where one without takes `alone_s`; None: as long as it likes."""
+    if arguments.no_limit:
+        return None
+    if arguments.tpot_ms is not None:
+        return float(arguments.tpot_ms) / 1e3
+    bounds = StepBudget.of(_config(arguments), lambda: costs)
+    return None if costs is None else bounds.stall_s(costs, alone_s)
+
+
+def summarise(alone: list[Turn], beside: list[Turn], bound: float | None = None) -> dict[str, float | None]:
+    """`alone` are the turns around those `beside` a prompt: one more than these. `bound` is the time promised."""
     neighbours = list(itertools.pairwise(alone))
+    beside_s = statistics.median(turn.at(99) for turn in beside)
     return {
         f"itl_p{percent}_{name}": statistics.median(turn.at(percent) for turn in turns)
         for percent in (50, 99)
@@ -108,12 +122,18 @@ def summarise(alone: list[Turn], beside: list[Turn]) -> dict[str, float]:
             for turn, (before, after) in zip(beside, neighbours, strict=True)
         ),
         "prompt_s": statistics.median(turn.seconds for turn in beside),
+        "bound_s": bound,
+        "over_bound": None if bound is None else beside_s / bound,
     }
 
 
-async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    most_tokens = arguments.streams * (arguments.context + STREAM_TOKENS) + 2 * arguments.prompt_tokens
+def _config(arguments: argparse.Namespace) -> DecodeConfig:
     factor = 1e9 if arguments.no_limit else arguments.stall_factor
+    return DecodeConfig(max_stall_s=arguments.max_stall_s, stall_factor=factor)
+
+
+async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn], StepCosts | None]:
+    most_tokens = arguments.streams * (arguments.context + STREAM_TOKENS) + 2 * arguments.prompt_tokens
     worker = WorkerProcess(
         Settings(
             role="decode",
@@ -124,7 +144,7 @@ async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Tu
             transport="auto",
             secret=SECRET,
             threads=arguments.threads or len(os.sched_getaffinity(0)),
-            decode=DecodeConfig(stall_factor=factor),
+            decode=_config(arguments),
         )
     )
     router = Peer("bench", draw_epoch())
@@ -132,7 +152,8 @@ async def _measure(folder: Path, arguments: argparse.Namespace) -> tuple[list[Tu
     try:
         info = await worker.start()
         await channels.ensure(info)
-        return await _take_turns(_Client(worker, info, channels, router), arguments)
+        alone, beside = await _take_turns(_Client(worker, info, channels, router), arguments)
+        return alone, beside, (await worker.notes()).stats.costs
     finally:
         await channels.close()
         await worker.end()

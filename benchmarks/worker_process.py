@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -315,22 +315,8 @@ async def serve(settings: Settings) -> None:
         start_ranks=start_processes,
     )
     engine = NotingEngine(parts.engine)
-    common = {
-        "peer": peer,
-        "engine": engine,
-        "store": parts.store,
-        "pool": parts.pool,
-        "network": network,
-        "sender": parts.sender,
-        "receiver": parts.receiver,
-        "clock": time.monotonic,
-        "max_context": parts.max_context,
-    }
-    worker: PrefillWorker | DecodeWorker
-    if isinstance(config, PrefillConfig):
-        worker = PrefillWorker(config=config, **common)  # type: ignore[arg-type]
-    else:
-        worker = DecodeWorker(config=config, **common)  # type: ignore[arg-type]
+    equipment = replace(parts.equipment(peer, network), engine=engine)
+    worker = PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
     calls: set[asyncio.Task[None]] = set()
     try:
         parts.watch(worker.engine_lost)

@@ -3,29 +3,26 @@
 from typing import Annotated
 
 from annotated_types import Ge, Le, Lt
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat, model_validator
 
 from twostroke.decode_worker.preemption import Preemption
-from twostroke.protocol.settings import Count, Interval, Section
-from twostroke.worker.queue_order import QueuePolicy
-from twostroke.worker.token_server import TokenServerConfig
+from twostroke.protocol.settings import Count, Interval
+from twostroke.worker.config import WorkerConfig
 
 
-class DecodeConfig(Section):
+class DecodeConfig(WorkerConfig):
     """Bounds of one step, and the worker's housekeeping."""
 
     max_step_tokens: Count = 512
     """Tokens of one step: one for each running request, the rest for prompts computed here."""
     max_batch: Count = 256
     """Requests in one step."""
-    max_waiting: Count = 1024
-    """Requests that wait for blocks or a prefill worker; more are refused with status 429."""
-    queue: QueuePolicy = "edf"
-    """Whose turn it is within a priority: least time left, fewest tokens, or first come."""
     tpot_safety: Annotated[float, Ge(0.01), Le(1)] = 0.9
     """Of the time per token that a request was promised, what its steps may be planned to take."""
-    stall_factor: Annotated[float, Ge(1)] = 1.75
-    """How many times as long prompts may make a step whose requests were promised nothing."""
+    max_stall_s: Interval | None = None
+    """How long prompts may make a step whose requests were promised nothing; null: by the step's costs."""
+    stall_factor: Annotated[float, Ge(1)] | None = None
+    """How many times as long prompts may make such a step; null: `max_stall_s` alone counts."""
     min_chunk_tokens: Count = 8
     """Of prompts that a step computes beside decodes, whatever time they take."""
     watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
@@ -38,15 +35,6 @@ class DecodeConfig(Section):
     """Schedule a step while the one before it runs, so that the engine never waits for it."""
     router_wait_s: Interval = 30.0
     """Where a transfer has failed, and the router says nothing for so long, compute here."""
-    pull_wait_s: Interval = 0.5
-    """A prompt waits so long for another worker to offer its beginning."""
-    min_pull_tokens: Count = 64
-    """An offer that would spare fewer is declined: they are computed as quickly."""
-    max_step_s: Interval = 60.0
-    """A step that takes longer is stuck, and the worker unhealthy."""
-    integrity_interval_s: NonNegativeFloat = 10.0
-    """An idle worker checks its block accounting at most this often."""
-    token_channel: TokenServerConfig = Field(default_factory=TokenServerConfig)
 
     @model_validator(mode="after")
     def _check_steps_and_swap(self) -> "DecodeConfig":

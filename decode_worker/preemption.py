@@ -1,26 +1,17 @@
-"""How a request gives way: it is computed again later, or its KV goes to host memory and comes back. Pure.
+"""What becomes of the KV of a request that gives way: computed again later, or kept in host memory meanwhile. Pure.
 
-Whose KV is in which blocks of host memory. Pure: it says what is to be copied, and the engine copies.
-
-A job's host blocks are taken when it gives way, and go back when its KV is in the cache again, or when it ends.
-
-What a worker does with host memory for preempted requests: its blocks, whom it pays for, and what it has cost.
-
-Who gives all of its blocks back where they run out, or where a higher class waits for them. Pure.
-
-The youngest of the lowest class: so the oldest of the highest always gets on, and everyone in turn. Whoever was
-admitted by its class's share while higher ones waited comes last: it would else be thrown out as often as it is let in.
+Who gives way says worker/queue_order.py. Here is what it pays to keep, whose KV is in which blocks of host memory, and
+what that has cost. A job's host blocks are taken when it gives way, and go back when its KV is in the cache again, or
+when it ends. The engine copies.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from twostroke.decode_worker.jobs import DecodeJob, Swap, SwappedKV
 from twostroke.model.step import BlockCopy
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.numbers import NO_SWAPS, HostBlocks, SwapNumbers
-from twostroke.worker.queue_order import who_gives_way
+from twostroke.worker.numbers import HostBlocks, SwapNumbers
 
 Preemption = Literal["recompute", "swap", "auto"]
 
@@ -67,27 +58,26 @@ class PreemptionPolicy:
         return computing_s is not None and (copying_s is None or copying_s < computing_s)
 
 
-class SwappedBlocks:
-    """Accounts for the blocks of `pool`, which `policy` gives to whom it pays for; None: there is no host memory."""
+class Swapping:
+    """Host memory for KV of preempted requests: its blocks, and what copying costs.
 
-    def __init__(self, pool: BlockPool | None, policy: PreemptionPolicy):
-        self._pool = pool
-        self._policy = policy
+    `space` is the engine's, None where there is none; `block_size` is in tokens, that of the cache.
+    """
 
-    @property
-    def owned_blocks(self) -> int:
-        """Blocks that hold a job's KV: 0 on an idle worker."""
-        return 0 if self._pool is None else self._pool.owned_blocks
+    def __init__(self, space: HostBlocks | None, mode: Preemption, block_size: int):
+        self._space = space
+        self._policy = PreemptionPolicy(mode, 0 if space is None else space.block_bytes)
+        self.pool = None if space is None else BlockPool(space.num_blocks, block_size)
 
     def swap_out(self, job: DecodeJob) -> Swap | None:
         """Take host blocks for all KV of a job, whose own blocks must stay until it is copied. None: better not."""
-        if self._pool is None:
+        if self.pool is None:
             return None
         sequence = job.sequence
-        num_blocks = -(-sequence.num_computed // self._pool.block_size)
-        if not self._policy.should_swap(sequence.num_computed, num_blocks, self._pool.free_blocks):
+        num_blocks = -(-sequence.num_computed // self.pool.block_size)
+        if not self._policy.should_swap(sequence.num_computed, num_blocks, self.pool.free_blocks):
             return None
-        job.swapped = SwappedKV(tuple(self._pool.allocate(num_blocks)), sequence.num_computed)
+        job.swapped = SwappedKV(tuple(self.pool.allocate(num_blocks)), sequence.num_computed)
         job.is_copying = True
         return Swap(job, BlockCopy(True, tuple(sequence.block_ids[:num_blocks]), job.swapped.block_ids))
 
@@ -109,19 +99,8 @@ class SwappedBlocks:
     def release(self, job: DecodeJob) -> None:
         """Give the job's host blocks back. Harmless where it has none."""
         swapped, job.swapped = job.swapped, None
-        if swapped is not None and self._pool is not None:
-            self._pool.release(swapped.block_ids)
-
-
-class Swapping:
-    """`space` is the engine's, None where there is none; `block_size` is in tokens, that of the cache."""
-
-    def __init__(self, space: HostBlocks | None, mode: Preemption, block_size: int):
-        self._space = space
-        self._policy = PreemptionPolicy(mode, 0 if space is None else space.block_bytes)
-        pool = None if space is None else BlockPool(space.num_blocks, block_size)
-        self.pools = () if pool is None else (pool,)
-        self.blocks = SwappedBlocks(pool, self._policy)
+        if swapped is not None and self.pool is not None:
+            self.pool.release(swapped.block_ids)
 
     def step_ended(self, num_prompt_tokens: int, prompts_s: float) -> None:
         """Learn what computing and copying cost, from a step that has run; `prompts_s` is its prompts' part."""
@@ -132,24 +111,6 @@ class Swapping:
 
     def numbers(self, num_swaps: int) -> SwapNumbers:
         """For statistics; `num_swaps` are the requests that have been swapped out."""
-        if self._space is None:
-            return NO_SWAPS
-        return SwapNumbers(num_swaps, self._space.num_bytes, self._space.seconds, self.blocks.owned_blocks)
-
-
-def first_to_go(running: Iterable[DecodeJob]) -> DecodeJob:
-    """Whose blocks others grow into. ValueError where nobody runs."""
-    return min(running, key=_rank)
-
-
-def who_yields(
-    waiting: DecodeJob, running: Sequence[DecodeJob], missing_blocks: int, pool: BlockPool
-) -> list[DecodeJob]:
-    """Those of lower classes that together free so many blocks for one who waits; nobody where they can't."""
-    priority = waiting.request.promise.priority
-    lower = [job for job in running if job.request.promise.priority < priority and not job.keeps_blocks]
-    return who_gives_way(sorted(lower, key=_rank), missing_blocks, pool)
-
-
-def _rank(job: DecodeJob) -> tuple[bool, int, int]:
-    return (job.keeps_blocks, job.request.promise.priority, -job.arrival)
+        if self._space is None or self.pool is None:
+            return SwapNumbers()
+        return SwapNumbers(num_swaps, self._space.num_bytes, self._space.seconds, self.pool.owned_blocks)

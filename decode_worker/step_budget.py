@@ -1,25 +1,94 @@
-"""What a decode worker's step may take: who may decode together, and how much of prompts is computed beside them. Pure.
+"""What a decode worker's step may take: who decodes together, and how much of prompts is computed beside them. Pure.
 
 Both follow from the worker's own step costs. While these are not known, nobody is kept waiting, and chunks of prompts
 beside decodes are small.
 
-Whether a step may be decided while another is under way, and what it goes on from. Pure.
+Whoever has a place in the batch keeps it, so that streams flow; newcomers wait until there is room, in the order of
+their arrival. Only for one of a higher class do others stop, the youngest of the lowest class first: their KV stays
+where it is, and they go on when there is room again. A class that stands still gets its share of the tokens all the
+same.
 
-What a decode worker can never serve, whatever else it has to do. Pure.
+Where the requests that decode were promised a time per token, prompts beside them get what that leaves. Where nothing
+was promised, a step with prompts may take as long as people hardly notice between two words: what LONGEST_CHUNK prompt
+tokens take on this worker, but LEAST_STALL_S at least, which is what an accelerator keeps to, and MOST_STALL_S at most,
+as on a CPU. A step whose decodes alone take so long may become LEAST_GROWTH times as long, or prompts would never get
+on. `max_stall_s` and `stall_factor`, where they are set, take the place of all that.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
-from twostroke.model.step import is_penalised
-from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
+from twostroke.worker.queue_order import ClassShares
+from twostroke.worker.scheduler import PromptBudget
 
 CAUTIOUS_CHUNK = 64  # prompt tokens beside decodes while costs are not known
-CHUNK_MULTIPLE = 16  # kernels compute so many rows together
+LONGEST_CHUNK = 256  # prompt tokens whose time a step may take where nothing else is said
+LEAST_STALL_S = 0.05
+MOST_STALL_S = 0.25
+LEAST_GROWTH = 1.75  # times
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """One worker's bounds of steps, in the terms of DecodeConfig."""
+
+    max_step_tokens: int
+    costs: Callable[[], StepCosts | None]
+    tpot_safety: float
+    min_chunk_tokens: int
+    max_stall_s: float | None = None
+    stall_factor: float | None = None
+
+    @staticmethod
+    def of(config: DecodeConfig, costs: Callable[[], StepCosts | None]) -> "StepBudget":
+        """By a worker's settings."""
+        return StepBudget(
+            config.max_step_tokens,
+            costs,
+            config.tpot_safety,
+            config.min_chunk_tokens,
+            config.max_stall_s,
+            config.stall_factor,
+        )
+
+    def places(self) -> "Places":
+        """An empty batch."""
+        return Places(self.costs(), self.tpot_safety)
+
+    def for_prompts(self, decodes: Iterable[DecodeJob]) -> PromptBudget:
+        """For a step in which these requests decode."""
+        contexts, tightest_s = [], math.inf
+        for job in decodes:
+            contexts.append(len(job.sequence.token_ids))
+            tightest_s = min(tightest_s, _tpot_s(job))
+        tokens = self.max_step_tokens - len(contexts)
+        if not contexts:
+            return PromptBudget(tokens)
+        costs = self.costs()
+        if costs is None:
+            return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
+        decode_s = costs.base_s + costs.decode_s(len(contexts), sum(contexts))
+        step_s = self.stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.tpot_safety
+        return PromptBudget(tokens, least=self.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
+
+    def stall_s(self, costs: StepCosts, decode_s: float) -> float:
+        """How long a step may take whose decodes were promised nothing, and take `decode_s` alone."""
+        if self.max_stall_s is None and self.stall_factor is None:
+            return max(usual_stall_s(costs), LEAST_GROWTH * decode_s)
+        by_time = math.inf if self.max_stall_s is None else self.max_stall_s
+        by_factor = math.inf if self.stall_factor is None else self.stall_factor * decode_s
+        return min(by_time, by_factor)
+
+
+def usual_stall_s(costs: StepCosts) -> float:
+    """How long a worker's step may take where nothing was promised, and nothing set."""
+    return min(max(costs.base_s + costs.prompt_s(LONGEST_CHUNK), LEAST_STALL_S), MOST_STALL_S)
 
 
 class Places:
@@ -50,117 +119,87 @@ class Places:
         self._tightest_s = min(self._tightest_s, _tpot_s(job))
 
 
-class PromptBudget:
-    """What is left of one step for chunks of prompts: tokens, and time where decodes would wait for it."""
+class Batch:
+    """At most `max_batch` requests, and no more than leave each of them the time per token that it was promised."""
 
-    def __init__(self, tokens: int, *, least: int = 0, seconds: float | None = None, costs: StepCosts | None = None):
-        """`least` tokens are given whatever time they take, so that prompts always get on."""
-        self._tokens = tokens
-        self._least = min(least, tokens)
-        self._seconds = seconds
-        self._costs = costs
+    def __init__(self, max_batch: int, budget: StepBudget):
+        self._max_batch = max_batch
+        self._budget = budget
+        self._shares = ClassShares()
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether not even a small chunk with nothing before it is left."""
-        return self._most(CHUNK_MULTIPLE, 0) == 0
+    def choose(self, jobs: Sequence[DecodeJob]) -> list[DecodeJob]:
+        """Those of `jobs` that are in the next step, in the order in which they are given."""
+        if len(jobs) <= self._max_batch and not _is_promised(jobs):
+            return list(jobs)
+        places = self._budget.places()
+        chosen: set[DecodeJob] = set()
+        has_newcomers = False
+        is_open = True  # to newcomers: none overtakes one for whom there is no room, though its own promise be looser
+        for job in self._ranked(jobs):
+            if len(chosen) == self._max_batch:
+                break
+            # Costs may have changed, or contexts grown: that stops nobody. A newcomer of a higher class does.
+            if (job.has_place and not has_newcomers) or ((job.has_place or is_open) and places.allow(job)):
+                has_newcomers = has_newcomers or not job.has_place
+                chosen.add(job)
+                places.take(job)
+            elif not job.has_place:
+                is_open = False
+        return [job for job in jobs if job in chosen]
 
-    def take(self, wanted: int, num_before: int) -> int:
-        """A chunk of at most `wanted` tokens after `num_before` others; 0 where nothing is left."""
-        num_tokens = self._most(wanted, num_before)
-        self._tokens -= num_tokens
-        self._least = max(0, self._least - num_tokens)
-        if num_tokens and self._seconds is not None and self._costs is not None:
-            self._seconds -= self._costs.context_s * num_before + self._costs.prompt_s(num_tokens, num_before)
-        return num_tokens
+    def has_room(self, newcomer: DecodeJob, jobs: Iterable[DecodeJob]) -> bool:
+        """Whether a newcomer would have a place beside those of `jobs` that are not of a lower class."""
+        priority = newcomer.request.promise.priority
+        not_lower = [job for job in jobs if job.request.promise.priority >= priority]
+        if len(not_lower) >= self._max_batch:
+            return False
+        places = self._budget.places()
+        for job in not_lower:
+            places.take(job)
+        return places.allow(newcomer)
 
-    def _most(self, wanted: int, num_before: int) -> int:
-        most = min(wanted, self._tokens)
-        if self._seconds is None or self._costs is None:
-            return most
-        in_time = tokens_in(self._costs, self._seconds - self._costs.context_s * num_before, num_before)
-        if in_time >= most:
-            return most
-        return min(most, max(in_time - in_time % CHUNK_MULTIPLE, self._least))
+    def settle(self, jobs: Sequence[DecodeJob], chosen: Sequence[DecodeJob]) -> None:
+        """A step with the `chosen` of `jobs` begins."""
+        given: Counter[Promise] = Counter()
+        waiting: list[Promise] = []
+        if len(chosen) < len(jobs):
+            having = set(chosen)
+            for job in jobs:
+                job.has_place = job in having
+                if job.has_place:
+                    given[job.request.promise] += 1
+                else:
+                    waiting.append(job.request.promise)
+        else:
+            for job in jobs:
+                job.has_place = True
+        self._shares.settle(given, waiting)
 
-
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """One worker's bounds of steps, in the terms of DecodeConfig."""
-
-    max_step_tokens: int
-    costs: Callable[[], StepCosts | None]
-    tpot_safety: float
-    stall_factor: float
-    min_chunk_tokens: int
-
-    def places(self) -> Places:
-        """An empty batch."""
-        return Places(self.costs(), self.tpot_safety)
-
-    def for_prompts(self, decodes: Iterable[DecodeJob]) -> PromptBudget:
-        """For a step in which these requests decode."""
-        contexts, tightest_s = [], math.inf
-        for job in decodes:
-            contexts.append(len(job.sequence.token_ids))
-            tightest_s = min(tightest_s, _tpot_s(job))
-        tokens = self.max_step_tokens - len(contexts)
-        if not contexts:
-            return PromptBudget(tokens)
-        costs = self.costs()
-        if costs is None:
-            return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
-        decode_s = costs.base_s + costs.decode_s(len(contexts), sum(contexts))
-        step_s = self.stall_factor * decode_s if tightest_s == math.inf else tightest_s * self.tpot_safety
-        return PromptBudget(tokens, least=self.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
+    def _ranked(self, jobs: Sequence[DecodeJob]) -> list[DecodeJob]:
+        ranked = sorted(jobs, key=_rank)
+        if not self._shares:
+            return ranked
+        taken: Counter[str] = Counter()
+        ahead: list[DecodeJob] = []
+        behind: list[DecodeJob] = []
+        for job in ranked:
+            name = job.request.promise.class_name
+            if taken[name] < self._shares.saved(name):
+                taken[name] += 1
+                ahead.append(job)
+            else:
+                behind.append(job)
+        return ahead + behind
 
 
-def tokens_in(costs: StepCosts, seconds: float, num_before: int) -> int:
-    """How many prompt tokens after `num_before` others are computed in so much time: prompt_s the other way round."""
-    if seconds <= 0:
-        return 0
-    token_s = costs.token_s + costs.pair_s * num_before  # of the first; each one after it also sees those before it
-    # n * (token_s + pair_s / 2 * n) = seconds, in the form that loses nothing where pair_s is small, or 0
-    divisor = token_s + math.sqrt(token_s * token_s + 2 * costs.pair_s * seconds)
-    return int(min(2 * seconds / divisor, 1e9)) if divisor > 0 else int(1e9)
+def _rank(job: DecodeJob) -> tuple[int, bool, int]:
+    return (-job.request.promise.priority, not job.has_place, job.arrival)
+
+
+def _is_promised(jobs: Iterable[DecodeJob]) -> bool:
+    return any(job.request.promise.tpot_s is not None for job in jobs)
 
 
 def _tpot_s(job: DecodeJob) -> float:
     promised_s = job.request.promise.tpot_s
     return math.inf if promised_s is None else promised_s
-
-
-def must_be_awaited(in_flight: DecodeStep) -> bool:
-    """Whether the next step can't be decided before the end of this one, however many blocks are free."""
-    if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
-        return True  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
-    if in_flight.swaps:
-        return True  # nobody knows yet which blocks that frees
-    # All wait for a draw that needs to know the tokens before it: were it left out, it would get every other step only.
-    return any(
-        one.step.draw is not None
-        and is_penalised(one.step.draw.sampling)
-        and not (one.job.has_ended or one.job.is_drawing_its_last)
-        for one in in_flight.entries
-    )
-
-
-def drawn_for(step: DecodeStep | None) -> dict[DecodeJob, int]:
-    """The jobs that a step draws a token for, with the entry that does."""
-    return {} if step is None else {one.job: i for i, one in enumerate(step.entries) if one.step.draw is not None}
-
-
-def check_fits(request: GenerateRequest, *, max_context: int, capacity: int) -> None:
-    """Raises RequestError for a request that could never run to its end. All in tokens; `capacity` is the cache's."""
-    if not request.token_ids:
-        raise RequestError("the prompt is empty", param="prompt")
-    longest = request.num_prompt_tokens + request.max_tokens
-    asked = f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed"
-    if longest > max_context:
-        raise _too_long(f"{asked} the model's context of {max_context}")
-    if longest - 1 > capacity:  # the last token's KV is never needed
-        raise _too_long(f"{asked} this worker's whole KV cache, which holds {capacity}")
-
-
-def _too_long(message: str) -> RequestError:
-    return RequestError(message, param="max_tokens", code="context_length_exceeded")

@@ -1,42 +1,17 @@
-"""The numbers that a worker tells of itself, gathered from where they arise; both kinds of worker tell the same."""
+"""The numbers that a worker tells of itself, gathered from where they arise; both roles tell the same."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from twostroke.kvtransfer.stats import TransferStats
 from twostroke.model.step import Engine
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, WorkerStats
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.scheduler import Scheduler
 from twostroke.worker.step_costs import StepCostFit
-
-
-class SchedulerNumbers(Protocol):
-    """What both schedulers count."""
-
-    @property
-    def prefix_queries(self) -> int:
-        """Counter: prompt tokens looked up."""
-
-    @property
-    def prefix_hits(self) -> int:
-        """Counter: prompt tokens found."""
-
-    @property
-    def preemptions(self) -> int:
-        """Counter."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in no step yet."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests that take part in steps."""
-
-    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
-        """Tokens still to be computed before they decode, of each request that has some."""
 
 
 class HostBlocks(Protocol):
@@ -48,20 +23,6 @@ class HostBlocks(Protocol):
     seconds: float  # counter
 
 
-class TransferNumbers(Protocol):
-    """What either side of KV transfer counts."""
-
-    in_flight: int
-    done: int  # counter
-    failed: int  # counter
-    given_up: int  # counter
-    bytes: int  # counter
-    seconds: float  # counter
-    digest_failures: int  # counter
-    retries: int  # counter
-    links_lost: int  # counter
-
-
 @dataclass(frozen=True, slots=True)
 class SwapNumbers:
     """What a worker with swap space counts."""
@@ -70,9 +31,6 @@ class SwapNumbers:
     bytes: int = 0  # counter
     seconds: float = 0.0  # counter
     owned_blocks: int = 0
-
-
-NO_SWAPS = SwapNumbers()
 
 
 @dataclass(slots=True)
@@ -97,21 +55,17 @@ class WorkerCounters:
 
 def worker_stats(
     counters: WorkerCounters,
-    scheduler: SchedulerNumbers,
+    scheduler: Scheduler[Any],
     pool: BlockPool,
-    transfers: Sequence[TransferNumbers],
+    transfers: Sequence[TransferStats],
     engine: Engine,
     *,
     is_draining: bool,
-    decoding: Iterable[tuple[Promise, int]] = (),
-    swaps: SwapNumbers = NO_SWAPS,
+    swaps: SwapNumbers,
 ) -> WorkerStats:
-    """All numbers now. `transfers` are the sides of KV transfer that the worker has: sender, receiver, both or none.
-
-    `decoding` are the tokens of each request that decodes.
-    """
+    """All numbers now. `transfers` are both sides of KV transfer."""
     queued = queued_work(scheduler.waiting_work())
-    contexts = list(decoding)
+    contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
     counters.costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
     costs = counters.costs.costs()
     return WorkerStats(

@@ -1,19 +1,18 @@
-"""Prompts whose beginning comes from another worker's prefix cache: the offer, the transfer, and going on without.
+"""KV that moves between a worker and others: transfers that outlive their requests, prefixes pulled and prefixes sent.
 
-The same for both kinds of worker. Nobody waits for a pull in vain for long, and none that fails is anybody's error: the
-prompt is computed here.
+A pulled prefix is the beginning of a prompt that comes from another worker's prefix cache: the offer, the transfer, and
+going on without. Nobody waits for a pull in vain for long, and none that fails is anybody's error: the prompt is
+computed here.
 
-Sending what a prefix cache holds to a worker that was told to expect it. The same for both kinds of worker.
-
-The blocks are referenced from the match to the transfer's end, however it ends. A source waits for nobody to have
-something to send: its KV is there already.
+An exported prefix is what a worker's cache holds, sent to another that was told to expect it. The blocks are referenced
+from the match to the transfer's end, however it ends. A source waits for nobody to have something to send: its KV is
+there already.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from twostroke.kvtransfer.offers import AwaitedOffers
 from twostroke.kvtransfer.sides import Incoming, Outgoing, ReceivingSide, SendingSide
@@ -21,71 +20,74 @@ from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.queue_order import JobT
+from twostroke.worker.scheduler import Scheduler
+from twostroke.worker.sequence import WorkerJob
 
 _log = logging.getLogger(__name__)
 
-
-class PullingJob(Protocol):
-    """A job of either kind of worker."""
-
-    sequence: SequenceState
-    offered_tokens: int  # how much of its beginning another worker offers
+ResultT = TypeVar("ResultT")
 
 
-JobT = TypeVar("JobT", bound=PullingJob)
-JobT_contra = TypeVar("JobT_contra", bound=PullingJob, contravariant=True)
+class Transfers:
+    """Tasks that see a worker's transfers to their ends. Until then the blocks stay, whatever becomes of requests."""
 
+    def __init__(self, ended: Callable[[], None]):
+        """`ended` is called after each."""
+        self._ended = ended
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-class PullScheduler(Protocol[JobT_contra]):
-    """What a worker's scheduler hears of pulls."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether any KV may still be read or written."""
+        return bool(self._tasks)
 
-    def offered(self, job: JobT_contra, num_tokens: int) -> None:
-        """Another worker offers the KV of a waiting job's first `num_tokens` tokens."""
+    def see(self, transfer: Coroutine[Any, Any, ResultT], name: str) -> "asyncio.Task[ResultT]":
+        """Run a transfer, and what follows from its end."""
+        task = asyncio.create_task(transfer, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+        return task
 
-    def not_offered(self, job: JobT_contra) -> None:
-        """No offer comes for a waiting job."""
+    async def ended(self) -> None:
+        """Wait until no transfer is under way: soon after both sides are closed, which lets none begin."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def pulled(self, job: JobT_contra) -> int:
-        """All offered KV has come; returns how many tokens that spares, 0 where the job has ended meanwhile."""
-
-    def pull_failed(self, job: JobT_contra) -> None:
-        """The offered KV does not come, and nothing writes into the job's blocks any more: all is computed here."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullCallbacks(Generic[JobT]):
-    """What the worker wants to hear. All are called on the event loop and must not wait."""
-
-    admit: Callable[[], None]  # an offer has come: let in whose turn it is, though a step may be under way
-    pulled: Callable[[JobT, int], None]  # so many tokens more than were here; their KV is in the job's blocks
-    ended: Callable[[JobT], None]  # a job waits no more, or nothing writes into its blocks any more
+    def _has_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        self._ended()
 
 
 class Pulls(Generic[JobT]):
-    """One worker's pulls. An offer is waited for `wait_s`."""
+    """One worker's pulls. An offer is waited for `wait_s`.
+
+    Told on the event loop, and must not wait: `admit`, where an offer has come, to let in whose turn it is though a
+    step may be under way; `came` with the tokens that a pull has spared, whose KV is in the job's blocks; `wake`, where
+    there may be something to do.
+    """
 
     def __init__(
         self,
         *,
         receiver: ReceivingSide,
         offers: AwaitedOffers,
-        scheduler: PullScheduler[JobT],
+        transfers: Transfers,
+        scheduler: Scheduler[JobT],
         wait_s: float,
-        told: PullCallbacks[JobT],
+        admit: Callable[[], None],
+        came: Callable[[JobT, int], None],
+        wake: Callable[[], None],
     ):
         self._receiver = receiver
         self._offers = offers
+        self._transfers = transfers
         self._scheduler = scheduler
         self._wait_s = wait_s
-        self._told = told
+        self._admit = admit
+        self._came = came
+        self._wake = wake
         self._expected: dict[JobT, Ticket] = {}  # offers that are neither taken nor refused
-        self._incoming: dict[JobT, tuple[Incoming, asyncio.Task[None]]] = {}
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any KV may still be written."""
-        return bool(self._incoming)
+        self._incoming: dict[JobT, Incoming] = {}
 
     def expect(self, job: JobT, ticket: Ticket) -> None:
         """Wait for the offer to a job that awaits one; it may be here already."""
@@ -107,8 +109,8 @@ class Pulls(Generic[JobT]):
         incoming = self._receiver.expect(
             ticket, sequence.block_ids[:num_blocks], num_tokens, skip_tokens=sequence.num_computed
         )
-        task = asyncio.create_task(self._see_in(job, incoming), name=f"pull {_name(job)}")
-        self._incoming[job] = incoming, task
+        self._incoming[job] = incoming
+        self._transfers.see(self._see_in(job, incoming), f"pull {_name(job)}")
 
     def refuse(self, job: JobT) -> None:
         """Take no offer any more. Harmless where none is expected, or it is taken already."""
@@ -127,25 +129,21 @@ class Pulls(Generic[JobT]):
         """
         self.refuse(job)
         if job in self._incoming:
-            self._incoming[job][0].abort(reason)
-
-    async def ended(self) -> None:
-        """Wait until no transfer is under way; the receiver is closed, so none begins."""
-        await asyncio.gather(*(task for _, task in self._incoming.values()))
+            self._incoming[job].abort(reason)
 
     def _offered(self, job: JobT, ticket: Ticket) -> None:
         num_tokens = self._receiver.offered_tokens(ticket.transfer_id)
         if not num_tokens:  # it was withdrawn again
             self._not_offered(job)
             return
-        self._scheduler.offered(job, num_tokens)
-        self._told.admit()
-        self._told.ended(job)
+        self._scheduler.offered_prefix(job, num_tokens)
+        self._admit()
+        self._wake()
 
     def _not_offered(self, job: JobT) -> None:
         self.refuse(job)
-        self._scheduler.not_offered(job)
-        self._told.ended(job)
+        self._scheduler.no_prefix(job)
+        self._wake()
 
     async def _see_in(self, job: JobT, incoming: Incoming) -> None:
         """Until the transfer ends the blocks stay the job's, whatever becomes of the job."""
@@ -155,31 +153,23 @@ class Pulls(Generic[JobT]):
             _log.warning("the prefix of request %s did not come: %s", _name(job), error)
             self._scheduler.pull_failed(job)
         else:
-            num_tokens = self._scheduler.pulled(job)
-            if num_tokens:
-                self._told.pulled(job, num_tokens)
+            if num_tokens := self._scheduler.pulled(job):
+                self._came(job, num_tokens)
         finally:
             del self._incoming[job]
-            self._told.ended(job)
 
 
-def _name(job: PullingJob) -> str:
+def _name(job: WorkerJob) -> str:
     return job.sequence.request.request_id
 
 
 class PrefixExports:
-    """The prefixes that one worker is sending out of `pool`. `ended` is called after each."""
+    """The prefixes that one worker is sending out of `pool`."""
 
-    def __init__(self, *, sender: SendingSide, pool: BlockPool, ended: Callable[[], None]):
+    def __init__(self, *, sender: SendingSide, pool: BlockPool, transfers: Transfers):
         self._sender = sender
         self._pool = pool
-        self._ended = ended
-        self._sending: set[asyncio.Task[None]] = set()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether some export still references blocks."""
-        return bool(self._sending)
+        self._transfers = transfers
 
     def send(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
         """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
@@ -201,14 +191,8 @@ class PrefixExports:
             self._pool.release(block_ids)
             raise
         transfer.commit(None)
-        task = asyncio.create_task(self._see_off(transfer, block_ids), name=f"export to {ticket.target.worker_id}")
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._transfers.see(self._see_off(transfer, block_ids), f"export to {ticket.target.worker_id}")
         return True
-
-    async def outlive(self) -> None:
-        """Return once no export is under way: soon after the sender is closed."""
-        await asyncio.gather(*self._sending)
 
     async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int]) -> None:
         try:
@@ -217,10 +201,6 @@ class PrefixExports:
             _log.info("a cached prefix was not sent: %s", error)
         finally:
             self._pool.release(block_ids)
-            task = asyncio.current_task()
-            if task is not None:
-                self._sending.discard(task)
-            self._ended()
 
 
 def _matchable_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[BlockHash]:

@@ -1,4 +1,4 @@
-"""Whose turn it is: the order of those who wait for a step, the same on both kinds of worker. Pure.
+"""Whose turn it is, and who gives way: the order of requests, the same in both roles. Pure.
 
 Higher priorities go first. Within one, requests that have tokens already, resumed or preempted ones, go before those
 that have none: somebody reads along. Then the policy decides:
@@ -10,22 +10,22 @@ that have none: somebody reads along. Then the policy decides:
 A turn doesn't change while a request waits. So nobody overtakes one whose turn has come but by coming before it in this
 order, and each policy lets only so much come before it; across priorities it is ClassShares that sees to that.
 
-What classes of a lower priority get while higher ones keep a worker busy, so that none starves. Pure.
+Classes of a lower priority get their share while higher ones keep a worker busy, so that none starves. A class that
+waits saves up its share of the tokens that go to higher classes. What it has saved it may spend before them; what it is
+given anyhow is paid from that, too. Where nobody of the class waits, nothing is kept: it has missed nothing.
 
-A class that waits saves up its share of the tokens that go to higher classes. What it has saved it may spend before
-them; what it is given anyhow is paid from that, too. Where nobody of the class waits, nothing is kept: it has missed
-nothing.
-
-Who gives blocks back to a request of a higher class, on both kinds of worker. Pure.
+Where blocks are short, one of a higher class gets those of lower ones: the youngest of the lowest class gives way
+first. So the oldest of the highest always gets on, and everyone in turn. Whoever was admitted by its class's share
+while higher ones waited is spared: it would else be thrown out as often as it is let in.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-from twostroke.protocol.requests import GenerateRequest, Promise
+from twostroke.protocol.requests import Promise
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.sequence import Turn, WorkerJob
 
 LEAST_SHARE = 0.02  # of a class that has been promised less: it must get on, too
 MOST_SHARE = 0.9
@@ -63,44 +63,16 @@ class ClassShares:
 
 
 QueuePolicy = Literal["edf", "sjf", "fcfs"]
-Turn = tuple[float, ...]
-"""The smallest goes first."""
-
 UNPROMISED_S = 60.0  # the deadline of requests that were promised none: after all others, and yet not never
 AGEING_TOKENS_PER_S = 512.0  # so many tokens fewer count after each second of waiting
 LEAST_AHEAD = 64  # tokens: chunks that a class gets before higher ones are no smaller, unless they end a prompt
 NO_LIMIT = 1 << 62  # tokens
 
 
-class Queued(Protocol):
-    """What the order sees of a job of either kind of worker."""
-
-    arrival: int  # 0, 1, 2, ...: the order in which requests came
-    arrived_at: float  # in seconds of the worker's clock
-    num_uncached: int  # tokens that were not in the prefix cache when it came
-    turn: Turn
-
-    @property
-    def request(self) -> GenerateRequest:
-        """What was asked for."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has output tokens already."""
-
-    @property
-    def num_indivisible(self) -> int:
-        """Tokens that it must be given at once, or 0 where chunks will do."""
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens whose KV is still missing."""
+JobT = TypeVar("JobT", bound=WorkerJob)
 
 
-Job = TypeVar("Job", bound=Queued)
-
-
-def turn_of(job: Queued, policy: QueuePolicy) -> Turn:
+def turn_of(job: WorkerJob, policy: QueuePolicy) -> Turn:
     """The job's turn under a policy."""
     promise = job.request.promise
     urgency = 0.0
@@ -114,13 +86,13 @@ def turn_of(job: Queued, policy: QueuePolicy) -> Turn:
     return (-promise.priority, not job.has_begun, urgency, job.arrival)
 
 
-def turns(ready: Sequence[Sequence[Job]], shares: ClassShares) -> Iterator[tuple[Job, int]]:
+def turns(ready: Sequence[Sequence[JobT]], shares: ClassShares) -> Iterator[tuple[JobT, int]]:
     """Everybody in order, each with the tokens that it may be given in this turn; `ready` are lists in that order.
 
     First come those whose class has saved enough, each with what is saved: a job may come twice.
     """
     if shares:
-        firsts: dict[str, Job] = {}
+        firsts: dict[str, JobT] = {}
         for jobs in ready:
             for name, job in {job.request.promise.class_name: job for job in reversed(jobs)}.items():
                 firsts[name] = min(firsts.get(name, job), job, key=_turn)
@@ -132,25 +104,28 @@ def turns(ready: Sequence[Sequence[Job]], shares: ClassShares) -> Iterator[tuple
         yield job, NO_LIMIT
 
 
-def _turn(job: Queued) -> Turn:
+def _turn(job: WorkerJob) -> Turn:
     return job.turn
 
 
-class Holder(Protocol):
-    """A job of either kind of worker."""
-
-    sequence: SequenceState
-
-
-Giver = TypeVar("Giver", bound=Holder)
+def rank(job: WorkerJob) -> tuple[bool, int, int]:
+    """Whose blocks go first, where they must: the smallest."""
+    return (job.keeps_blocks, job.request.promise.priority, -job.arrival)
 
 
-def who_gives_way(candidates: Iterable[Giver], missing_blocks: int, pool: BlockPool) -> list[Giver]:
+def who_yields(waiting: WorkerJob, running: Iterable[JobT], missing_blocks: int, pool: BlockPool) -> list[JobT]:
+    """Those of lower classes that together free so many blocks for one who waits; nobody where they can't."""
+    priority = waiting.request.promise.priority
+    lower = [job for job in running if job.request.promise.priority < priority and not job.keeps_blocks]
+    return who_gives_way(sorted(lower, key=rank), missing_blocks, pool)
+
+
+def who_gives_way(candidates: Iterable[JobT], missing_blocks: int, pool: BlockPool) -> list[JobT]:
     """The first of the candidates that together free so many blocks; nobody where all of them would not.
 
     Those who turn out not to be needed are spared. So each one's blocks are needed, and none can come straight back.
     """
-    chosen: list[tuple[Giver, int]] = []
+    chosen: list[tuple[JobT, int]] = []
     freed = 0
     for job in candidates:
         if freed >= missing_blocks:
@@ -161,7 +136,7 @@ def who_gives_way(candidates: Iterable[Giver], missing_blocks: int, pool: BlockP
             freed += own
     if freed < missing_blocks:
         return []
-    needed: list[Giver] = []
+    needed: list[JobT] = []
     for job, own in chosen:
         if freed - own >= missing_blocks:
             freed -= own

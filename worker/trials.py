@@ -5,7 +5,7 @@ So they take the very way that a request's KV takes, and need no message of thei
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -16,12 +16,9 @@ from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.pulls import Transfers
 
 T = TypeVar("T")
-
-
-def _ignore() -> None:
-    """Nobody waits for blocks."""
 
 
 class LinkProbe:
@@ -35,65 +32,46 @@ class LinkProbe:
         self,
         *,
         pool: BlockPool,
-        sender: SendingSide | None,
-        receiver: ReceivingSide | None,
+        sender: SendingSide,
+        receiver: ReceivingSide,
+        transfers: Transfers,
         store: KVStore,
         clock: Clock,
-        on_released: Callable[[], None] = _ignore,
     ):
-        """`on_released` is called whenever a trial has given its blocks back: others may be waiting for some."""
         self._pool = pool
         self._sender = sender
         self._receiver = receiver
+        self._transfers = transfers
         self._store = store
         self._clock = clock
-        self._on_released = on_released
-        self._tasks: set[asyncio.Task[Any]] = set()  # each holds blocks until it ends
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a trial holds blocks, its caller's call over or not."""
-        return bool(self._tasks)
 
     async def source(self, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """Send as many tokens' KV once for each ticket, one after the other. All go to one target.
 
         The first transfer may also have to wait for the connection, the link and the target's own call. Raises
-        RequestError (this worker sends nothing, or has too few free blocks) and TransferFailed.
+        RequestError (this worker has too few free blocks) and TransferFailed.
         """
-        sender = self._sender
-        if sender is None:
-            raise RequestError("this worker sends no KV", code="no_transfers", status=409)
-        return await self._owned(self._send(sender, tickets, num_tokens))
+        return await self._owned(self._send(tickets, num_tokens))
 
     async def target(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
         """Receive what `source` sends with these tickets. Raises RequestError and TransferFailed as it does."""
-        receiver = self._receiver
-        if receiver is None:
-            raise RequestError("this worker receives no KV", code="no_transfers", status=409)
-        await self._owned(self._receive(receiver, tickets, num_tokens))
+        await self._owned(self._receive(tickets, num_tokens))
 
     async def _owned(self, trial: Coroutine[Any, Any, T]) -> T:
         """Run the trial in a task of ours, which sees its transfer to the end even where the caller is cancelled."""
-        task = asyncio.get_running_loop().create_task(trial, name="probe")
-        self._tasks.add(task)
-        task.add_done_callback(self._released)
+        task = self._transfers.see(trial, "probe")
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.cancel()
             raise
 
-    def _released(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        self._on_released()
-
-    async def _send(self, sender: SendingSide, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+    async def _send(self, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         seconds: list[float] = []
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
                 began = self._clock()
-                transfer = sender.open(ticket, num_tokens, block_ids, num_tokens)
+                transfer = self._sender.open(ticket, num_tokens, block_ids, num_tokens)
                 transfer.commit(None)
                 try:
                     await transfer.done()
@@ -103,13 +81,13 @@ class LinkProbe:
                         await transfer.done()
                     raise
                 seconds.append(self._clock() - began)
-        transport, why, missing = _links(sender, tickets[0].target)
+        transport, why, missing = _links(self._sender, tickets[0].target)
         return ProbeTimes(tuple(seconds), transport, why, missing)
 
-    async def _receive(self, receiver: ReceivingSide, tickets: Sequence[Ticket], num_tokens: int) -> None:
+    async def _receive(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
-                incoming = receiver.expect(ticket, block_ids, num_tokens, 0)
+                incoming = self._receiver.expect(ticket, block_ids, num_tokens, 0)
                 try:
                     await incoming.verified()
                 except asyncio.CancelledError:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.kvtransfer.store import KVStore
     from twostroke.model.step import Engine
     from twostroke.worker.block_pool import BlockPool
+    from twostroke.worker.worker import Equipment
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,22 @@ class WorkerParts:
     max_context: int  # tokens
     rank: RankParts  # rank 0's
     led: LedRanks | None  # None: there are no others
+
+    def equipment(self, peer: Peer, network: Network) -> "Equipment":
+        """What a worker is made of."""
+        from twostroke.worker.worker import Equipment
+
+        return Equipment(
+            peer=peer,
+            engine=self.engine,
+            store=self.store,
+            pool=self.pool,
+            network=network,
+            sender=self.sender,
+            receiver=self.receiver,
+            clock=time.monotonic,
+            max_context=self.max_context,
+        )
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost` with the reason, once a rank is lost: the worker can't go on."""

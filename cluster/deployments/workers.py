@@ -6,7 +6,6 @@ since the process that deploys and the router's process load this module too.
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -114,18 +113,7 @@ class PrefillReplica(_WorkerReplica):
         from twostroke.prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
-        self._prefill_worker = PrefillWorker(
-            peer=self._peer,
-            config=config,
-            engine=parts.engine,
-            store=parts.store,
-            pool=parts.pool,
-            network=self._network,
-            sender=parts.sender,
-            receiver=parts.receiver,
-            clock=time.monotonic,
-            max_context=parts.max_context,
-        )
+        self._prefill_worker = PrefillWorker(config, parts.equipment(self._peer, self._network))
         await self._start(self._prefill_worker)
 
     async def prefill(
@@ -146,19 +134,8 @@ class DecodeReplica(_WorkerReplica):
         from twostroke.decode_worker.worker import DecodeWorker
 
         parts = await self._load(settings, secret)
-        self._decode_worker = DecodeWorker(
-            peer=self._peer,
-            config=config,
-            engine=parts.engine,
-            store=parts.store,
-            pool=parts.pool,
-            network=self._network,
-            receiver=parts.receiver,
-            sender=parts.sender,
-            clock=time.monotonic,
-            max_context=parts.max_context,
-            swap_space=parts.rank.loaded.swap_space,
-        )
+        equipment = parts.equipment(self._peer, self._network)
+        self._decode_worker = DecodeWorker(config, equipment, parts.rank.loaded.swap_space)
         await self._start(self._decode_worker)
 
     async def decode(

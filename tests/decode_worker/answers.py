@@ -1,6 +1,4 @@
-"""What a fake engine is to answer, and until when its frames have come."""
-
-import asyncio
+"""What a fake engine is to answer."""
 
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS
@@ -9,8 +7,3 @@ from twostroke.protocol.requests import GenerateRequest
 
 def expected(request: GenerateRequest) -> list[tuple[int, int]]:
     return list(enumerate(expected_tokens(request, LAYERS)))
-
-
-async def a_moment() -> None:
-    """Until frames under way have arrived."""
-    await asyncio.sleep(0.1)

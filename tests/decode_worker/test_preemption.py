@@ -1,8 +1,20 @@
-"""How a request gives way: by setting, by room, by cost."""
+"""What becomes of the KV of requests that give way: by setting, by room, by cost; what is copied when, and blocks that
+go back on every path."""
+
+import asyncio
 
 import pytest
 
-from twostroke.decode_worker.preemption import PreemptionPolicy, Rate
+from tests.simulation.fake_model import expected_tokens
+from tests.simulation.worker_rig import LAYERS, a_request, begin, play
+from tests.simulation.worker_rig import Rig as WorkerRig
+from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
+from twostroke.decode_worker.preemption import PreemptionPolicy, Rate, Swapping
+from twostroke.model.step import BlockCopy
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.worker.sequence import Phase
 
 
 @pytest.mark.parametrize(
@@ -46,3 +58,155 @@ def test_a_rate_is_that_of_all_that_was_counted():
     rate.count(10, 1.0)
     rate.count(30, 1.0)
     assert rate.time_for(5) == 0.25
+
+
+@pytest.mark.parametrize("settings", [{"swap_gib": -1.0}, {"preemption": "swap"}])
+def test_settings_that_can_not_be_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"decode\.swap_gib"):
+        DecodeConfig(**settings)
+
+
+def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, DecodeStep]:
+    """An old and a young job, and the step that takes the young one's blocks."""
+    old, young = rig.add(7, 5), rig.add(7, 8)
+    rig.run()
+    rig.run()
+    return old, young, rig.schedule()
+
+
+def test_where_blocks_run_out_the_youngest_is_copied_out_before_anything_else():
+    rig = Rig(num_blocks=4, swap_blocks=8)
+    old, young, step = swap_out(rig)
+    assert (step.entries, young.phase) == ((), Phase.WAITING)
+    (swap,) = step.swaps
+    assert swap.copy == BlockCopy(True, tuple(young.sequence.block_ids), (0, 1))
+    assert rig.pool.free_blocks == 0, "they are still being read"
+    assert rig.scheduler.schedule(step).is_empty, "nothing runs ahead of that"
+    rig.end(step)
+    assert young.sequence.block_ids == []
+    assert rig.run() == [(old, 1)]
+    assert (rig.scheduler.preemptions, rig.scheduler.swaps) == (1, 1)
+
+
+def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was():
+    rig = Rig(num_blocks=4, swap_blocks=8)
+    old, young, step = swap_out(rig)
+    rig.end(step)
+    assert rig.scheduler.num_waiting_tokens == 1, "nothing but its last token is to be computed"
+    while not old.has_ended:
+        rig.run()
+    step = rig.schedule()
+    (swap,) = step.swaps
+    assert (swap.job, swap.copy.is_out, swap.copy.host_blocks) == (young, False, (1,)), "the first is still cached"
+    assert swap.copy.cache_blocks == tuple(young.sequence.block_ids[1:2])
+    (entry,) = step.entries
+    assert (entry.job, entry.step.start, list(entry.step.token_ids)) == (young, 8, [TOKEN.token_id])
+    assert rig.swapping.pool.owned_blocks == 2, "they are still being read"
+    rig.end(step)
+    assert rig.swapping.pool.owned_blocks == 0
+    assert young.swapped is None
+    while not young.has_ended:
+        rig.run()
+    assert young.sequence.num_output_tokens == 8
+    assert rig.pool.owned_blocks == 0
+
+
+def test_one_whose_whole_prefix_is_cached_needs_no_copy():
+    rig, swapping = Rig(), Swapping(HostMemory(8), "swap", BLOCK)
+    job = rig.add(9, 5)
+    job.sequence.reserve(rig.pool, 9)
+    job.sequence.num_computed = 8
+    assert swapping.swap_out(job) is not None
+    assert swapping.pool.owned_blocks == 2
+    assert swapping.swap_in(job) is None
+    assert swapping.pool.owned_blocks == 0
+
+
+def test_without_room_in_host_memory_it_is_computed_again():
+    rig = Rig(num_blocks=4, swap_blocks=1)
+    old, young, step = swap_out(rig)
+    assert [entry.job for entry in step.entries] == [old]
+    assert young.swapped is None
+    assert (rig.scheduler.preemptions, rig.scheduler.swaps) == (1, 0)
+
+
+@pytest.mark.parametrize("when", ["while it is copied out", "while it waits", "while it is copied in"])
+def test_a_request_that_ends_gives_all_blocks_back_once_nothing_is_copied(when: str):
+    rig = Rig(num_blocks=4, swap_blocks=8)
+    old, young, step = swap_out(rig)
+    if when != "while it is copied out":
+        rig.end(step)
+    if when == "while it is copied in":
+        while not (step := rig.schedule()).swaps:
+            rig.end(step)
+    rig.scheduler.end(young)
+    assert (rig.swapping.pool.owned_blocks > 0) == (when != "while it waits")
+    rig.scheduler.end(old)
+    if when != "while it waits":
+        rig.end(step)
+    assert rig.owned_blocks() == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["out", "in"])
+def test_a_copy_that_is_abandoned_leaves_nothing(when: str):
+    rig = Rig(num_blocks=4, swap_blocks=8)
+    old, young, step = swap_out(rig)
+    if when == "in":
+        rig.end(step)
+        while not (step := rig.schedule()).swaps:
+            rig.end(step)
+    rig.scheduler.abandon(step)
+    for job in (old, young):
+        rig.scheduler.end(job)
+    assert rig.owned_blocks() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"preemption": "swap", "swap_gib": 1.0, "swap_blocks": 40},
+        {"preemption": "swap", "swap_gib": 1.0, "swap_blocks": 7},
+        {"preemption": "auto", "swap_gib": 1.0, "swap_blocks": 40},
+    ],
+    ids=["recompute", "swap", "little swap", "auto"],
+)
+def test_a_tiny_cache_serves_many_requests_with_the_same_tokens(config):
+    async def script(rig: WorkerRig) -> None:
+        requests = [a_request(3 + i, f"{i}", max_tokens=25) for i in range(12)]
+        await asyncio.gather(*(rig.worker.decode(request, None) for request in requests))
+        await asyncio.sleep(0.1)
+        for request in requests:
+            assert rig.events()[request.request_id] == list(enumerate(expected_tokens(request, LAYERS)))
+        stats = rig.worker.stats()
+        assert stats.preemptions > 0
+        assert (stats.swaps > 0) == (stats.swap_bytes > 0) == (stats.swap_seconds > 0) == ("swap_blocks" in config)
+        if config.get("preemption") == "swap" and config["swap_blocks"] == 40:
+            assert stats.swaps == stats.preemptions
+            assert stats.computed_tokens <= sum(len(request.token_ids) for request in requests), "none twice"
+
+    play(script, role="decode", num_blocks=10, **config)
+
+
+@pytest.mark.parametrize("how", ["stops", "dies", "is left"])
+def test_nothing_of_swapped_requests_is_left_when_the_worker(how: str):
+    async def script(rig: WorkerRig) -> None:
+        calls = [begin(rig.worker.decode(a_request(3 + i, f"{i}", max_tokens=25), None)) for i in range(12)]
+        for _ in range(1000):
+            if rig.worker.stats().swapped_blocks:
+                break
+            await asyncio.sleep(0.001)
+        match how:
+            case "stops":
+                await rig.worker.stop()
+            case "dies":
+                rig.engine.fail_at_step = rig.engine.num_steps + 1
+            case "is left":
+                for call in calls:
+                    call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert any(isinstance(outcome, WorkerLost | asyncio.CancelledError) for outcome in outcomes)
+        await asyncio.sleep(0.1)
+        assert rig.worker.stats().swapped_blocks == rig.pool.owned_blocks == 0
+
+    play(script, role="decode", num_blocks=10, swap_blocks=40, preemption="swap", swap_gib=1.0)

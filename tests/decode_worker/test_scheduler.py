@@ -1,310 +1,58 @@
-"""The decode scheduler: who steps, who waits, who gives way, and blocks that come back on every path."""
+"""The decode scheduler: who decodes, whose KV comes, who stands still or gives way, and blocks that come back."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decode_worker.budgets import step_budget
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Phase, Progress
-from twostroke.decode_worker.preemption import PreemptionPolicy, SwappedBlocks
-from twostroke.decode_worker.scheduler import DecodeScheduler
+from tests.worker.scheduler_rig import STOP, TOKEN, Rig, idle, jobs, parts
+from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
-from twostroke.worker.block_pool import BlockPool
+from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduler import DrawnToken
+from twostroke.worker.sequence import Phase
 
-BLOCK = 4
-TOKEN = SampledToken(7)
-
-
-def request(length: int, max_tokens: int = 5, first: int = 0, **fields) -> GenerateRequest:
-    tokens = tuple(range(first, first + length))
-    return GenerateRequest(
-        request_id=f"{first}+{length}",
-        router_id="router-0",
-        token_ids=tokens,
-        num_prompt_tokens=length,
-        sampling=SamplingParams(),
-        max_tokens=max_tokens,
-        **fields,
-    )
+LOW, MIDDLE, HIGH = (Promise(name, priority, 0.1) for priority, name in enumerate(("low", "middle", "high")))
+COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.010, context_s=0.0)
 
 
-class Rig:
-    """A scheduler with its pool, and an engine that always draws the same token."""
-
-    def __init__(
-        self,
-        num_blocks: int = 64,
-        max_step_tokens: int = 16,
-        max_batch: int = 8,
-        watermark_blocks: int = 0,
-        max_waiting: int = 1024,
-    ):
-        self.pool = BlockPool(num_blocks, BLOCK)
-        self.scheduler = DecodeScheduler(
-            self.pool,
-            budget=step_budget(max_step_tokens),
-            max_batch=max_batch,
-            watermark_blocks=watermark_blocks,
-            max_context=200,
-            max_waiting=max_waiting,
-            swapped=SwappedBlocks(None, PreemptionPolicy("recompute", block_bytes=1)),
-        )
-
-    def add(self, length: int, max_tokens: int = 5, first: int = 0, *, transfer: bool = False, **fields) -> DecodeJob:
-        job = self.scheduler.add(request(length, max_tokens, first, **fields), wants_transfer=transfer, now=0.0)
-        if transfer:
-            self.scheduler.offered(job)
-        return job
-
-    def run(self) -> tuple[DecodeStep, list[Progress]]:
-        step = self.scheduler.schedule()
-        return step, self.finish(step)
-
-    def finish(self, step: DecodeStep) -> list[Progress]:
-        drawn = [TOKEN if entry.step.draw is not None else None for entry in step.entries]
-        progress = self.scheduler.complete(step, drawn)
-        self.pool.check_integrity()
-        return progress
-
-    def shape(self) -> list[tuple[int, int]]:
-        """Run a step; (arrival, tokens) of each entry."""
-        step, _ = self.run()
-        return [(entry.job.arrival, len(entry.step.token_ids)) for entry in step.entries]
-
-
-def test_a_request_computes_its_prompt_then_decodes_one_token_a_step_to_its_end():
+def test_a_request_computes_its_prompt_then_decodes_one_token_a_step_to_its_end() -> None:
     rig = Rig()
-    rig.add(6, max_tokens=3)
-    assert [rig.shape() for _ in range(4)] == [[(0, 6)], [(0, 1)], [(0, 1)], []]
+    job = rig.add(6, max_tokens=3)
+    steps = [rig.schedule()]
+    drawn = rig.end(steps[0])
+    while not job.has_ended:
+        steps.append(rig.schedule())
+        drawn += rig.end(steps[-1])
+    assert [parts(step) for step in steps] == [[(job, 6)], [(job, 1)], [(job, 1)]]
+    assert [(one.index, one.finish_reason) for one in drawn] == [(0, None), (1, None), (2, "length")]
     assert rig.pool.owned_blocks == 0
 
 
-def test_every_token_is_told_once_with_its_index_and_the_last_with_its_reason():
-    rig = Rig()
-    rig.add(6, max_tokens=3)
-    told = [(one.index, one.finish_reason) for _ in range(3) for one in rig.run()[1]]
-    assert told == [(0, None), (1, None), (2, "length")]
-
-
-def test_a_resumed_request_goes_on_with_the_next_index():
-    rig = Rig()
-    rig.scheduler.add(
-        GenerateRequest(
-            request_id="resumed",
-            router_id="router-0",
-            token_ids=(1, 2, 3, 4, 5),
-            num_prompt_tokens=3,
-            sampling=SamplingParams(),
-            max_tokens=4,
-        ),
-        wants_transfer=False,
-        now=0.0,
-    )
-    told = [(one.index, one.finish_reason) for _ in range(2) for one in rig.run()[1]]
-    assert told == [(2, None), (3, "length")]
-
-
-def test_running_decodes_come_first_and_prompts_take_what_is_left_of_the_budget():
+def test_running_decodes_come_first_and_prompts_take_what_is_left_of_the_budget() -> None:
     rig = Rig(max_step_tokens=8)
-    rig.add(4, max_tokens=20)
+    first = rig.add(4, max_tokens=20)
     rig.run()
-    rig.add(20, first=50)
-    assert [rig.shape() for _ in range(4)] == [
-        [(0, 1), (1, 7)],
-        [(0, 1), (1, 7)],
-        [(0, 1), (1, 6)],
-        [(0, 1), (1, 1)],
-    ]
+    second = rig.add(20, max_tokens=5)
+    assert [rig.run() for _ in range(4)] == [[(first, 1), (second, left)] for left in (7, 7, 6, 1)]
 
 
-def test_a_full_batch_admits_nobody():
+def test_a_full_batch_admits_nobody() -> None:
     rig = Rig(max_batch=2)
-    for first in (0, 50, 100):
-        rig.add(2, max_tokens=2, first=first)
-    assert rig.shape() == [(0, 2), (1, 2)]
-    assert rig.shape() == [(0, 1), (1, 1)]
-    assert rig.shape() == [(2, 2)]
+    first, second, third = (rig.add(2, max_tokens=2) for _ in range(3))
+    assert [jobs(rig.run()) for _ in range(3)] == [[first, second], [first, second], [third]]
 
 
-def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified():
-    rig = Rig()
-    job = rig.add(10, max_tokens=3, transfer=True)
-    step, _ = rig.run()
-    assert step.reserved == (job,)
-    assert step.entries == ()
-    assert len(job.sequence.block_ids) == 3
-    first = rig.scheduler.verified(job, TOKEN)
-    assert first == Progress(job, 0, TOKEN, None)
-    assert rig.shape() == [(0, 1)]
-    assert rig.pool.lookup(job.sequence.block_hashes) == 2
-
-
-def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up():
-    rig = Rig()
-    job = rig.scheduler.add(request(10), wants_transfer=True, now=0.0)
-    rig.add(3, max_tokens=1, first=50)
-    assert rig.shape() == [(1, 3)]
-    assert job.phase is Phase.WAITING
-    assert rig.pool.owned_blocks == 0
-    rig.scheduler.offered(job)
-    step, _ = rig.run()
-    assert step.reserved == (job,)
-    rig.scheduler.transfer_failed(job)
-
-
-def test_an_offered_request_reserves_its_blocks_while_a_step_is_under_way():
-    rig = Rig()
-    rig.add(6, max_tokens=3)
-    step = rig.scheduler.schedule()
-    job = rig.add(10, first=50, transfer=True)
-    assert rig.scheduler.reserve_offered() == (job,)
-    assert job.phase is Phase.TRANSFERRING
-    rig.finish(step)
-    rig.scheduler.verified(job, TOKEN)
-    assert rig.shape() == [(0, 1), (1, 1)]
-
-
-def test_an_offered_request_does_not_overtake_one_that_is_to_be_computed_here():
-    rig = Rig(max_batch=1)
-    rig.add(6, max_tokens=3)
-    step = rig.scheduler.schedule()
-    local = rig.add(10, first=50)
-    job = rig.add(10, first=100, transfer=True)
-    assert rig.scheduler.reserve_offered() == ()
-    rig.finish(step)
-    rig.scheduler.end(local)
-    assert rig.scheduler.reserve_offered() == (job,)
-    rig.scheduler.transfer_failed(job)
-
-
-def test_a_prefix_that_is_here_already_needs_no_transfer():
-    rig = Rig()
-    rig.add(10, max_tokens=1)
-    rig.run()
-    job = rig.add(10, transfer=True)
-    rig.run()
-    assert job.sequence.num_computed == job.num_cached_tokens == 8
-    assert len(job.sequence.block_ids) == 3
-
-
-def test_a_first_token_that_ends_the_request_frees_it_at_once():
-    rig = Rig()
-    job = rig.add(10, max_tokens=1, transfer=True)
-    rig.run()
-    assert rig.scheduler.verified(job, TOKEN) == Progress(job, 0, TOKEN, "length")
-    assert rig.pool.owned_blocks == 0
-
-
-def test_after_a_failed_transfer_the_prompt_is_computed_here_before_later_requests():
-    rig = Rig(max_step_tokens=10, max_batch=1)
-    job = rig.add(10, max_tokens=1, transfer=True)
-    rig.add(3, max_tokens=1, first=50)
-    assert rig.shape() == [(1, 3)]
-    rig.add(4, max_tokens=1, first=100)
-    rig.scheduler.transfer_failed(job)
-    assert rig.pool.owned_blocks == 0
-    assert [rig.shape() for _ in range(2)] == [[(0, 10)], [(2, 4)]]
-
-
-def test_a_transfer_that_will_not_come_is_forgotten_before_it_began():
-    rig = Rig()
-    job = rig.add(10, transfer=True)
-    rig.scheduler.compute_here(job)
-    assert rig.shape() == [(0, 10)]
-
-
-def test_without_free_blocks_the_youngest_gives_way_and_is_computed_again():
-    rig = Rig(num_blocks=4, max_step_tokens=16)
-    rig.add(7, max_tokens=5)
-    young = rig.add(7, max_tokens=8, first=50)
-    assert rig.shape() == [(0, 7), (1, 7)]
-    assert rig.shape() == [(0, 1), (1, 1)], "both fill their second block"
-    assert rig.shape() == [(0, 1)], "no block for either: the older takes the younger's"
-    assert young.phase is Phase.WAITING
-    assert (rig.scheduler.preemptions, young.num_preemptions) == (1, 1)
-    tokens_before = list(young.sequence.token_ids)
-    for _ in range(2):
-        assert rig.shape() == [(0, 1)]
-    assert rig.shape() == [(1, 5)], "the first full block is still cached; only the rest is computed again"
-    assert young.sequence.token_ids == [*tokens_before, TOKEN.token_id]
-    while rig.scheduler.num_running:
-        rig.run()
-    assert young.sequence.num_output_tokens == 8
-    assert rig.pool.owned_blocks == 0
-
-
-def test_admission_leaves_the_watermark_free_unless_the_request_would_be_alone():
-    rig = Rig(num_blocks=6, watermark_blocks=2)
-    rig.add(20, max_tokens=2)
-    assert rig.shape() == [(0, 16)], "alone, it may take five of six blocks"
-    rig.add(4, max_tokens=2, first=50)
-    assert rig.shape() == [(0, 4)], "one block is free, but it is not for newcomers"
-    assert rig.shape() == [(0, 1)]
-    assert rig.shape() == [(1, 4)]
-
-
-def test_nobody_overtakes_a_request_that_waits_for_blocks():
-    rig = Rig(num_blocks=6)
-    rig.add(8, max_tokens=3)
-    rig.run()
-    rig.add(20, max_tokens=1, first=50, transfer=True)
-    rig.add(4, max_tokens=1, first=100)
-    assert rig.shape() == [(0, 1)]
-    assert rig.shape() == [(0, 1)]
-    step, _ = rig.run()
-    assert [job.arrival for job in step.reserved] == [1]
-
-
-@pytest.mark.parametrize("where", ["waiting", "transferring", "in a step"])
-def test_an_ended_request_gives_its_blocks_back_as_soon_as_nothing_uses_them(where: str):
-    rig = Rig()
-    job = rig.add(10, transfer=where == "transferring")
-    if where == "waiting":
-        rig.scheduler.end(job)
-    else:
-        step = rig.scheduler.schedule()
-        rig.scheduler.end(job)
-        assert rig.pool.owned_blocks == 3
-        if where == "transferring":
-            assert rig.scheduler.verified(job, TOKEN) is None
-        else:
-            assert rig.finish(step) == []
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 0
-    assert rig.run()[0].entries == ()
-
-
-def test_an_abandoned_step_gives_blocks_back_once_its_jobs_have_ended():
-    rig = Rig()
-    job = rig.add(10)
-    rig.scheduler.abandon(rig.scheduler.schedule())
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 0
-
-
-@pytest.mark.parametrize(
-    ("length", "max_tokens", "blocks"), [(0, 1, 64), (196, 5, 64), (10, 8, 4), (1, 1_000_000_000, 64)]
-)
-def test_a_request_that_can_never_run_to_its_end_is_refused(length: int, max_tokens: int, blocks: int):
+@pytest.mark.parametrize(("length", "max_tokens", "num_blocks"), [(196, 5, 64), (10, 8, 4), (1, 1_000_000_000, 64)])
+def test_a_request_that_can_never_run_to_its_end_is_refused(length: int, max_tokens: int, num_blocks: int) -> None:
     with pytest.raises(RequestError):
-        Rig(num_blocks=blocks).add(length, max_tokens)
+        Rig(num_blocks=num_blocks).add(length, max_tokens)
 
 
-def test_a_request_too_many_is_refused_as_overload_until_the_queue_moves():
-    rig = Rig(max_waiting=2)
-    rig.add(4)
-    rig.add(4, first=50)
-    with pytest.raises(RequestError, match="wait here already") as refused:
-        rig.add(4, first=100)
-    assert (refused.value.status, refused.value.code) == (429, "overloaded")
-    rig.run()
-    rig.add(4, first=100)
-
-
-def test_a_request_that_just_fits_runs_to_its_end_alone():
+def test_a_request_that_just_fits_runs_to_its_end_alone() -> None:
     rig = Rig(num_blocks=4)
     job = rig.add(10, max_tokens=7)
     while not job.has_ended:
@@ -312,69 +60,448 @@ def test_a_request_that_just_fits_runs_to_its_end_alone():
     assert job.sequence.num_output_tokens == 7
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 25), st.integers(1, 6), st.integers(0, 20), st.integers(0, 3))
-def test_whatever_happens_blocks_are_accounted_for_and_every_request_gets_its_tokens_once(
-    seed: int, num_requests: int, max_batch: int, more_tokens: int, watermark_blocks: int
-):
+def test_admission_leaves_the_watermark_free_unless_the_request_would_be_alone() -> None:
+    rig = Rig(num_blocks=6, watermark_blocks=2)
+    large = rig.add(20, max_tokens=2)
+    assert rig.run() == [(large, 16)], "alone, it may take five of six blocks"
+    small = rig.add(4, max_tokens=2)
+    assert rig.run() == [(large, 4)], "one block is free, but it is not for newcomers"
+    assert [rig.run() for _ in range(2)] == [[(large, 1)], [(small, 4)]]
+
+
+# --- KV that comes from a prefill worker ---
+
+
+def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified() -> None:
+    rig = Rig()
+    job = rig.add(10, max_tokens=3, transfer=True)
+    step = rig.schedule()
+    assert (step.admitted.receiving, step.entries, len(job.sequence.block_ids)) == ((job,), (), 3)
+    assert rig.scheduler.verified(job, TOKEN) == DrawnToken(job, 0, TOKEN, None)
+    assert rig.run() == [(job, 1)]
+    assert rig.pool.lookup(job.sequence.block_hashes) == 2
+
+
+def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up() -> None:
+    rig = Rig()
+    job = rig.add(10, transfer=True, is_offered=False)
+    other = rig.add(3)
+    assert rig.run() == [(other, 3)]
+    assert (job.phase, rig.pool.owned_blocks) == (Phase.WAITING, 0)
+    rig.scheduler.offered(job)
+    assert rig.schedule().admitted.receiving == (job,)
+
+
+def test_an_offered_request_reserves_its_blocks_while_a_step_is_under_way() -> None:
+    rig = Rig()
+    busy = rig.add(6, max_tokens=3)
+    step = rig.schedule()
+    job = rig.add(10, max_tokens=5, transfer=True)
+    assert rig.scheduler.admit_offered().receiving == (job,)
+    rig.end(step)
+    rig.scheduler.verified(job, TOKEN)
+    assert jobs(rig.run()) == [busy, job]
+
+
+def test_an_offered_request_does_not_overtake_one_that_is_to_be_computed_here() -> None:
+    rig = Rig(max_batch=1)
+    rig.add(6, max_tokens=3)
+    step = rig.schedule()
+    local, job = rig.add(10), rig.add(10, transfer=True)
+    assert rig.scheduler.admit_offered().jobs == ()
+    rig.end(step)
+    rig.scheduler.end(local)
+    assert rig.scheduler.admit_offered().receiving == (job,)
+
+
+def test_nobody_overtakes_a_transfer_that_waits_for_blocks() -> None:
+    rig = Rig(num_blocks=6)
+    first = rig.add(8, max_tokens=3)
+    rig.run()
+    job = rig.add(20, transfer=True)
+    rig.add(4)
+    assert [jobs(rig.run()) for _ in range(2)] == [[first], [first]]
+    assert rig.schedule().admitted.receiving == (job,)
+
+
+def test_a_prefix_that_is_here_already_needs_no_transfer() -> None:
+    rig = Rig()
+    rig.cache(10)
+    job = rig.add(10, first=0, transfer=True)
+    rig.run()
+    assert job.sequence.num_computed == job.num_cached_tokens == 8
+    assert len(job.sequence.block_ids) == 3
+
+
+def test_a_first_token_that_ends_the_request_frees_it_at_once() -> None:
+    rig = Rig()
+    job = rig.add(10, transfer=True)
+    rig.run()
+    assert rig.scheduler.verified(job, TOKEN) == DrawnToken(job, 0, TOKEN, "length")
+    assert rig.pool.owned_blocks == 0
+
+
+def test_after_a_failed_transfer_the_prompt_is_computed_here_before_later_requests() -> None:
+    rig = Rig(max_step_tokens=10, max_batch=1)
+    job, other = rig.add(10, transfer=True), rig.add(3)
+    assert rig.run() == [(other, 3)]
+    late = rig.add(4)
+    rig.scheduler.transfer_failed(job)
+    assert rig.pool.owned_blocks == 0
+    assert [rig.run() for _ in range(2)] == [[(job, 10)], [(late, 4)]]
+
+
+def test_a_transfer_that_will_not_come_is_forgotten_before_it_began() -> None:
+    rig = Rig()
+    job = rig.add(10, transfer=True, is_offered=False)
+    rig.scheduler.compute_here(job)
+    assert rig.run() == [(job, 10)]
+
+
+def test_a_request_that_ends_in_its_transfer_gives_its_blocks_back_with_it() -> None:
+    rig = Rig()
+    job = rig.add(10, transfer=True)
+    rig.schedule()
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks == 3
+    assert rig.scheduler.verified(job, TOKEN) is None
+    assert rig.pool.owned_blocks == 0
+
+
+# --- who stands still ---
+
+
+def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lowest_stands_still_with_its_kv() -> None:
+    rig = Rig(max_batch=2)
+    old, young = rig.add(4, 8, promise=LOW), rig.add(4, 8, promise=LOW)
+    rig.run()
+    high = rig.add(4, 3, promise=HIGH)
+    steps = [jobs(rig.run()) for _ in range(5)]
+    assert high in steps[1]
+    assert young not in steps[1]
+    assert steps[-1] == [old, young], "it goes on as soon as there is room"
+    assert young.sequence.block_ids
+    assert rig.scheduler.preemptions == 0
+
+
+def test_the_place_of_one_who_gives_way_goes_to_who_stands_still() -> None:
+    """Or nobody would ever step again: no step ends that could wake the worker."""
+    rig = Rig(num_blocks=6, max_batch=1)
+    older, younger = rig.add(8, 4, promise=LOW, transfer=True), rig.add(8, 8, promise=LOW, transfer=True)
+    rig.schedule()
+    rig.scheduler.verified(younger, TOKEN)
+    while younger.phase is Phase.RUNNING and younger.sequence.num_output_tokens < 5:
+        assert jobs(rig.run()) == [younger]
+    rig.scheduler.verified(older, TOKEN)
+    rig.pool.allocate(rig.pool.free_blocks)  # who knows who holds them
+    while younger.phase is Phase.RUNNING:
+        stepping = jobs(rig.run())
+    assert younger.phase is Phase.WAITING
+    assert stepping == [older]
+
+
+def test_nobody_of_the_same_or_a_higher_class_loses_a_place() -> None:
+    rig = Rig(max_batch=2)
+    first, second = rig.add(4, 8, promise=MIDDLE), rig.add(4, 8, promise=HIGH)
+    rig.run()
+    waiting = rig.add(4, 8, promise=MIDDLE)
+    assert [jobs(rig.run()) for _ in range(3)] == [[first, second]] * 3
+    assert waiting.phase is Phase.WAITING
+
+
+def test_newcomers_wait_where_the_tightest_promise_leaves_no_room_and_come_when_it_has_ended() -> None:
+    rig = Rig(max_step_tokens=64, costs=COSTS)
+    tight = rig.add(4, 4, promise=Promise(tpot_s=0.030))
+    second, third = rig.add(4, 8, promise=LOW), rig.add(4, 8, promise=LOW)
+    assert [jobs(rig.run()) for _ in range(3)] == [[tight, second]] * 3, "30 ms are two rows"
+    assert jobs(rig.run()) == [tight, second, third], "its prompt may share the step that draws the other's last token"
+    assert jobs(rig.run()) == [second, third]
+
+
+def test_newcomers_whose_promises_are_looser_do_not_overtake_one_that_waits_for_room() -> None:
+    """Their KV comes from elsewhere, so that all are here already."""
+    rig = Rig(num_blocks=512, costs=StepCosts(1.0, 0.01, 0.0, 0.5, 0.0))
+
+    def come(promise: Promise) -> DecodeJob:
+        job: DecodeJob = rig.add(4, 6, promise=promise, transfer=True)
+        rig.scheduler.admit_offered()
+        rig.scheduler.verified(job, TOKEN)
+        return job
+
+    loose, tight = Promise("one", tpot_s=100.0), Promise("one", tpot_s=2.3)
+    for _ in range(4):
+        come(loose)
+        rig.run()
+    waiting = come(tight)
+    for _ in range(100):
+        come(loose)
+        rig.run()
+    assert waiting.has_ended
+
+
+def test_a_newcomer_with_a_tight_promise_waits_for_its_own_class_and_stops_lower_ones() -> None:
+    rig = Rig(max_step_tokens=64, costs=COSTS)
+    lows = [rig.add(4, 30, promise=LOW) for _ in range(4)]
+    rig.run()
+    same = rig.add(4, 8, promise=Promise("low", 0, tpot_s=0.030))
+    assert jobs(rig.run()) == lows
+    rig.scheduler.end(same)
+    tight = rig.add(4, 8, promise=Promise("high", 2, tpot_s=0.030))
+    rig.run()
+    assert jobs(rig.run()) == [lows[0], tight]
+
+
+# --- who gives way ---
+
+
+def test_without_free_blocks_the_youngest_gives_way_and_is_computed_again() -> None:
+    rig = Rig(num_blocks=4)
+    old, young = rig.add(7, 5), rig.add(7, 8)
+    assert rig.run() == [(old, 7), (young, 7)]
+    assert rig.run() == [(old, 1), (young, 1)], "both fill their second block"
+    assert rig.run() == [(old, 1)], "no block for either: the older takes the younger's"
+    assert (young.phase, rig.scheduler.preemptions, young.num_preemptions) == (Phase.WAITING, 1, 1)
+    before = list(young.sequence.token_ids)
+    assert [rig.run() for _ in range(2)] == [[(old, 1)]] * 2
+    assert rig.run() == [(young, 5)], "the first full block is still cached; only the rest is computed again"
+    assert young.sequence.token_ids == [*before, TOKEN.token_id]
+    while rig.scheduler.num_running:
+        rig.run()
+    assert (young.sequence.num_output_tokens, rig.pool.owned_blocks) == (8, 0)
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 8])
+def test_a_higher_class_that_lacks_blocks_gets_those_of_the_youngest_of_the_lowest(swap_blocks: int) -> None:
+    rig = Rig(num_blocks=6, swap_blocks=swap_blocks)
+    old, young = rig.add(6, 8, promise=LOW), rig.add(6, 8, promise=LOW)
+    middle = rig.add(6, 8, promise=MIDDLE)
+    rig.run()
+    high = rig.add(7, 1, promise=HIGH)
+    if swap_blocks:
+        assert rig.run() == [], "copying comes first"
+    assert jobs(rig.run()) == [old, middle, high]
+    assert (young.phase, young.num_preemptions, rig.scheduler.preemptions) == (Phase.WAITING, 1, 1)
+    assert (rig.scheduler.swaps == 1) is (swap_blocks > 0)
+    while not (old.has_ended and young.has_ended and middle.has_ended):
+        rig.run()
+    assert young.num_preemptions <= 2
+    assert rig.owned_blocks() == (0, 0)
+
+
+def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
+    rig = Rig(num_blocks=6)
+    low, middle = rig.add(6, 8, promise=LOW), rig.add(13, 8, promise=MIDDLE)
+    rig.run()
+    rig.add(12, 8, promise=MIDDLE)
+    assert set(jobs(rig.run())) == {low, middle}, "with the low one's two blocks it would still lack one"
+    assert rig.scheduler.preemptions == 0
+
+
+def test_where_blocks_run_out_the_youngest_of_the_lowest_gives_way() -> None:
+    rig = Rig(num_blocks=6)
+    low, high, young = rig.add(7, 8, promise=LOW), rig.add(7, 8, promise=HIGH), rig.add(7, 8, promise=HIGH)
+    rig.run()
+    rig.run()
+    assert jobs(rig.run()) == [high, young]
+    assert low.phase is Phase.WAITING
+
+
+@pytest.mark.parametrize("what", ["all of its KV", "its beginning"])
+def test_an_offered_request_of_a_higher_class_gets_blocks_of_lower_ones_though_the_batch_is_full(what: str) -> None:
+    rig = Rig(num_blocks=7, max_batch=1)
+    low = rig.add(9, 8, promise=LOW)
+    rig.run()
+    first = rig.add(9, 3, promise=HIGH)
+    rig.run()
+    is_whole = what == "all of its KV"
+    high = rig.add(9, 4, promise=HIGH, transfer=is_whole, awaits_offer=not is_whole)
+    if not is_whole:
+        rig.scheduler.offered_prefix(high, 8)
+    step = rig.schedule()
+    assert (jobs(step), step.admitted.receiving, low.phase) == ([first], (high,), Phase.WAITING)
+
+
+def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() -> None:
+    rig = Rig(num_blocks=4)
+    low = rig.add(8, 8, promise=LOW)
+    rig.add(12, 1, promise=HIGH, transfer=True)
+    num_highs = 0
+    while low.phase is Phase.WAITING:
+        rig.add(12, 1, promise=HIGH, transfer=True)  # one waits while another's KV comes
+        step = rig.schedule()
+        rig.end(step)
+        for high in step.admitted.receiving:
+            rig.scheduler.verified(high, TOKEN)
+        num_highs += 1
+        assert num_highs < 10, "a tenth of 9 x 12 tokens is more than it needs"
+
+
+def test_one_that_gives_way_after_its_pull_is_computed_like_any_other() -> None:
+    rig = Rig(num_blocks=4)
+    old = rig.add(4, 8)
+    rig.run()
+    job = rig.add(8, 8, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 4)
+    rig.scheduler.admit_offered()
+    rig.scheduler.pulled(job)
+    while job.num_preemptions == 0:
+        rig.run()
+    assert (job.phase, job.offered_tokens, job.has_kv_coming) == (Phase.WAITING, 0, False)
+    while not (old.has_ended and job.has_ended):
+        assert rig.schedule().admitted.declined == ()
+        rig.scheduler.end(old)
+        rig.scheduler.end(job)
+    assert job.num_cached_tokens == 4, "that of its first admission"
+
+
+@pytest.mark.parametrize("transfer", [False, True])
+def test_a_low_class_gets_on_though_higher_ones_keep_coming(transfer: bool) -> None:
+    rig = Rig(num_blocks=24, max_batch=2)
+    low = rig.add(8, 10, promise=LOW, transfer=transfer)
+    rig.scheduler.compute_here(low)
+    for _ in range(3000):
+        while rig.scheduler.num_waiting + rig.scheduler.num_running < 6:
+            rig.add(20, 6, promise=HIGH)
+        rig.run()
+        if low.has_ended:
+            break
+    assert low.has_ended, "after three thousand steps"
+    assert low.num_preemptions <= 3
+
+
+def test_what_a_class_saved_is_gone_once_nobody_of_it_waits() -> None:
+    rig = Rig()
+    waiting = rig.add(40, 8, promise=LOW)
+    for _ in range(10):
+        high = rig.add(16, promise=HIGH)
+        assert jobs(rig.run()) == [high]
+    rig.scheduler.end(waiting)
+    assert rig.run() == []
+    rig.add(12, 8, promise=LOW)
+    high = rig.add(16, promise=HIGH)
+    assert jobs(rig.run()) == [high]
+
+
+def test_what_was_admitted_by_its_share_is_not_thrown_out_by_those_it_overtook() -> None:
+    rig = Rig(num_blocks=8)
+    low = rig.add(12, 12, promise=LOW)
+
+    def step() -> None:
+        while rig.scheduler.num_waiting + rig.scheduler.num_running < 5:
+            rig.add(8, 4, promise=HIGH)
+        rig.run()
+
+    for _ in range(400):
+        step()
+        if low.keeps_blocks:
+            break
+    assert low.keeps_blocks
+    before = low.num_preemptions
+    while not low.has_ended:
+        step()
+    assert low.num_preemptions == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 20),
+    max_batch=st.integers(1, 6),
+    more_tokens=st.integers(0, 20),
+    watermark_blocks=st.integers(0, 3),
+    swap_blocks=st.sampled_from((0, 5, 20)),
+    costs=st.sampled_from((None, COSTS)),
+)
+def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_lost(
+    seed: int,
+    num_requests: int,
+    max_batch: int,
+    more_tokens: int,
+    watermark_blocks: int,
+    swap_blocks: int,
+    costs: StepCosts | None,
+) -> None:
+    """With classes, transfers, pulls, swapping and steps that run ahead; some requests are stopped or aborted."""
     draw = random.Random(seed)
+    max_step_tokens = max_batch + more_tokens
     rig = Rig(
         num_blocks=14,
-        max_step_tokens=max_batch + more_tokens,
         max_batch=max_batch,
+        max_step_tokens=max_step_tokens,
         watermark_blocks=watermark_blocks,
+        swap_blocks=swap_blocks,
+        costs=costs,
     )
-    outputs: dict[DecodeJob, int] = {}
+    scheduler, outputs = rig.scheduler, dict[Any, list[int]]()
     receiving: list[DecodeJob] = []
+    in_flight: DecodeStep | None = None
 
-    def note(progress: list[Progress]) -> None:
-        for one in progress:
-            assert one.index == outputs[one.job]
-            outputs[one.job] += 1
+    def schedule(behind: DecodeStep | None = None) -> DecodeStep:
+        step: DecodeStep = scheduler.schedule(behind)
+        assert len(step.entries) <= max_batch
+        assert sum(num_tokens for _, num_tokens in parts(step)) <= max_step_tokens
+        assert len(set(jobs(step))) == len(step.entries)
+        assert not any(job.is_receiving or job.awaits_offer for job in jobs(step))
+        receiving.extend(step.admitted.receiving)
+        return step
 
-    for _ in range(2000):
+    def note(drawn: list[DrawnToken[DecodeJob]]) -> None:
+        for one in drawn:
+            assert one.index == len(outputs[one.job])
+            outputs[one.job].append(one.token.token_id)
+
+    num_steps = 0
+    while num_requests or not all(job.has_ended for job in outputs):
+        num_steps += 1
+        assert num_steps < 5000, "somebody starves"
         if num_requests and (draw.random() < 0.3 or all(job.has_ended for job in outputs)):
             num_requests -= 1
-            first = draw.choice((0, 0, 100))
-            job = rig.add(draw.randint(1, 40), draw.randint(1, 16), first, transfer=draw.random() < 0.5)
-            outputs[job] = 0
-            job.is_offered = draw.random() < 0.5
-            job.awaits_offer = not job.wants_transfer and draw.random() < 0.5
-        step = rig.scheduler.schedule()
-        assert sum(len(entry.step.token_ids) for entry in step.entries) <= max_batch + more_tokens
-        assert len(step.entries) <= max_batch
-        assert len({entry.job for entry in step.entries}) == len(step.entries)
-        assert not any(entry.job.is_receiving or entry.job.awaits_offer for entry in step.entries)
-        receiving.extend(step.reserved)
+            priority, transfer = draw.randrange(3), draw.random() < 0.4
+            tpot_s = draw.choice((None, 0.001, 0.05))
+            promise = Promise(str(priority), priority, draw.choice((0.0, 0.3)), draw.choice((None, -1.0, 5.0)), tpot_s)
+            job = rig.add(
+                draw.randint(1, 40),
+                draw.randint(1, 16),
+                draw.choice((None, 0, 0)),
+                promise=promise,
+                now=num_steps,
+                transfer=transfer,
+                is_offered=draw.random() < 0.5,
+                awaits_offer=not transfer and draw.random() < 0.4,
+                sampling=SamplingParams(presence_penalty=draw.choice((0.0, 0.0, 0.0, 0.5))),
+            )
+            outputs[job] = []
+        running, in_flight = in_flight or schedule(), None
+        if draw.random() < 0.6 and not (ahead := schedule(running)).is_empty:
+            in_flight = ahead
         if draw.random() < 0.3:
-            receiving.extend(rig.scheduler.reserve_offered())
-        if draw.random() < 0.05 and outputs:
-            rig.scheduler.end(draw.choice(list(outputs)))
-        if draw.random() < 0.3 and outputs:
-            rig.scheduler.offered(draw.choice(list(outputs)))
-        if draw.random() < 0.05 and outputs:
-            rig.scheduler.compute_here(draw.choice(list(outputs)))
+            receiving.extend(scheduler.admit_offered().receiving)
+        if draw.random() < 0.03:
+            scheduler.end(draw.choice(list(outputs)))
         for job in outputs:
+            if job.wants_transfer and not job.is_offered and draw.random() < 0.3:
+                draw.choice((scheduler.offered, scheduler.compute_here))(job)
             if job.awaits_offer and not job.has_ended and draw.random() < 0.3:
                 if draw.random() < 0.3:
-                    rig.scheduler.prefixes.not_offered(job)
+                    scheduler.no_prefix(job)
                 else:
-                    rig.scheduler.prefixes.offered(job, draw.randint(1, 40))
-        note(rig.finish(step))
-        while receiving and draw.random() < 0.3:
+                    scheduler.offered_prefix(job, draw.randint(1, 40))
+        note(rig.end(running, SampledToken(STOP) if draw.random() < 0.05 else TOKEN))
+        while receiving and draw.random() < 0.5:
             job = receiving.pop(draw.randrange(len(receiving)))
             fails = draw.random() < 0.3
             if not job.wants_transfer:
-                (rig.scheduler.prefixes.pull_failed if fails else rig.scheduler.prefixes.pulled)(job)
+                (scheduler.pull_failed if fails else scheduler.pulled)(job)
             elif fails:
-                rig.scheduler.transfer_failed(job)
-            elif (first_token := rig.scheduler.verified(job, TOKEN)) is not None:
-                note([first_token])
-        if not num_requests and all(job.has_ended for job in outputs):
-            break
+                scheduler.transfer_failed(job)
+            elif (first := scheduler.verified(job, TOKEN)) is not None:
+                note([first])
     for job in receiving:
-        (rig.scheduler.transfer_failed if job.wants_transfer else rig.scheduler.prefixes.pull_failed)(job)
-    assert not any(job.is_receiving for job in rig.scheduler.prefixes.take_declined())
-    assert all(job.has_ended for job in outputs)
-    assert rig.pool.owned_blocks == 0
-    assert rig.scheduler.num_waiting == rig.scheduler.num_running == rig.scheduler.num_waiting_tokens == 0
+        (scheduler.transfer_failed if job.wants_transfer else scheduler.pull_failed)(job)
+    if in_flight is not None:
+        rig.end(in_flight)
+    assert rig.owned_blocks() == (0, 0)
+    assert idle(scheduler)
+    for job, tokens in outputs.items():
+        assert job.sequence.token_ids == [*job.request.token_ids, *tokens]
+        assert job.sequence.num_output_tokens <= job.request.max_tokens

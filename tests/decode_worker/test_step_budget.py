@@ -2,11 +2,14 @@
 
 import pytest
 
-from tests.decode_worker.budgets import step_budget
+from tests.worker.scheduler_rig import a_step_budget as step_budget
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.step_budget import CAUTIOUS_CHUNK, tokens_in
+from twostroke.decode_worker.step_budget import CAUTIOUS_CHUNK, LEAST_STALL_S, MOST_STALL_S, usual_stall_s
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduler import tokens_in
 from twostroke.worker.sequence import SequenceState
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
@@ -17,7 +20,7 @@ def job(tpot_s: float | None = None, context: int = 100) -> DecodeJob:
     request = GenerateRequest(
         "", "", tuple(range(context)), context, SamplingParams(), 1, promise=Promise(tpot_s=tpot_s)
     )
-    return DecodeJob(SequenceState(request, 16), 0, 0.0, context, wants_transfer=False)
+    return DecodeJob(SequenceState(request, 16), 0.0)
 
 
 def fitting(tpot_s: float | None, newcomer_tpot_s: float | None = None, *, safety: float = 1.0) -> int:
@@ -60,11 +63,37 @@ def test_chunks_fill_what_the_tightest_promise_leaves() -> None:
     assert budget.take(10, 0) == 10, "the end of a prompt may be of any length"
 
 
-def test_without_promises_a_step_may_take_so_many_times_as_long_as_it_would() -> None:
-    # 13 ms alone, 39 ms in all: 26 ms are 23.4 tokens.
-    assert step_budget(512, COSTS, stall_factor=3.0).for_prompts([job()]).take(500, 0) == 16
-    # 104 ms: 77.0 tokens
-    assert step_budget(512, COSTS, stall_factor=9.0).for_prompts([job()]).take(500, 0) == 64
+def chunk(stall_factor: float | None = None, max_stall_s: float | None = None, costs: StepCosts = COSTS) -> int:
+    """Prompt tokens beside a request that was promised nothing; alone it takes 13 ms."""
+    budget = step_budget(512, costs, stall_factor=stall_factor, max_stall_s=max_stall_s)
+    return budget.for_prompts([job()]).take(500, 0)
+
+
+def test_without_promises_a_step_may_take_as_long_as_is_set() -> None:
+    assert chunk(stall_factor=3.0) == 16, "39 ms: 26 more are 23.4 tokens"
+    assert chunk(stall_factor=9.0) == 64, "117 ms: 104 more are 77.0 tokens"
+    assert chunk(max_stall_s=0.039) == 16
+    assert chunk(stall_factor=9.0, max_stall_s=0.039) == chunk(stall_factor=3.0, max_stall_s=9.0) == 16
+    assert chunk(max_stall_s=0.001) == 1, "the least that they get on by"
+
+
+def test_where_nothing_is_set_a_step_takes_what_a_long_chunk_takes_within_what_people_notice() -> None:
+    # 10 ms and 256 tokens of 0.5 ms each
+    assert usual_stall_s(StepCosts(0.010, 0.0005, 0.0, 0.002, 0.00001)) == pytest.approx(0.138)
+    assert usual_stall_s(COSTS) == MOST_STALL_S, "256 tokens and their pairs take 0.59 s"
+    assert usual_stall_s(StepCosts(0.005, 0.00001, 0.0, 0.0, 0.0)) == LEAST_STALL_S
+    assert chunk() == 128, "250 ms: 237 more are 139.6 tokens"
+
+
+def test_a_step_that_is_long_by_itself_grows_by_three_quarters() -> None:
+    slow = StepCosts(base_s=1.0, token_s=0.01, pair_s=0.0, row_s=0.0, context_s=0.0)
+    assert chunk(costs=slow) == 64, "0.75 s are 75 tokens"
+
+
+@pytest.mark.parametrize("setting", [{"max_stall_s": 0.0}, {"stall_factor": 0.5}])
+def test_bounds_that_can_not_be_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        DecodeConfig(**setting)  # type: ignore[arg-type]
 
 
 def test_prompts_get_on_however_long_it_takes_but_not_by_more_than_the_least() -> None:

@@ -1,15 +1,19 @@
-"""The decode worker alone: its calls, its frames, its refusals, and what becomes of blocks when requests end early."""
+"""The decode worker alone: its frames, its refusals, its steps ahead, and what only it tells of itself."""
 
 import asyncio
 
 import msgspec
 import pytest
 
-from tests.decode_worker.answers import a_moment, expected
-from tests.simulation.worker_rig import DECODE, ROUTER, Rig, a_request, begin, play
+from tests.decode_worker.answers import expected
+from tests.simulation.prefix_source import source_beside
+from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
-from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import DecodeReply
+from twostroke.protocol.requests import DecodeReply, Promise
+from twostroke.protocol.stats import LEAST_STRETCH
+from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES
+
+CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 
 
 def test_a_request_without_a_ticket_is_computed_here_to_its_end():
@@ -68,77 +72,10 @@ def test_a_request_that_could_never_fit_is_refused(fields):
     play(script, role="decode", num_blocks=20)
 
 
-def test_a_full_queue_refuses_what_comes_next():
-    async def script(rig: Rig) -> None:
-        calls = [begin(rig.worker.decode(a_request(name=name), None)) for name in ("a", "b")]
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError) as refused:
-            await rig.worker.decode(a_request(name="c"), None)
-        assert refused.value.status == 429
-        await asyncio.gather(*calls)
-        await rig.worker.decode(a_request(name="c"), None)
-
-    play(script, role="decode", max_waiting=2)
-
-
-def test_a_request_id_in_use_is_refused():
-    async def script(rig: Rig) -> None:
-        first = begin(rig.worker.decode(a_request(), None))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="here already"):
-            await rig.worker.decode(a_request(), None)
-        await first
-
-    play(script, role="decode")
-
-
 def test_a_ticket_of_another_request_is_refused():
     async def script(rig: Rig) -> None:
         with pytest.raises(TicketRefused):
             await rig.worker.decode(a_request(), rig.ticket("another"))
-
-    play(script, role="decode")
-
-
-def test_a_cancelled_call_frees_its_blocks_once_the_step_has_run():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
-        await asyncio.sleep(0.01)
-        assert rig.pool.owned_blocks > 0
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert rig.pool.owned_blocks > 0, "a step still writes into them"
-        await a_moment()
-        assert rig.pool.owned_blocks == 0
-        assert rig.worker.stats().aborted_requests == 1
-
-    play(script, role="decode")
-
-
-def test_a_cancel_message_ends_the_call_without_a_finish_reason():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
-        await asyncio.sleep(0.01)
-        rig.router.send(Cancel("somebody else's"))
-        rig.router.send(Cancel("r"))
-        reply = await call
-        assert reply.finish_reason is None
-        await a_moment()
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role="decode")
-
-
-def test_a_lost_router_ends_its_requests():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
-        await asyncio.sleep(0.01)
-        rig.fabric.cut(ROUTER)
-        with pytest.raises(WorkerLost, match="is gone"):
-            await call
-        await a_moment()
-        assert rig.pool.owned_blocks == 0
 
     play(script, role="decode")
 
@@ -163,23 +100,94 @@ def test_tokens_are_the_same_whether_steps_run_ahead_or_not():
     assert ahead[0] > ahead[1] == 0
 
 
-def test_the_numbers_it_tells_are_true():
+def test_a_stopping_worker_sees_the_steps_that_it_has_asked_for_to_their_end():
     async def script(rig: Rig) -> None:
-        assert rig.info.peer == DECODE
-        assert rig.info.role == "decode"
-        for _ in range(2):
-            await rig.worker.decode(a_request(10), None)
-        rig.engine.num_broken_rows = 3
-        stats = rig.worker.stats()
-        assert stats.broken_logit_rows == 3
-        assert stats.generated_tokens == 12
-        assert stats.finished_requests == 2
-        assert stats.prefix_queries == 20
-        assert stats.prefix_hits == 8
-        assert stats.computed_tokens == 10 + 2
-        assert stats.steps == rig.engine.num_steps == 12
-        assert stats.step_seconds > 0
-        assert stats.free_blocks == stats.total_blocks == 32
-        assert stats.num_running == stats.num_waiting == stats.owned_blocks == 0
+        call = begin(rig.worker.decode(a_request(max_tokens=50), None))
+        await asyncio.sleep(0.01)
+        rig.engine.released.clear()
+        await asyncio.sleep(1.0)
+        stopping = begin(rig.worker.stop())
+        await asyncio.sleep(1.0)
+        assert len(rig.worker._under_way) == 2
+        num_steps = rig.engine.num_steps
+        rig.engine.released.set()
+        await stopping
+        assert rig.engine.num_steps == num_steps + 1
+        assert rig.pool.owned_blocks == 0
+        await asyncio.gather(call, return_exceptions=True)
 
-    play(script, role="decode")
+    play(script, role="decode", max_step_s=5.0)
+
+
+def test_a_step_behind_one_that_takes_long_has_its_own_time():
+    async def script(rig: Rig) -> None:
+        call = begin(rig.worker.decode(a_request(max_tokens=3), None))
+        for _ in range(3):
+            rig.engine.released.clear()
+            await asyncio.sleep(4.0)
+            rig.engine.released.set()
+            await asyncio.sleep(0.002)
+            rig.worker.check_health()
+        await call
+
+    play(script, role="decode", max_step_s=5.0)
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 32])
+def test_one_that_gives_way_after_its_pull_goes_on_with_the_same_tokens(swap_blocks: int):
+    async def script(rig: Rig) -> None:
+        async with source_beside(rig) as source:
+            await source.compute(a_request(40))
+            old = begin(rig.worker.decode(a_request(16, "old", max_tokens=40, cache_salt=b"x"), None))
+            await asyncio.sleep(0)
+            ticket = source.ticket()
+            request = a_request(41, max_tokens=30)
+            source.send(ticket, request)
+            reply = await rig.worker.decode(request, None, ticket)
+            await old
+            assert await rig.is_right(request, reply)
+            assert reply.num_preemptions > 0
+            assert rig.worker.stats().pulled_tokens == reply.num_cached_tokens == 40
+
+    swapping = {"preemption": "swap", "swap_gib": 1.0} if swap_blocks else {}
+    play(script, role="decode", num_blocks=21, swap_blocks=swap_blocks, min_pull_tokens=8, watermark=0.0, **swapping)
+
+
+def test_a_decode_worker_tells_its_contexts_and_the_tightest_promise_among_those_who_decode() -> None:
+    async def script(rig: Rig) -> None:
+        loose = Promise("batch", tpot_s=0.2)
+        calls = [
+            begin(rig.ask(a_request(10, "a", promise=CHAT, max_tokens=30))),
+            begin(rig.ask(a_request(7, "b", promise=loose, max_tokens=60))),
+            begin(rig.ask(a_request(5, "c", max_tokens=60))),
+        ]
+        assert rig.worker.stats().tightest_tpot_s is None
+        await asyncio.sleep(0.02)
+        assert len(rig.events()) == 3, "all have begun to decode"
+        stats = rig.worker.stats()
+        assert stats.tightest_tpot_s == 0.05
+        heard = 10 + 7 + 5 + sum(len(tokens) for tokens in rig.events().values())
+        assert heard <= stats.context_tokens <= heard + 10, "some may be on their way"
+        await calls[0]
+        assert rig.worker.stats().tightest_tpot_s == 0.2
+        await asyncio.gather(*calls)
+        stats = rig.worker.stats()
+        assert (stats.tightest_tpot_s, stats.context_tokens) == (None, 0)
+
+    play(script, role="decode", num_blocks=64)
+
+
+def test_a_promise_that_nobody_could_keep_is_told_as_what_the_worker_makes_of_it() -> None:
+    async def script(rig: Rig) -> None:
+        for number in range(COLD_STEPS + FIRST_SAMPLES):
+            await rig.ask(a_request(5 + number, f"r{number}", max_tokens=3))
+        hopeless = begin(rig.ask(a_request(10, "a", promise=Promise("chat", tpot_s=1e-6), max_tokens=30)))
+        await asyncio.sleep(0.02)
+        assert len(rig.events()["a"]) > 0
+        stats = rig.worker.stats()
+        assert stats.costs is not None
+        alone_s = stats.costs.base_s + stats.costs.decode_s(1, stats.context_tokens)
+        assert stats.tightest_tpot_s == pytest.approx(LEAST_STRETCH * alone_s)
+        await hopeless
+
+    play(script, role="decode", num_blocks=64)

@@ -187,21 +187,11 @@ async def _add_worker(
     settings = worker_settings(folder, shape, role, ranks)
     parts = await load_parts(settings, peer, network, SECRET, host=HOST, start_ranks=start_processes)
     stack.push_async_callback(parts.close)
-    common: dict[str, Any] = {
-        "peer": peer,
-        "network": network,
-        "clock": time.monotonic,
-        "engine": parts.engine,
-        "store": parts.store,
-        "pool": parts.pool,
-        "sender": parts.sender,
-        "receiver": parts.receiver,
-        "max_context": parts.max_context,
-    }
+    equipment = parts.equipment(peer, network)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config=config, **common)
+        worker = PrefillWorker(config, equipment)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
@@ -209,7 +199,7 @@ async def _add_worker(
             router_wait_s=shape.router_wait_s,
             **shape.decode,
         )
-        worker = DecodeWorker(config=decode_config, swap_space=parts.rank.loaded.swap_space, **common)
+        worker = DecodeWorker(decode_config, equipment, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

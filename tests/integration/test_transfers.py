@@ -155,13 +155,13 @@ def source_forgets(served: Served) -> None:
 
 
 def source_never_hears(served: Served) -> None:
-    served.fleet.worker("decode")._transfers._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
+    served.fleet.worker("decode")._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
 
 
 def source_breaks_off(served: Served) -> None:
     """Its side of the transfers closes as soon as the first is under way."""
     worker = served.fleet.worker("decode")
-    exports, sender = worker._transfers._exports, worker._sender  # type: ignore[union-attr]
+    exports, sender = worker._exports, worker._sender  # type: ignore[union-attr]
     send, tasks = exports.send, set()  # type: ignore[union-attr]
 
     def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
@@ -273,7 +273,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
     lines = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "twostroke.prefill_worker.calls" and record.levelno == logging.WARNING
+        if record.name == "twostroke.prefill_worker.worker" and record.levelno == logging.WARNING
     ]
     assert len(lines) == 2
     assert all("was not sent" in line for line in lines)

@@ -1,4 +1,4 @@
-"""The prefill worker alone: its replies, and what becomes of blocks when things end early."""
+"""The prefill worker alone: its replies, its transfers, and what becomes of blocks when things end early."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,9 @@ from twostroke.protocol.errors import (
     EpochMismatch,
     RequestError,
     TicketRefused,
-    WorkerLeaving,
     WorkerLost,
 )
-from twostroke.protocol.messages import Cancel, Drain
+from twostroke.protocol.messages import Cancel
 from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Address, Peer, PrefillReply
 
@@ -53,14 +52,6 @@ def test_a_first_token_that_ends_the_request_says_so():
     async def script(rig: Rig) -> None:
         reply = await rig.worker.prefill(a_request(10, max_tokens=1), None)
         assert reply.event.finish_reason == "length"
-
-    play(script, role="prefill")
-
-
-def test_prompts_that_come_together_share_steps():
-    async def script(rig: Rig) -> None:
-        await asyncio.gather(*(rig.worker.prefill(a_request(length, str(length)), None) for length in (9, 10, 11)))
-        assert rig.engine.num_steps <= 2
 
     play(script, role="prefill")
 
@@ -153,39 +144,6 @@ def test_a_ticket_for_somebody_else_is_refused(prefill: Peer, name: str, error: 
     play(script, role="prefill")
 
 
-@pytest.mark.parametrize("length", [0, 100, 81])
-def test_a_prompt_that_can_never_run_is_refused(length: int):
-    async def script(rig: Rig) -> None:
-        with pytest.raises(RequestError):
-            await rig.worker.prefill(a_request(length), None)
-
-    play(script, role="prefill", num_blocks=20)
-
-
-def test_a_full_queue_refuses_what_comes_next():
-    async def script(rig: Rig) -> None:
-        calls = [begin(rig.worker.prefill(a_request(name=name), None)) for name in ("a", "b")]
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError) as refused:
-            await rig.worker.prefill(a_request(name="c"), None)
-        assert refused.value.status == 429
-        await asyncio.gather(*calls)
-        await rig.worker.prefill(a_request(name="c"), None)
-
-    play(script, role="prefill", max_waiting=2)
-
-
-def test_a_request_id_in_use_is_refused():
-    async def script(rig: Rig) -> None:
-        first = begin(rig.worker.prefill(a_request(), None))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="here already"):
-            await rig.worker.prefill(a_request(), None)
-        await first
-
-    play(script, role="prefill")
-
-
 @pytest.mark.parametrize("where", ["queued", "in a step", "transferring"])
 @pytest.mark.parametrize("how", ["call", "message", "router"])
 def test_a_request_cancelled_anywhere_gives_its_blocks_back(where: str, how: str):
@@ -230,104 +188,5 @@ def test_a_transfer_still_running_after_the_reply_ends_with_its_request(how: str
         stats = rig.worker.stats()
         assert (stats.finished_requests, stats.aborted_requests, stats.transfers_failed) == (1, 0, 1)
         await rig.worker.drain()
-
-    play(script, role="prefill")
-
-
-def test_a_dead_engine_ends_every_request():
-    async def script(rig: Rig) -> None:
-        rig.engine.fail_at_step = 2
-        calls = [begin(rig.worker.prefill(a_request(20, name), rig.ticket(name))) for name in ("a", "b")]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(outcome, WorkerLost)
-        with pytest.raises(WorkerLost, match="has died"):
-            rig.worker.check_health()
-        await rig.worker.drain()
-        await asyncio.sleep(0.1)
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role="prefill", max_step_tokens=10)
-
-
-def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new():
-    async def script(rig: Rig) -> None:
-        rig.engine.released.clear()
-        call = begin(rig.worker.prefill(a_request(), None))
-        await asyncio.sleep(4.9)
-        rig.worker.check_health()
-        await asyncio.sleep(0.2)
-        with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
-            rig.worker.check_health()
-        with pytest.raises(WorkerLost):
-            await rig.worker.prefill(a_request(name="another"), None)
-        rig.engine.released.set()
-        await call
-        rig.worker.check_health()
-
-    play(script, role="prefill", max_step_s=5.0)
-
-
-def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.prefill(a_request(), None))
-        await asyncio.sleep(0.0005)  # the step is under way
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert rig.pool.owned_blocks > 0
-        await rig.worker.drain()
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role="prefill")
-
-
-def test_a_worker_that_is_told_to_leave_finishes_the_prompts_it_has_begun_and_gives_the_rest_back():
-    async def script(rig: Rig) -> None:
-        begun = begin(rig.worker.prefill(a_request(100 - 8), None))
-        await asyncio.sleep(0.0005)
-        waiting = begin(rig.worker.prefill(a_request(100 - 8, name="finds no block"), None))
-        await asyncio.sleep(0)
-        rig.router.send(Drain())
-        with pytest.raises(WorkerLeaving):
-            await waiting
-        assert (await begun).event.tokens
-        with pytest.raises(WorkerLeaving):
-            await rig.worker.prefill(a_request(), None)
-
-    play(script, role="prefill", num_blocks=24, max_step_tokens=8)
-
-
-def test_a_draining_worker_takes_nothing_new():
-    async def script(rig: Rig) -> None:
-        await rig.worker.drain()
-        with pytest.raises(WorkerLost, match="draining"):
-            await rig.worker.prefill(a_request(), None)
-
-    play(script, role="prefill")
-
-
-def test_a_stopping_worker_ends_its_requests_after_the_step_under_way():
-    async def script(rig: Rig) -> None:
-        address = await silent_decode_worker(rig)
-        call = begin(rig.worker.prefill(a_request(40), rig.ticket(target_address=address)))
-        await asyncio.sleep(0.002)
-        await rig.worker.stop()
-        assert rig.pool.owned_blocks == 0
-        with pytest.raises(WorkerLost):
-            await call
-
-    play(script, role="prefill", max_step_tokens=4)
-
-
-def test_the_numbers_it_tells_are_true():
-    async def script(rig: Rig) -> None:
-        assert (rig.info.role, rig.info.peer, len(rig.info.transfer_addresses)) == ("prefill", PREFILL, 1)
-        for _ in range(2):
-            await rig.worker.prefill(a_request(10), None)
-        rig.engine.num_broken_rows = 3
-        stats = rig.worker.stats()
-        assert stats.broken_logit_rows == 3
-        assert (stats.computed_tokens, stats.generated_tokens, stats.finished_requests) == (12, 2, 2)
-        assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
-        assert (stats.steps, stats.owned_blocks, stats.free_blocks) == (2, 0, 32)
 
     play(script, role="prefill")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.worker_rig import BLOCK, SECRET, Parts, Rig, make_parts
 from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, mint_ticket
-from twostroke.worker.pulls import PrefixExports
+from twostroke.worker.pulls import PrefixExports, Transfers
 from twostroke.worker.sequence import SequenceState
 
 SOURCE = Peer("source-9", 99)
@@ -20,6 +20,7 @@ class Source:
     rig: Rig
     parts: Parts
     exports: PrefixExports
+    transfers: Transfers
 
     async def compute(self, request: GenerateRequest) -> None:
         """Have the request's whole blocks in the cache."""
@@ -49,12 +50,13 @@ class Source:
 async def source_beside(rig: Rig, block_size: int = BLOCK) -> AsyncIterator[Source]:
     """Afterwards nothing of it may be left."""
     parts = make_parts(SOURCE, rig.fabric, rig.links, block_size=block_size)
-    exports = PrefixExports(sender=parts.sender, pool=parts.pool, ended=lambda: None)
+    transfers = Transfers(lambda: None)
+    exports = PrefixExports(sender=parts.sender, pool=parts.pool, transfers=transfers)
     try:
-        yield Source(rig, parts, exports)
+        yield Source(rig, parts, exports, transfers)
     finally:
         await parts.sender.close()
-        await exports.outlive()
+        await transfers.ended()
         await parts.transports.close()
         assert parts.pool.owned_blocks == 0
         parts.pool.check_integrity()

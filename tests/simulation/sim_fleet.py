@@ -25,6 +25,7 @@ from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo
+from twostroke.worker.worker import Equipment
 
 SECRET = b"the simulation's secret"
 NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
@@ -140,34 +141,12 @@ class SimFleet:
             clock=loop.time,
             secret=SECRET,
         )
+        equipment = Equipment(peer, engine, store, pool, network, sender, receiver, loop.time, scenario.max_context)
         worker: PrefillWorker | DecodeWorker
         if is_prefill:
-            worker = PrefillWorker(
-                peer=peer,
-                config=scenario.prefill,
-                engine=engine,
-                store=store,
-                pool=pool,
-                network=network,
-                sender=sender,
-                receiver=receiver,
-                clock=loop.time,
-                max_context=scenario.max_context,
-            )
+            worker = PrefillWorker(scenario.prefill, equipment)
         else:
-            worker = DecodeWorker(
-                peer=peer,
-                config=scenario.decode,
-                engine=engine,
-                store=store,
-                pool=pool,
-                network=network,
-                receiver=receiver,
-                sender=sender,
-                clock=loop.time,
-                max_context=scenario.max_context,
-                swap_space=swap_space,
-            )
+            worker = DecodeWorker(scenario.decode, equipment, swap_space)
         return Parts(worker, receiver, store, pool, engine, network, transports)
 
     def crash(self, process: SimProcess) -> None:

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import Scenario, make_scenario
 from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
-from twostroke.decode_worker.preemption import SwappedBlocks
+from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.standings import OfferedPrefixes, Standings
 from twostroke.kvtransfer.incoming_lane import IncomingLane
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -35,6 +34,7 @@ from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.life import WorkerLife
+from twostroke.worker.scheduler import Scheduler
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServer
 
@@ -72,40 +72,40 @@ def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
     return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
 
-def _release_while_receiving(standings: Standings, job: DecodeJob) -> None:
+def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     if job.has_ended and not job.under_way:
-        job.sequence.reset(standings._pool)
+        job.sequence.reset(scheduler._pool)
 
 
-def _release_in_the_middle_of_a_step(standings: Standings, job: DecodeJob) -> None:
+def _release_in_the_middle_of_a_step(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     if job.has_ended and not job.is_receiving:
-        job.sequence.reset(standings._pool)
+        job.sequence.reset(scheduler._pool)
 
 
-def _release_before_a_step_ahead_has_ended(standings: Standings, job: DecodeJob) -> None:
+def _release_before_a_step_ahead_has_ended(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     if job.has_ended and len(job.under_way) < 2 and not job.is_receiving:
-        job.sequence.reset(standings._pool)
+        job.sequence.reset(scheduler._pool)
 
 
-def _release_before_the_copy(standings: Standings, job: DecodeJob) -> None:
+def _release_before_the_copy(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     is_copying, job.is_copying = job.is_copying, False
-    _send_back(standings, job)
+    _send_back(scheduler, job)
     job.is_copying = is_copying
 
 
-def _believe_in_a_failed_pull(prefixes: OfferedPrefixes, job: DecodeJob) -> None:
-    prefixes.pulled(job)
+def _believe_in_a_failed_pull(scheduler: Scheduler[Any], job: DecodeJob) -> None:
+    scheduler.pulled(job)
 
 
-def _bring_back_to_the_beginning(swapped: SwappedBlocks, job: DecodeJob) -> Swap | None:
-    swap = _swap_in(swapped, job)
+def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob) -> Swap | None:
+    swap = _swap_in(swapping, job)
     if swap is None:
         return None
     blocks = tuple(job.sequence.block_ids[: len(swap.copy.cache_blocks)])
     return Swap(job, BlockCopy(False, blocks, swap.copy.host_blocks))
 
 
-def _never_give_host_blocks_back(swapped: SwappedBlocks, job: DecodeJob) -> None:
+def _never_give_host_blocks_back(swapping: Swapping, job: DecodeJob) -> None:
     """Nor those of requests that have ended."""
 
 
@@ -114,7 +114,7 @@ def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: DecodeStep, 
 
 
 def _release_while_sending(scheduler: PrefillScheduler, job: PrefillJob) -> None:
-    if job.has_ended and not job.in_step:
+    if job.has_ended and not job.under_way:
         job.sequence.reset(scheduler._pool)
 
 
@@ -132,10 +132,10 @@ def _keep_offers_for_ever(receiver: KVReceiver, ticket: Ticket) -> None:
         receiver._kept.add(ticket.transfer_id)
 
 
-def _forget_to_release(standings: Standings, job: DecodeJob) -> None:
+def _forget_to_release(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     if job.has_ended and job.request.request_id.endswith("3"):
         return
-    _release_decode(standings, job)
+    _release_decode(scheduler, job)
 
 
 async def _call_a_transfer_done_at_once(transfer: OutgoingTransfer) -> None:
@@ -178,9 +178,9 @@ def _take_all_requests(life: WorkerLife) -> None:
     """Those that come while it drains, too."""
 
 
-def _send_back_with_blocks(standings: Standings, job: DecodeJob) -> None:
+def _send_back_with_blocks(scheduler: DecodeScheduler, job: DecodeJob) -> None:
     job.is_copying, is_copying = True, job.is_copying
-    _send_back(standings, job)
+    _send_back(scheduler, job)
     job.is_copying = is_copying
 
 
@@ -209,43 +209,43 @@ _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _refuse = KVReceiver.refuse
 _publish = SequenceState.publish_full_blocks
-_send_back = Standings.send_back
-_swap_in = SwappedBlocks.swap_in
-_release_decode = Standings.release_if_unused
+_send_back = DecodeScheduler._send_back
+_swap_in = Swapping.swap_in
+_release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
     Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
     Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",
-        Standings,
-        "release_if_unused",
+        DecodeScheduler,
+        "_release_if_unused",
         _release_while_receiving,
     ),
     Sabotage(
         "blocks are freed while a step writes into them",
-        Standings,
-        "release_if_unused",
+        DecodeScheduler,
+        "_release_if_unused",
         _release_in_the_middle_of_a_step,
     ),
     Sabotage(
         "blocks are freed while a step ahead will write into them",
-        Standings,
-        "release_if_unused",
+        DecodeScheduler,
+        "_release_if_unused",
         _release_before_a_step_ahead_has_ended,
     ),
     Sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead", _never_wait_to_run_ahead),
-    Sabotage("blocks are freed before they are copied out", Standings, "send_back", _release_before_the_copy),
+    Sabotage("blocks are freed before they are copied out", DecodeScheduler, "_send_back", _release_before_the_copy),
     Sabotage(
         "a prefix that did not come is taken for one that did",
-        OfferedPrefixes,
+        Scheduler,
         "pull_failed",
         _believe_in_a_failed_pull,
         with_faults=True,
         only="part_transfers",
     ),
-    Sabotage("KV comes back to other blocks", SwappedBlocks, "swap_in", _bring_back_to_the_beginning),
-    Sabotage("host blocks are never freed", SwappedBlocks, "release", _never_give_host_blocks_back),
+    Sabotage("KV comes back to other blocks", Swapping, "swap_in", _bring_back_to_the_beginning),
+    Sabotage("host blocks are never freed", Swapping, "release", _never_give_host_blocks_back),
     Sabotage(
         "blocks are freed while they are being sent", PrefillScheduler, "_release_if_unused", _release_while_sending
     ),
@@ -253,8 +253,8 @@ SABOTAGES = [
     Sabotage("blocks are named too early", SequenceState, "publish_full_blocks", _publish_what_is_not_computed),
     Sabotage("routers don't hear of KV that was not sent", TokenServer, "kv_not_sent", _tell_nobody, with_faults=True),
     Sabotage("offers are kept for requests that have ended", KVReceiver, "refuse", _keep_offers_for_ever),
-    Sabotage("some blocks are never freed", Standings, "release_if_unused", _forget_to_release),
-    Sabotage("who gives way keeps its blocks", Standings, "send_back", _send_back_with_blocks),
+    Sabotage("some blocks are never freed", DecodeScheduler, "_release_if_unused", _forget_to_release),
+    Sabotage("who gives way keeps its blocks", DecodeScheduler, "_send_back", _send_back_with_blocks),
     Sabotage("tokens are taken twice", attempt, "join_fresh", _take_every_index),
     Sabotage(
         "a resumed request forgets what was sent",

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
@@ -34,6 +34,7 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.worker.worker import Equipment
 
 SECRET = b"a secret of tests"
 PREFILL, DECODE, ROUTER = Peer("prefill-0", 11), Peer("decode-0", 22), "router-0"
@@ -119,6 +120,18 @@ class Rig:
         own = self.info.transfer_addresses if self.info.role == "decode" else (Address("nobody", 1),)
         return mint_ticket(SECRET, name, source, DECODE, (target_address,) if target_address else own)
 
+    def ask(self, request: GenerateRequest, ticket: Ticket | None = None, pull: Ticket | None = None) -> Any:
+        """The worker's call, `prefill` or `decode`."""
+        return getattr(self.worker, self.info.role)(request, ticket, pull)
+
+    async def is_right(self, request: GenerateRequest, reply: Any) -> bool:
+        """Whether the request has got its answer: the first token with the reply, or all by the token channel."""
+        expected = expected_tokens(request, LAYERS)
+        if self.info.role == "prefill":
+            return [token.token_id for token in reply.event.tokens] == expected[:1]
+        await a_moment()
+        return self.events()[request.request_id] == list(enumerate(expected))
+
     async def connect_router(self, router_id: str = ROUTER) -> MemoryConnection:
         """Open a token channel, and keep what comes in `frames` and `not_sent`."""
         connection = await self.fabric.at(router_id).connect(self.info.token_address)
@@ -181,34 +194,13 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
     store, pool, network = parts.store, parts.pool, fabric.at(peer.worker_id)
     engine = FakeEngine(store, swap_space)
+    equipment = Equipment(peer, engine, store, pool, network, parts.sender, parts.receiver, clock, max_context=100)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        worker = PrefillWorker(
-            peer=peer,
-            config=PrefillConfig(**config),
-            engine=engine,
-            store=store,
-            pool=pool,
-            network=network,
-            sender=parts.sender,
-            receiver=parts.receiver,
-            clock=clock,
-            max_context=100,
-        )
+        worker = PrefillWorker(PrefillConfig(**config), equipment)
     else:
-        worker = DecodeWorker(
-            peer=peer,
-            config=DecodeConfig(**{"max_batch": 8, "max_step_tokens": 16} | config),
-            engine=engine,
-            store=store,
-            pool=pool,
-            network=network,
-            receiver=parts.receiver,
-            sender=parts.sender,
-            clock=clock,
-            max_context=100,
-            swap_space=swap_space,
-        )
+        config = {"max_batch": 8, "max_step_tokens": 16} | config
+        worker = DecodeWorker(DecodeConfig(**config), equipment, swap_space)
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
     try:
@@ -224,3 +216,8 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
 def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
     """Start a call of the worker."""
     return asyncio.create_task(call, name="call")
+
+
+async def a_moment() -> None:
+    """Until frames under way have arrived."""
+    await asyncio.sleep(0.1)

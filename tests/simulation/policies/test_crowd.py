@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
-from twostroke.decode_worker.transfers import Handovers
+from twostroke.decode_worker.handovers import Handovers
 from twostroke.kvtransfer.outgoing_lane import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver
 

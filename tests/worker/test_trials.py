@@ -1,17 +1,18 @@
 """Trial transfers: which blocks they take, and that these come back on every path."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from transfer_harness import Pair, make_pair, settle
 
+from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, begin, make_parts, play
+from tests.simulation.worker_rig import Rig as WorkerRig
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Peer, Ticket
+from twostroke.protocol.requests import Peer, Ticket, mint_ticket
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.pulls import Transfers
 from twostroke.worker.trials import LinkProbe
 
 SOURCE, TARGET = Peer("p0", 1), Peer("d0", 2)
@@ -111,13 +112,14 @@ class Rig:
     num_releases: int = 0
 
     def __post_init__(self) -> None:
+        self.transfers = Transfers(self._released)
         self.probe = LinkProbe(
             pool=self.pool,
             sender=self.side,  # type: ignore[arg-type]
             receiver=self.side,  # type: ignore[arg-type]
             store=Store(),  # type: ignore[arg-type]
             clock=lambda: self.side.now,
-            on_released=self._released,
+            transfers=self.transfers,
         )
 
     def _released(self) -> None:
@@ -129,7 +131,7 @@ class Rig:
 
     def is_over(self) -> bool:
         self.pool.check_integrity()
-        return self.pool.owned_blocks == 0 and not self.probe.is_busy and self.num_releases == 1
+        return self.pool.owned_blocks == 0 and not self.transfers.is_busy and self.num_releases == 1
 
 
 async def test_the_source_times_each_transfer_and_tells_its_links_once() -> None:
@@ -187,7 +189,7 @@ async def test_a_cancelled_trial_keeps_its_blocks_until_its_transfer_has_ended(e
     for _ in range(5):
         await asyncio.sleep(0)
     assert rig.side.transfers[0].is_aborted
-    assert rig.probe.is_busy
+    assert rig.transfers.is_busy
     assert rig.pool.owned_blocks == 2  # somebody may still read or write them
     rig.side.transfers[0].over.set()
     for _ in range(5):
@@ -196,75 +198,50 @@ async def test_a_cancelled_trial_keeps_its_blocks_until_its_transfer_has_ended(e
     assert rig.is_over()
 
 
-async def test_a_worker_without_a_side_says_so() -> None:
-    pool = BlockPool(16, BLOCK)
-    probe = LinkProbe(pool=pool, sender=None, receiver=None, store=Store(), clock=float)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="sends no KV"):
-        await probe.source(tickets(1), 8)
-    with pytest.raises(RequestError, match="receives no KV"):
-        await probe.target(tickets(1), 8)
-
-
-@dataclass
-class Ends:
-    """Both workers' probes over a real sender and receiver."""
-
-    pair: Pair
-    pools: tuple[BlockPool, BlockPool]
-    source: LinkProbe
-    target: LinkProbe
-
-    @classmethod
-    def of(cls, pair: Pair) -> "Ends":
-        pools = BlockPool(pair.source.num_blocks, BLOCK), BlockPool(pair.target.num_blocks, BLOCK)
-        clock = time.monotonic
-        return cls(
-            pair,
-            pools,
-            LinkProbe(pool=pools[0], sender=pair.sender, receiver=None, store=pair.source, clock=clock),
-            LinkProbe(pool=pools[1], sender=None, receiver=pair.receiver, store=pair.target, clock=clock),
+def test_a_real_trial_is_timed_on_both_ends_and_a_refusal_or_a_cancellation_leaves_both_free() -> None:
+    async def script(rig: WorkerRig) -> None:
+        parts = make_parts(DECODE, rig.fabric, rig.links)
+        clock = asyncio.get_running_loop().time
+        transfers = Transfers(lambda: None)
+        target = LinkProbe(
+            pool=parts.pool,
+            sender=parts.sender,
+            receiver=parts.receiver,
+            transfers=transfers,
+            store=parts.store,
+            clock=clock,
         )
+        addresses = await parts.receiver.start("host")
 
-    async def released(self) -> None:
-        await settle(lambda: not (self.source.is_busy or self.target.is_busy))
-        assert [pool.owned_blocks for pool in self.pools] == [0, 0]
+        def both(count: int) -> tuple["asyncio.Task[object]", "asyncio.Task[object]"]:
+            signed = [mint_ticket(SECRET, "doctor", PREFILL, DECODE, addresses) for _ in range(count)]
+            return begin(rig.worker.probe.source(signed, 20)), begin(target.target(signed, 20))
 
-
-async def test_real_transfers_are_timed_on_both_ends() -> None:
-    async with make_pair() as pair:
-        ends = Ends.of(pair)
-        pair.source.fill(3)
-        signed = [pair.ticket("doctor") for _ in range(4)]
-        times, _ = await asyncio.gather(ends.source.source(signed, 20), ends.target.target(signed, 20))
+        times, _ = await asyncio.gather(*both(4))
         assert len(times.seconds) == 4
         assert min(times.seconds) > 0
-        assert times.transport == "memory"
-        assert pair.sender.stats.done == pair.receiver.stats.done == 4
-        await ends.released()
+        assert rig.worker.stats().transfers_done == parts.receiver.stats.done == 4
 
-
-async def test_a_target_that_refuses_leaves_the_source_free_once_it_is_cancelled() -> None:
-    async with make_pair() as pair:
-        ends = Ends.of(pair)
-        held = ends.pools[1].allocate(30)
-        signed = [pair.ticket("doctor")]
-        sending = asyncio.create_task(ends.source.source(signed, 20))
+        held = parts.pool.allocate(30)
+        source, refused = both(1)
         with pytest.raises(RequestError, match="it may take 1 to 1 here"):
-            await ends.target.target(signed, 20)
-        sending.cancel()
+            await refused
+        source.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await sending
-        ends.pools[1].release(held)
-        await ends.released()
+            await source
+        parts.pool.release(held)
 
-
-async def test_a_cancelled_source_lets_its_target_go() -> None:
-    async with make_pair() as pair:
-        ends = Ends.of(pair)
-        signed = [pair.ticket("doctor") for _ in range(500)]
-        calls = [asyncio.create_task(call) for call in (ends.source.source(signed, 60), ends.target.target(signed, 60))]
-        await settle(lambda: pair.receiver.stats.done > 2)
-        calls[0].cancel()
+        source, receiving = both(500)
+        while parts.receiver.stats.done < 8:  # noqa: ASYNC110  (virtual time)
+            await asyncio.sleep(0.01)
+        source.cancel()
         with pytest.raises(TransferFailed):
-            await calls[1]
-        await ends.released()
+            await receiving
+        await rig.worker.drain()
+        assert rig.pool.owned_blocks == parts.pool.owned_blocks == 0
+        assert not transfers.is_busy
+        await parts.receiver.close()
+        await parts.sender.close()
+        await parts.transports.close()
+
+    play(script, role="prefill")

@@ -9,7 +9,7 @@ from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Address, Peer, Ticket
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.pulls import PrefixExports
+from twostroke.worker.pulls import PrefixExports, Transfers
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 TOKENS = tuple(range(12))
@@ -57,7 +57,8 @@ class Scene:
 
     def __init__(self) -> None:
         self.pool, self.sender, self.num_ended = BlockPool(8, 4), FakeSender(), 0
-        self.exports = PrefixExports(sender=self.sender, pool=self.pool, ended=self.ended)  # type: ignore[arg-type]
+        self.transfers = Transfers(self.ended)
+        self.exports = PrefixExports(sender=self.sender, pool=self.pool, transfers=self.transfers)  # type: ignore[arg-type]
         self.blocks = self.pool.allocate(3)
         for block_id, name in zip(self.blocks, chain_hashes(TOKENS, 4, SALT), strict=True):
             self.pool.publish(block_id, name)
@@ -79,7 +80,7 @@ async def test_the_longest_cached_prefix_that_leaves_a_token_is_sent_whole_and_w
     assert scene.sender.transfers[0].first_tokens == [None]
     assert scene.pool.owned_blocks == num_blocks
     scene.sender.transfers[0].end.set_result(None)
-    await scene.exports.outlive()
+    await scene.transfers.ended()
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -88,7 +89,7 @@ async def test_blocks_are_referenced_until_the_transfer_ends_however_it_ends(is_
     for _ in range(2):
         assert scene.exports.send(TICKET, (*TOKENS, 1), SALT)
     await asyncio.sleep(0)
-    assert scene.exports.is_busy
+    assert scene.transfers.is_busy
     for number, transfer in enumerate(scene.sender.transfers):
         assert (scene.pool.owned_blocks, scene.num_ended) == (3, number)
         if is_whole:
@@ -98,7 +99,7 @@ async def test_blocks_are_referenced_until_the_transfer_ends_however_it_ends(is_
         while scene.num_ended == number:  # noqa: ASYNC110  (a few turns of the loop)
             await asyncio.sleep(0)
     assert scene.pool.owned_blocks == 0
-    assert not scene.exports.is_busy
+    assert not scene.transfers.is_busy
     assert len(scene.pool.names(0, scene.pool.num_blocks)) == 3, "they can be sent again"
 
 
@@ -107,7 +108,7 @@ async def test_where_nothing_is_cached_the_target_is_told(tokens: tuple[int, ...
     scene = Scene()
     assert not scene.exports.send(TICKET, tokens, salt)
     assert scene.sender.declined == [TICKET]
-    assert not scene.exports.is_busy
+    assert not scene.transfers.is_busy
 
 
 async def test_a_ticket_that_cannot_be_is_ignored_where_nothing_is_cached() -> None:

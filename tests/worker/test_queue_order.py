@@ -1,20 +1,23 @@
-"""Whose turn it is, by each policy."""
+"""Whose turn it is by each policy, what lower classes save meanwhile, and whose blocks go to higher ones."""
 
 from dataclasses import dataclass, field
 
 import pytest
 
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import (
     AGEING_TOKENS_PER_S,
     LEAST_AHEAD,
+    LEAST_SHARE,
     NO_LIMIT,
     ClassShares,
     QueuePolicy,
-    Turn,
     turn_of,
     turns,
+    who_gives_way,
 )
+from twostroke.worker.sequence import SequenceState, Turn
 
 NOTHING = Promise()
 
@@ -115,3 +118,81 @@ def test_it_goes_ahead_with_chunks_worth_the_trouble_and_with_all_that_can_not_b
     high, low = in_turn(Waiting(0, promise=HIGH), low)
     first, _ = next(turns(([high, low],), saved(tokens)))
     assert first is (low if goes_ahead else high)
+
+
+FIFTH = Promise("fifth", priority=0, share=0.2)
+
+
+def test_a_class_that_waits_saves_what_makes_its_share_of_all_tokens() -> None:
+    shares = ClassShares()
+    shares.settle({HIGH: 80}, [FIFTH])
+    assert shares.saved("fifth") == 20, "20 of 100 in all"
+
+
+def test_what_it_is_given_anyhow_is_paid_from_that() -> None:
+    shares = ClassShares()
+    shares.settle({HIGH: 80, FIFTH: 5}, [FIFTH])
+    assert shares.saved("fifth") == 15
+    shares.settle({FIFTH: 50}, [FIFTH])
+    assert not shares, "and no debt is kept"
+
+
+def test_nothing_is_kept_of_a_class_that_does_not_wait() -> None:
+    shares = ClassShares()
+    shares.settle({HIGH: 80}, [FIFTH])
+    shares.settle({HIGH: 80}, [])
+    assert not shares
+
+
+def test_the_highest_class_saves_nothing_however_long_it_waits() -> None:
+    shares = ClassShares()
+    shares.settle({FIFTH: 80, HIGH: 1}, [HIGH])
+    assert not shares
+
+
+def test_a_class_without_a_share_gets_on_too() -> None:
+    shares = ClassShares()
+    for _ in range(100):
+        shares.settle({HIGH: 98}, [Promise("poor", priority=0)])
+    assert shares.saved("poor") == pytest.approx(100 * 98 * LEAST_SHARE / (1 - LEAST_SHARE), abs=1)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_spending_what_is_saved_gives_a_class_its_share_in_the_long_run(share: float) -> None:
+    shares = ClassShares()
+    low = Promise("low", priority=0, share=share)
+    total = 0
+    for _ in range(1000):
+        ahead = min(100, shares.saved("low"))
+        total += ahead
+        shares.settle({HIGH: 100 - ahead, low: ahead}, [low, HIGH])
+    assert total / 100_000 == pytest.approx(share, rel=0.02)
+
+
+@dataclass
+class Holder:
+    sequence: SequenceState
+
+
+def holder(pool: BlockPool, num_blocks: int) -> Holder:
+    sequence = SequenceState(GenerateRequest("", "", tuple(range(num_blocks)), 1, SamplingParams(), 1), 1)
+    sequence.reserve(pool, num_blocks)
+    return Holder(sequence)
+
+
+@pytest.mark.parametrize(
+    ("missing", "chosen"),
+    [(1, [0]), (2, [0]), (3, [1]), (5, [0, 1]), (6, [2]), (10, [1, 2]), (13, [0, 1, 2]), (14, [])],
+)
+def test_no_more_give_way_than_it_takes_and_nobody_where_it_helps_nobody(missing: int, chosen: list[int]) -> None:
+    pool = BlockPool(20, 1)
+    holders = [holder(pool, 2), holder(pool, 3), holder(pool, 8)]
+    assert who_gives_way(holders, missing, pool) == [holders[i] for i in chosen]
+
+
+def test_blocks_that_others_hold_too_would_not_come_free() -> None:
+    pool = BlockPool(20, 1)
+    one = holder(pool, 3)
+    pool.share(one.sequence.block_ids[:2])
+    assert who_gives_way([one], 1, pool) == [one]
+    assert who_gives_way([one], 2, pool) == []

@@ -1,0 +1,267 @@
+"""What the schedulers of both roles decide alike: who steps, who waits, and blocks that come back on every path."""
+
+import pytest
+
+from tests.worker.scheduler_rig import ROLES, Rig, jobs, parts
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import Promise
+
+LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
+
+pytestmark = pytest.mark.parametrize("role", ROLES)
+
+
+def test_prompts_share_a_step_up_to_its_token_budget(role: str) -> None:
+    rig = Rig(role)
+    first, second, third = rig.add(6), rig.add(30), rig.add(3)
+    assert [rig.run() for _ in range(4)] == [[(first, 6), (second, 10)], [(second, 16)], [(second, 4), (third, 3)], []]
+
+
+def test_only_the_last_chunk_draws_a_token(role: str) -> None:
+    rig = Rig(role)
+    job = rig.add(20)
+    assert rig.end(rig.schedule()) == []
+    (drawn,) = rig.end(rig.schedule())
+    assert (drawn.job, drawn.index, drawn.finish_reason) == (job, 0, "length")
+
+
+def test_the_next_token_of_a_resumed_request_has_the_next_index(role: str) -> None:
+    rig = Rig(role)
+    rig.add(5, max_tokens=4, num_outputs=2)
+    assert [(one.index, one.finish_reason) for one in rig.end(rig.schedule())] == [(2, None)]
+
+
+def test_no_more_prompts_share_a_step_than_the_batch_allows(role: str) -> None:
+    rig = Rig(role, max_batch=2)
+    first, second, third = rig.add(2), rig.add(2), rig.add(2)
+    assert [jobs(rig.run()) for _ in range(2)] == [[first, second], [third]]
+
+
+@pytest.mark.parametrize(("length", "num_left"), [(10, 2), (8, 4)])
+def test_a_prompt_computed_before_costs_what_lies_behind_its_full_blocks_and_a_token_at_least(
+    role: str, length: int, num_left: int
+) -> None:
+    rig = Rig(role)
+    rig.cache(length)
+    job = rig.add(length, first=0)
+    assert rig.run() == [(job, num_left)]
+    assert job.num_cached_tokens == rig.scheduler.prefix_hits == length - num_left
+    assert rig.scheduler.prefix_queries == 2 * length
+
+
+def test_a_prompt_waits_for_blocks_and_nobody_overtakes_it(role: str) -> None:
+    rig = Rig(role, 4)
+    held = rig.pool.allocate(2)
+    large, small = rig.add(16), rig.add(4)
+    assert rig.run() == []
+    rig.pool.release(held)
+    assert [rig.run() for _ in range(2)] == [[(large, 16)], [(small, 4)]]
+
+
+def test_the_shortest_first_takes_another_order(role: str) -> None:
+    rig = Rig(role, max_step_tokens=40, max_batch=1, queue="sjf")
+    nine, three, six = rig.add(9), rig.add(3), rig.add(6)
+    assert [jobs(rig.run()) for _ in range(3)] == [[three], [six], [nine]]
+
+
+def test_higher_classes_are_admitted_first_then_earlier_deadlines(role: str) -> None:
+    rig = Rig(role, max_batch=1)
+    late = rig.add(4, promise=Promise("high", 2, ttft_left_s=9.0))
+    low = rig.add(4, promise=LOW)
+    soon = rig.add(4, promise=Promise("high", 2, ttft_left_s=1.0))
+    assert [jobs(rig.run()) for _ in range(3)] == [[soon], [late], [low]]
+
+
+def test_a_higher_class_or_a_tighter_promise_has_the_next_steps_before_one_that_is_begun(role: str) -> None:
+    rig = Rig(role)
+    loose = rig.add(40, promise=Promise(ttft_left_s=9.0))
+    assert rig.run() == [(loose, 16)]
+    tight = rig.add(10, promise=Promise(ttft_left_s=1.0), now=2.0)
+    assert rig.run() == [(tight, 10), (loose, 6)]
+    high = rig.add(20, promise=HIGH)
+    assert [rig.run() for _ in range(2)] == [[(high, 16)], [(high, 4), (loose, 12)]]
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_low_class_gets_its_share_though_higher_prompts_keep_coming(role: str, is_begun: bool) -> None:
+    rig = Rig(role, 40)
+    low = rig.add(100, promise=LOW)
+    if is_begun:
+        rig.run()
+    num_tokens = dict.fromkeys(("low", "high"), 0)
+    while not low.has_ended:
+        while rig.scheduler.num_waiting + rig.scheduler.num_running < 4:
+            rig.add(20, promise=HIGH)
+        for job, tokens in rig.run():
+            num_tokens[job.request.promise.class_name] += tokens
+        assert num_tokens["high"] < 3000, "the low one starves"
+    assert 0.09 * num_tokens["high"] <= num_tokens["low"] <= 0.2 * num_tokens["high"]
+
+
+@pytest.mark.parametrize("end", ["completed", "abandoned"])
+def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run(role: str, end: str) -> None:
+    rig = Rig(role)
+    job = rig.add(10)
+    step = rig.schedule()
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks == 3
+    if end == "completed":
+        assert rig.end(step) == [], "nobody waits for its token"
+    else:
+        rig.scheduler.abandon(step)
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks == 0
+    assert len(rig.pool.names(0, rig.pool.num_blocks)) == (2 if end == "completed" else 0)
+
+
+def test_an_abandoned_step_gives_the_blocks_of_those_back_who_end_later(role: str) -> None:
+    rig = Rig(role)
+    job = rig.add(10)
+    rig.scheduler.abandon(rig.schedule())
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks == 0
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(0, 64), (200, 64), (18, 4)])
+def test_a_prompt_that_can_never_run_is_refused(role: str, length: int, num_blocks: int) -> None:
+    with pytest.raises(RequestError):
+        Rig(role, num_blocks).add(length)
+
+
+def test_a_request_too_many_is_refused_as_overload_until_the_queue_moves(role: str) -> None:
+    rig = Rig(role, max_waiting=2)
+    rig.add(4)
+    rig.add(4)
+    with pytest.raises(RequestError, match="wait here already") as refused:
+        rig.add(4)
+    assert (refused.value.status, refused.value.code) == (429, "overloaded")
+    rig.run()
+    rig.add(4)
+
+
+# --- prompts whose beginning another worker offers ---
+
+
+def test_a_prompt_that_awaits_an_offer_holds_nothing_and_holds_nobody_up(role: str) -> None:
+    rig = Rig(role)
+    job, other = rig.add(20, awaits_offer=True), rig.add(3)
+    assert rig.run() == [(other, 3)]
+    assert (job.sequence.block_ids, rig.scheduler.num_waiting) == ([], 1)
+    rig.scheduler.no_prefix(job)
+    assert rig.run() == [(job, 16)]
+
+
+def test_an_offered_beginning_is_pulled_and_the_rest_is_computed(role: str) -> None:
+    rig = Rig(role)
+    job = rig.add(20, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 13)
+    assert rig.scheduler.num_waiting_tokens == 20
+    step = rig.schedule()
+    assert (step.entries, step.admitted.receiving, step.admitted.declined) == ((), (job,), ())
+    assert (len(job.sequence.block_ids), rig.scheduler.num_waiting, rig.scheduler.num_waiting_tokens) == (5, 1, 7)
+    assert rig.run() == [], "nothing is computed of it meanwhile"
+    assert rig.scheduler.pulled(job) == 13
+    assert rig.pool.lookup(job.sequence.block_hashes) == 3, "others find it before the next step has ended"
+    assert rig.run() == [(job, 7)]
+    assert job.num_cached_tokens == 13
+    assert rig.pool.lookup(job.sequence.block_hashes) == 5, "what was pulled is named, like what was computed"
+
+
+def test_what_is_cached_here_is_not_pulled(role: str) -> None:
+    rig = Rig(role)
+    rig.cache(10)
+    job = rig.add(20, first=0, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 16)
+    assert rig.scheduler.admit_offered().receiving == (job,)
+    assert job.sequence.num_computed == 8
+    assert rig.scheduler.pulled(job) == 8
+    assert (rig.scheduler.prefix_hits, job.num_cached_tokens) == (8, 16)
+
+
+@pytest.mark.parametrize(("offered", "is_taken"), [(12, True), (11, False), (8, False), (20, False), (0, False)])
+@pytest.mark.parametrize("is_step_under_way", [False, True])
+def test_an_offer_is_taken_where_it_spares_enough_and_leaves_a_token_to_compute(
+    role: str, offered: int, is_taken: bool, is_step_under_way: bool
+) -> None:
+    rig = Rig(role, min_pull_tokens=4)
+    rig.cache(10)
+    job = rig.add(20, first=0, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, offered)
+    admitted = rig.scheduler.admit_offered() if is_step_under_way else None
+    step = rig.schedule()
+    admitted = admitted or step.admitted
+    if is_step_under_way and offered in (0, 20):
+        assert admitted.jobs == (), "without an offer its turn comes with the step"
+    assert admitted.receiving == ((job,) if is_taken else ())
+    assert admitted.declined == (() if is_taken or not offered else (job,))
+    assert parts(step) == ([] if is_taken else [(job, 12)])
+
+
+def test_after_a_failed_pull_all_is_computed_in_the_blocks_that_were_reserved(role: str) -> None:
+    rig = Rig(role)
+    job = rig.add(12, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 8)
+    rig.schedule()
+    blocks = list(job.sequence.block_ids)
+    rig.scheduler.pull_failed(job)
+    assert rig.run() == [(job, 12)]
+    assert rig.pool.match(job.sequence.block_hashes) == blocks
+
+
+def test_a_pull_begins_although_a_step_is_under_way_or_its_batch_is_full(role: str) -> None:
+    rig = Rig(role, max_batch=1)
+    busy = rig.add(40)
+    step = rig.schedule()
+    job, late = rig.add(20, awaits_offer=True), rig.add(20, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 16)
+    assert rig.scheduler.admit_offered().receiving == (job,)
+    rig.end(step)
+    rig.scheduler.offered_prefix(late, 16)
+    step = rig.schedule()
+    assert (step.admitted.receiving, jobs(step)) == ((late,), [busy])
+    rig.end(step)
+    rig.scheduler.pulled(job)
+    assert [rig.run() for _ in range(2)] == [[(busy, 8)], [(job, 4)]], "and the first goes on"
+
+
+def test_nobody_with_an_offer_overtakes_one_that_has_none(role: str) -> None:
+    rig = Rig(role, max_batch=1)
+    rig.add(30)
+    step = rig.schedule()
+    rig.add(4)
+    job = rig.add(20, awaits_offer=True)
+    rig.scheduler.offered_prefix(job, 16)
+    assert rig.scheduler.admit_offered().jobs == ()
+    rig.end(step)
+    assert rig.schedule().admitted.receiving == ()
+
+
+def test_where_blocks_are_short_every_offer_that_waits_is_given_up(role: str) -> None:
+    rig = Rig(role, 8)
+    held = rig.pool.allocate(4)
+    large, small = rig.add(24, awaits_offer=True), rig.add(8, awaits_offer=True)
+    rig.scheduler.offered_prefix(small, 4)
+    rig.scheduler.offered_prefix(large, 8)
+    step = rig.schedule()
+    assert (step.admitted.jobs, step.admitted.declined) == ((), (large, small)), "the large one's turn came first"
+    rig.end(step)
+    rig.pool.release(held)
+    assert rig.run() == [(large, 16)]
+
+
+@pytest.mark.parametrize("when", ["awaiting an offer", "offered", "pulling"])
+def test_a_prompt_that_ends_before_it_is_computed_frees_its_blocks_once_nothing_writes_into_them(
+    role: str, when: str
+) -> None:
+    rig = Rig(role, 8)
+    job = rig.add(12, awaits_offer=True)
+    if when != "awaiting an offer":
+        rig.scheduler.offered_prefix(job, 8)
+    if when == "pulling":
+        rig.scheduler.admit_offered()
+    rig.scheduler.end(job)
+    assert rig.pool.owned_blocks == (3 if when == "pulling" else 0)
+    if when == "pulling":
+        assert rig.scheduler.pulled(job) == 0
+    assert rig.pool.owned_blocks == rig.pool.lookup(job.sequence.block_hashes) == 0
+    assert rig.run() == []

@@ -1,0 +1,416 @@
+"""What a prefill and a decode worker have in common: how it is made, and how it starts, steps, drains and stops.
+
+A role adds its own call (`prefill`, `decode`), its scheduler, and what a step's tokens mean to it. Knows no Ray and no
+torch. `cluster/` wraps workers into deployments; tests/simulation runs them on virtual time.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.store import KVStore
+from twostroke.model.step import Engine, OnLayer
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import (
+    EpochMismatch,
+    RequestError,
+    TicketRefused,
+    TwostrokeError,
+    WorkerLeaving,
+    WorkerLost,
+)
+from twostroke.protocol.network import Network
+from twostroke.protocol.requests import GenerateRequest, Peer, Ticket
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.config import WorkerConfig
+from twostroke.worker.life import WorkerCallbacks, WorkerLife
+from twostroke.worker.numbers import SwapNumbers, WorkerCounters, worker_stats
+from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
+from twostroke.worker.queue_order import JobT
+from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
+from twostroke.worker.sequence import Phase
+from twostroke.worker.step_costs import StepContent
+from twostroke.worker.steps_under_way import EndedStep, StepsUnderWay
+from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
+from twostroke.worker.trials import LinkProbe
+
+ReplyT = TypeVar("ReplyT")
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a worker is given, of either role. Pool, store and engine belong to it alone while it runs."""
+
+    peer: Peer  # its name
+    engine: Engine
+    store: KVStore
+    pool: BlockPool
+    network: Network
+    sender: SendingSide  # closed by the worker's `stop`, like the receiver
+    receiver: ReceivingSide
+    clock: Clock
+    max_context: int  # tokens; the model's
+
+
+@dataclass(eq=False, slots=True)
+class WorkerCall(Generic[JobT, ReplyT]):
+    """A call of a worker that has not returned, or of which a transfer has not ended."""
+
+    job: JobT
+    ticket: Ticket | None
+    reply: "asyncio.Future[ReplyT]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self.job.request
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been computed or received for it, or is about to be."""
+        return self.job.phase is not Phase.WAITING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it may be forgotten."""
+        return self.job.has_ended
+
+    def cancelled(self) -> None:
+        """Tell the call's awaiter that its router wants no answer."""
+        raise NotImplementedError
+
+    def answer(self, reply: ReplyT) -> None:
+        """Return from the call, unless its awaiter is gone."""
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+    def fail(self, error: TwostrokeError) -> None:
+        """Raise `error` to the call's awaiter, unless it is gone."""
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
+
+
+class Worker(ABC, Generic[JobT, CallT]):
+    """Runs one engine's steps. `start` starts the receiver, `stop` closes receiver and sender."""
+
+    role: ClassVar[Role]
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        equipment: Equipment,
+        scheduler: Scheduler[JobT],
+        counters: WorkerCounters,
+        *,
+        host_pool: BlockPool | None = None,
+        runs_ahead: bool = False,
+    ):
+        """`host_pool` accounts for host memory. A worker that `runs_ahead` schedules a step while one runs."""
+        self._peer = equipment.peer
+        self._equipment = equipment
+        self._max_step_tokens = config.max_step_tokens
+        self._max_batch = config.max_batch
+        self._pool = equipment.pool
+        self._sender = equipment.sender
+        self._receiver = equipment.receiver
+        self._clock = equipment.clock
+        self._scheduler = scheduler
+        self._counters = counters
+        self._runs_ahead = runs_ahead
+        self._calls: dict[str, CallT] = {}  # by request
+        self._under_way = StepsUnderWay[ScheduledStep[JobT]](equipment.engine, self._clock)
+        self._token_server = TokenServer(
+            peer=self._peer,
+            network=equipment.network,
+            config=config.token_channel,
+            callbacks=TokenServerCallbacks(
+                cancel=self._cancel,
+                prefill_failed=self._prefill_failed,
+                send_prefix=self._send_prefix,
+                router_lost=self._router_lost,
+                stats=self.stats,
+                drain=self._leave,
+            ),
+            blocks=self._pool,
+            clock=self._clock,
+        )
+        self._life = WorkerLife(
+            worker_id=self._peer.worker_id,
+            pools=(self._pool,) if host_pool is None else (self._pool, host_pool),
+            clock=self._clock,
+            integrity_interval_s=config.integrity_interval_s,
+            max_step_s=config.max_step_s,
+            callbacks=WorkerCallbacks(
+                step=self._step,
+                # Steps under way may hold blocks of requests that have ended.
+                is_busy=lambda: bool(self._under_way or self._calls or self._transfers.is_busy),
+                is_ahead=lambda: bool(self._under_way),
+                died=self._fail_all,
+                hang_up=self._token_server.close,
+            ),
+        )
+        self._transfers = Transfers(self._life.wake)
+        self._offers = AwaitedOffers(self._receiver)
+        self._pulls = Pulls[JobT](
+            receiver=self._receiver,
+            offers=self._offers,
+            transfers=self._transfers,
+            scheduler=scheduler,
+            wait_s=config.pull_wait_s,
+            admit=self._admit_offered,
+            came=self._pulled,
+            wake=self._life.wake,
+        )
+        self._exports = PrefixExports(sender=self._sender, pool=self._pool, transfers=self._transfers)
+        self.probe = LinkProbe(
+            pool=self._pool,
+            sender=self._sender,
+            receiver=self._receiver,
+            transfers=self._transfers,
+            store=equipment.store,
+            clock=self._clock,
+        )
+
+    async def start(self, host: str) -> WorkerInfo:
+        """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
+        transfer_addresses = await self._receiver.start(host)
+        token_address = await self._token_server.start(host)
+        self._life.start()
+        return WorkerInfo(
+            role=self.role,
+            peer=self._peer,
+            token_address=token_address,
+            transfer_addresses=transfer_addresses,
+            layout=self._equipment.store.layout,
+            num_blocks=self._pool.num_blocks,
+            max_context=self._equipment.max_context,
+            max_step_tokens=self._max_step_tokens,
+            max_batch=self._max_batch,
+        )
+
+    def stats(self) -> WorkerStats:
+        """The worker's numbers now."""
+        return worker_stats(
+            self._counters,
+            self._scheduler,
+            self._pool,
+            (self._sender.stats, self._receiver.stats),
+            self._equipment.engine,
+            is_draining=self._life.is_draining,
+            swaps=self._swap_numbers(),
+        )
+
+    def check_health(self) -> None:
+        """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
+        self._life.check_health()
+
+    def stay(self) -> None:
+        """As WorkerLife.stay."""
+        self._life.stay()
+
+    def engine_lost(self, reason: str) -> None:
+        """As WorkerLife.engine_lost."""
+        self._life.engine_lost(reason)
+
+    async def drain(self) -> None:
+        """Take no new requests, tell routers so, and return once every call, transfer and trial under way has ended."""
+        self._life.take_no_more()
+        self._token_server.tell_stats()
+        await self._life.drain()
+
+    async def stop(self) -> None:
+        """End everything, wherever it stands; a step under way finishes first, unless stuck. May be called again."""
+        self._fail_all(f"worker {self._peer.worker_id} is ending")
+        await self._life.stop()
+        await self._token_server.close()  # nobody asks for a prefix any more
+        await self._sender.close()
+        await self._receiver.close()
+        await self._transfers.ended()
+
+    # --- a step ---
+
+    async def _step(self) -> bool:
+        """Schedule, run, post-process; whether there was anything to do."""
+        if not await self._schedule():
+            return False
+        ended = await self._run()
+        self._post_process(self._scheduler.complete(ended.step, ended.sampled))
+        return True
+
+    async def _schedule(self) -> bool:
+        """Have the engine run the next step, and where it can, know the one after that; False where there is none."""
+        if not self._under_way:
+            await self._begin_next()
+        if self._under_way and self._runs_ahead:
+            await self._begin_next()
+        return bool(self._under_way)
+
+    async def _begin_next(self) -> None:
+        step = self._decide()
+        self._begin_transfers(step.admitted)
+        if not step.is_empty:
+            await self._under_way.begin(step, [entry.step for entry in step.entries], self._on_layer(step), step.copies)
+
+    async def _run(self) -> EndedStep[ScheduledStep[JobT]]:
+        """Wait for the step that runs, and learn from it."""
+        try:
+            ended = await self._under_way.first_ended()
+        except Exception:
+            for step in self._under_way.give_up():
+                self._scheduler.abandon(step)
+            raise
+        self._learn(ended, StepContent.of([entry.step for entry in ended.step.entries]))
+        return ended
+
+    def _learn(self, ended: EndedStep[ScheduledStep[JobT]], content: StepContent) -> None:
+        self._counters.count_step(ended.seconds, content.prompt_tokens)
+        if not ended.step.copies:  # what copies take says nothing about other steps
+            self._counters.costs.add(content, ended.seconds)
+
+    def _admit_offered(self) -> None:
+        self._begin_transfers(self._scheduler.admit_offered())
+
+    def _begin_transfers(self, admitted: Admitted[JobT]) -> None:
+        for job in admitted.declined:
+            self._pulls.refuse(job)
+        for job in admitted.jobs:
+            self._has_blocks(self._call_of(job))
+
+    # --- a call ---
+
+    def _check_new(self, request: GenerateRequest, pull: Ticket | None) -> None:
+        """Raises RequestError, TicketRefused, EpochMismatch or WorkerLost for a call that can't be."""
+        self._life.check_takes_requests()
+        if request.request_id in self._calls:
+            raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
+        if pull is not None:
+            self._check_ticket(request, pull, pull.target)
+
+    def _check_ticket(self, request: GenerateRequest, ticket: Ticket, mine: Peer) -> None:
+        """`mine` is the ticket's end that should be here. A forged one is for its target to find, whose blocks it is
+        about."""
+        if mine.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
+            raise TicketRefused(f"the ticket is for {ticket.request_id} on {mine.worker_id}")
+        if mine.epoch != self._peer.epoch:
+            raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
+
+    @contextmanager
+    def _declining(self, pull: Ticket | None) -> Iterator[None]:
+        """Take no offer to a request that is refused: its source would keep the blocks for nobody."""
+        try:
+            yield
+        except RequestError:
+            if pull is not None:
+                self._pulls.decline(pull)
+            raise
+
+    async def _answered(self, call: CallT, reply: "asyncio.Future[ReplyT]", pull: Ticket | None) -> ReplyT:
+        """See a new call to its end. Being cancelled aborts it."""
+        self._calls[call.request.request_id] = call
+        self._expect(call, pull)
+        self._life.wake()
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            self._abort(call, "the request was cancelled")
+            raise
+
+    def _expect(self, call: CallT, pull: Ticket | None) -> None:
+        """Wait for what others offer to a new call."""
+        if pull is not None:
+            self._pulls.expect(call.job, pull)
+
+    def _call_of(self, job: JobT) -> CallT:
+        """The call of a job that has not ended."""
+        return self._calls[job.request.request_id]
+
+    def _abort(self, call: CallT, reason: str, error: TwostrokeError | None = None) -> None:
+        """End a call wherever it stands, and its transfers, which may outlive it.
+
+        `error` is raised to the call's awaiter, where there is still one to tell.
+        """
+        self._give_up_transfers(call, reason)
+        self._pulls.give_up(call.job, reason)
+        if call.job.has_ended:
+            return
+        self._counters.aborted_requests += 1
+        self._scheduler.end(call.job)
+        self._forget(call)
+        if error is not None:
+            call.fail(error)
+
+    def _forget(self, call: CallT) -> None:
+        """A part of the call has ended, perhaps its last."""
+        if call.is_over:
+            self._calls.pop(call.request.request_id, None)
+        self._life.wake()
+
+    # --- what is told from outside ---
+
+    def _cancel(self, request_id: str) -> None:
+        if (call := self._calls.get(request_id)) is not None:
+            self._abort(call, "its router cancelled it")
+            call.cancelled()
+
+    def _router_lost(self, router_id: str) -> None:
+        for call in list(self._calls.values()):
+            if call.request.router_id == router_id:
+                self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
+
+    def _send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> None:
+        self._exports.send(ticket, token_ids, cache_salt)
+
+    def _leave(self) -> None:
+        """The worker is being taken down: what has not begun, here or on its way here, is begun elsewhere."""
+        self._life.take_no_more()
+        for call in list(self._calls.values()):
+            if not call.has_begun:
+                reason = f"worker {self._peer.worker_id} is leaving"
+                self._abort(call, reason, WorkerLeaving(reason))
+        self._token_server.tell_stats()
+
+    def _fail_all(self, reason: str) -> None:
+        """Give every request up that has no answer yet: WorkerLost to its caller."""
+        for call in list(self._calls.values()):
+            if not call.job.has_ended:
+                self._abort(call, reason, WorkerLost(reason))
+
+    # --- what the roles differ in ---
+
+    @abstractmethod
+    def _decide(self) -> ScheduledStep[JobT]:
+        """The next step, to run behind those under way."""
+
+    @abstractmethod
+    def _post_process(self, drawn: list[DrawnToken[JobT]]) -> None:
+        """A step has ended that has drawn these."""
+
+    @abstractmethod
+    def _has_blocks(self, call: CallT) -> None:
+        """The call's job was just admitted: begin its transfers."""
+
+    @abstractmethod
+    def _pulled(self, job: JobT, num_tokens: int) -> None:
+        """So many tokens more than were here have been pulled; their KV is in the job's blocks."""
+
+    @abstractmethod
+    def _give_up_transfers(self, call: CallT, reason: str) -> None:
+        """Nobody wants the KV of a call any more, pulls aside. Its blocks may be in use a little longer."""
+
+    def _on_layer(self, step: ScheduledStep[JobT]) -> OnLayer | None:
+        """Whom the engine tells of each layer of a step."""
+        return None
+
+    def _prefill_failed(self, request_id: str) -> None:
+        """No KV comes from the request's prefill worker."""
+
+    def _swap_numbers(self) -> SwapNumbers:
+        return SwapNumbers()
