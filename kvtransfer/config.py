@@ -15,7 +15,6 @@ class TransferConfig:
     encoding: Encoding = "raw"  # of KV that this worker sends
     max_pending_offers: int = 4096  # transfers whose offers wait for their request, of all peers
     max_queued_messages: int = 65536  # chunks of one peer that wait for their bytes
-    max_new_links: int = 8  # that one connection may ask for within progress_s; a pair that needs more is given up
     used_ticket_s: float = 900.0  # how long a used ticket is remembered
     max_used_tickets: int = 65536  # how many at most; the oldest go first
 

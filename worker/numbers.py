@@ -58,7 +58,6 @@ class TransferNumbers(Protocol):
     bytes: int  # counter
     seconds: float  # counter
     digest_failures: int  # counter
-    retries: int  # counter
     links_lost: int  # counter
 
 
@@ -141,7 +140,6 @@ def worker_stats(
         transfer_bytes=sum(side.bytes for side in transfers),
         transfer_seconds=sum((side.seconds for side in transfers), 0.0),
         transfer_digest_failures=sum(side.digest_failures for side in transfers),
-        transfer_retries=sum(side.retries for side in transfers),
         transfer_links_lost=sum(side.links_lost for side in transfers),
         pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,

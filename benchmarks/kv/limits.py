@@ -16,10 +16,10 @@ import torch
 import xxhash
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.host_units import HostUnits
-from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.transports.host_units import HostUnits
 from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
 from twostroke.protocol.errors import ConfigError

@@ -195,7 +195,6 @@ class TransferSection:
             max_chunk_bytes=4096,
             max_pending_offers=1,
             max_queued_messages=1,
-            max_new_links=1,
             used_ticket_s=1,
             max_used_tickets=1,
         ),

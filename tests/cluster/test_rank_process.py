@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.cluster.ranks.led_ranks import RankOrder
 from twostroke.cluster.ranks.rank_process import run_rank
-from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost

@@ -2,7 +2,7 @@
 
 from injection import Faults
 
-from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address, Peer

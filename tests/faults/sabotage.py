@@ -14,7 +14,8 @@ from typing import Any
 
 from injection import Fault, Faults
 
-from twostroke.kvtransfer.transports import group_link, shm
+from twostroke.kvtransfer.transports import shm
+from twostroke.kvtransfer.transports import torch_distributed as group_link
 
 _MEBIBYTE = 1024 * 1024
 

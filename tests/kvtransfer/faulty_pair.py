@@ -11,9 +11,9 @@ from transfer_harness import FAST, TOKEN, BytesStore, D, P, Pair, make_pair, rea
 
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.protocol.messages import Hello, KVHello
 from twostroke.protocol.requests import Peer
 

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.errors import ConnectionLost
 
 

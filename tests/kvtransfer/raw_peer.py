@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from memory_transport import MemoryTransport
 from transfer_harness import BLOCK_BYTES, BytesStore, D, P, Pair, reach
 
-from twostroke.kvtransfer.digest import chunk_seal
-from twostroke.kvtransfer.layout import Segment
-from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.link import DataLink, chunk_seal
+from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
 from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Peer, Ticket

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from twostroke.kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.rules.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports.shm import ShmTransport
 from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig

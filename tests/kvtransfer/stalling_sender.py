@@ -13,8 +13,8 @@ import msgspec
 from transfer_harness import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import TransferFailed

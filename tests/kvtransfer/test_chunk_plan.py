@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
 from twostroke.protocol.messages import Run
 
 

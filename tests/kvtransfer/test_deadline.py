@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from twostroke.kvtransfer.deadline import Deadline
+from twostroke.kvtransfer.timeouts import Deadline
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from raw_peer import RawPeer, raw_peer
 from transfer_harness import SECRET, D, make_pair, settle
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import Message, Offer, Ping
 from twostroke.protocol.network import Connection, Handler, Listener, TcpNetwork

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from twostroke.kvtransfer.digest import DIGEST_BYTES, chunk_seal
+from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
 from twostroke.protocol.messages import Chunk, Run
 from twostroke.protocol.requests import Peer
 

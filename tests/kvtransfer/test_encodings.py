@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.kvtransfer.encodings import decode, encode, raw_unit_bytes
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.rules.layout import Cut
+from twostroke.kvtransfer.transports.encodings import decode, encode, raw_unit_bytes
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 ENCODINGS: list[Encoding] = ["int8", "fp8"]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from twostroke.kvtransfer.endings import all_ended, finish, run_movers, run_until_lost
+from twostroke.kvtransfer.timeouts import all_ended, finish, run_movers, run_until_lost
 from twostroke.protocol.errors import ConnectionLost
 
 

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transfer_harness import BytesStore
 
-from twostroke.kvtransfer.host_units import HostUnits, UnitRuns, count_units, split_segments
-from twostroke.kvtransfer.host_wire import BATCH_BYTES, MAX_VIEWS, batches, make_host_wire
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.host_units import (
+    BATCH_BYTES,
+    MAX_VIEWS,
+    HostUnits,
+    UnitRuns,
+    batches,
+    count_units,
+    make_host_wire,
+    split_segments,
+)
 from twostroke.kvtransfer.unit_copy import copy_runs
 from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 

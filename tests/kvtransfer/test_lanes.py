@@ -6,11 +6,11 @@ import pytest
 from transfer_harness import TOKEN, D, P
 
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.incoming_lane import IncomingLane
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.lifecycle import IllegalTransition, ReceiverState, SenderState
-from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.incoming import IncomingLane
+from twostroke.kvtransfer.outgoing import OutgoingLane
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, ReceiverState, SenderState
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, Commit, Damaged, Verified
 from twostroke.protocol.requests import Address, Ticket

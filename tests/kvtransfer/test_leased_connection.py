@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from twostroke.kvtransfer.leased_connection import LeasedConnection
+from twostroke.kvtransfer.timeouts import LeasedConnection
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Message, Ping
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.kvtransfer.lifecycle import (
+from twostroke.kvtransfer.rules.lifecycle import (
     RECEIVER_ENDS,
     SENDER_ENDS,
     IllegalTransition,

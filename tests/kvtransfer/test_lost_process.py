@@ -15,7 +15,7 @@ from transfer_harness import BytesStore, Pair, make_pair, settle
 
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.lifecycle import ReceiverState
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.protocol.errors import TransferFailed
 
 HERE = Path(__file__).parent

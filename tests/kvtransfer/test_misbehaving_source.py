@@ -8,7 +8,7 @@ from raw_peer import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
 from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, make_pair, settle
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
     Abort,

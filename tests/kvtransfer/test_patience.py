@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from twostroke.kvtransfer.patience import Patience, within
+from twostroke.kvtransfer.timeouts import Patience, within
 from twostroke.protocol.errors import ConnectionLost
 
 

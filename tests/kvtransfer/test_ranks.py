@@ -10,13 +10,10 @@ import pytest
 from test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
 from transfer_harness import SECRET, TOKEN, D, P, settle
 
-from twostroke.kvtransfer.lifecycle import SenderState
-from twostroke.kvtransfer.rank_transfers import RankTransfers
-from twostroke.kvtransfer.ranked_receiver import RankedReceiver
-from twostroke.kvtransfer.ranked_sender import RankedOutgoing, RankedSender
+from twostroke.kvtransfer.ranks import RankedOutgoing, RankedReceiver, RankedSender, RankTransfers, TransferParts
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transfer_parts import TransferParts
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
 from twostroke.protocol.network import Connection, TcpNetwork

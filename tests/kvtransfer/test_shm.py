@@ -21,7 +21,7 @@ from shm_links import (
     same,
 )
 
-from twostroke.kvtransfer.layout import Segment, plan_lanes
+from twostroke.kvtransfer.rules.layout import Segment, plan_lanes
 from twostroke.kvtransfer.transports.shm import HERE_BYTES, ShmTransport
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
@@ -234,7 +234,7 @@ async def test_a_closed_link_reads_no_longer() -> None:
 _SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from twostroke.kvtransfer.layout import Segment
+from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports.shm import ShmTransport
 from shm_links import cuts, filled, make_cache
 

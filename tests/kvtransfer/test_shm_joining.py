@@ -13,7 +13,7 @@ import pytest
 import torch
 from shm_links import cuts, filled, make_cache, move, transports
 
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import local, shared_pool, shm
 from twostroke.kvtransfer.transports.shared_pool import receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost

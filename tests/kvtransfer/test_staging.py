@@ -8,9 +8,9 @@ import torch
 import xxhash
 from transfer_harness import BytesStore
 
-from twostroke.kvtransfer.encodings import encode
-from twostroke.kvtransfer.host_units import HostUnits
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.encodings import encode
+from twostroke.kvtransfer.transports.host_units import HostUnits
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
 from twostroke.protocol.kv_layout import Encoding
 

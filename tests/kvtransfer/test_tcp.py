@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle
 
-from twostroke.kvtransfer.digest import DIGEST_BYTES
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DIGEST_BYTES
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import Encoding
@@ -211,7 +211,7 @@ async def test_the_smaller_number_of_streams_counts(ours: int, theirs: int, coun
 
 
 async def test_between_machines_a_link_has_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.kvtransfer.transports.tcp_door._is_within_one_machine", lambda _: False)
+    monkeypatch.setattr("twostroke.kvtransfer.transports.tcp._is_within_one_machine", lambda _: False)
     store = BytesStore()
     sending, receiving = TcpTransport(store), TcpTransport(store, streams=3)
     pending = await receiving.prepare("127.0.0.1", blocks(store))

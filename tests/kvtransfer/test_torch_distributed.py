@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.transports.group_link import GroupLink
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
-from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+from twostroke.kvtransfer.transports.torch_distributed import GroupLink, TorchDistributedTransport
 from twostroke.protocol.errors import ConnectionLost
 
 LEASE_S = 1.0
@@ -27,7 +26,7 @@ SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{here!r}, {root!r}]
 from transfer_harness import BytesStore
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
 async def main():

@@ -14,8 +14,8 @@ from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair
 
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket
 

@@ -8,8 +8,8 @@ from faulty_transports import FaultyTransport
 from transfer_harness import TOKEN, Pair, make_pair, settle
 
 from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.protocol.errors import TransferFailed
 
 

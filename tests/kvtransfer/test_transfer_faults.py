@@ -17,7 +17,7 @@ from faulty_pair import (
 from transfer_harness import FAST, SECRET, TOKEN, D, P, make_pair, settle
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import KVWelcome, LinkReady, LinkWanted, Ping, Welcome
 from twostroke.protocol.network import Connection, TcpNetwork

@@ -7,7 +7,7 @@ from faulty_pair import NUM_TOKENS, assert_a_transfer_works, begin, finish, hell
 from transfer_harness import BytesStore, D, P, make_pair, reach, settle
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.lifecycle import SenderState
+from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Hello, KVHello, Refuse
 from twostroke.protocol.requests import Peer

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.errors import ConfigError, ConnectionLost

@@ -1,6 +1,6 @@
 """Single use, within bounds."""
 
-from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.kvtransfer.offers import UsedTickets
 
 
 def test_a_ticket_is_good_once() -> None:

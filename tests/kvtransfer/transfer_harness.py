@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from memory_transport import MemoryTransport
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports import Transports

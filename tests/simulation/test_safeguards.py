@@ -18,7 +18,7 @@ from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
 from twostroke.decode_worker.preemption import SwappedBlocks
 from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.standings import OfferedPrefixes, Standings
-from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.incoming import IncomingLane
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.model.step import BlockCopy

@@ -15,7 +15,7 @@ The same on CUDA: model/cuda/kernels/kv_units.py; both ends may run either.
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.protocol.kv_layout import DTYPE_BYTES
 
 
