@@ -6,14 +6,14 @@ that is not in the table raises. Whoever drives a transfer asks here first and a
 This is the life of one lane (one pair of ranks); a transfer is done when all its lanes are.
 
 SENDING, FINISHING, RELEASING, RECEIVING and ABORTING mean that somebody touches the blocks right now: at least one
-chunk is under way, on whatever link. CHUNK_BEGIN is the first of them, CHUNK_END the last: the lane counts those
-between. A chunk on a link that broke has ended only when that link is closed. Blocks may be freed in RELEASED, VERIFIED
-and ABORTED alone. PEER_LOST is reported only after every link is closed, so it ends these states at once; ABORT and
+chunk is under way. CHUNK_BEGIN is the first of them, CHUNK_END the last: the lane counts those
+between. Blocks may be freed in RELEASED, VERIFIED
+and ABORTED alone. PEER_LOST is reported only after the link is closed, so it ends these states at once; ABORT and
 LEASE_EXPIRED have to wait for the chunks that are under way.
 
     sender     OFFERING -> OFFERED -> GRANTED <-> SENDING
-               GRANTED -> COMMITTED -> RELEASED        COMMITTED <-> FINISHING (chunks that were out when the commit
-               SENDING -> FINISHING                    went, or are sent again)
+               GRANTED -> COMMITTED -> RELEASED
+               SENDING -> FINISHING -> COMMITTED       (chunks were out when the commit went)
                FINISHING -> RELEASING -> RELEASED      (the peer's answer was quicker than our own call's return)
     receiver   AWAITING_OFFER -> GRANTED <-> RECEIVING         GRANTED -> VERIFIED
     both       any -> ABORTED, through ABORTING where a chunk is under way
@@ -92,7 +92,6 @@ def _sender_table() -> dict[tuple[SenderState, SenderEvent], SenderState]:
         (state.SENDING, event.CHUNK_END): state.GRANTED,
         (state.GRANTED, event.COMMIT): state.COMMITTED,
         (state.SENDING, event.COMMIT): state.FINISHING,
-        (state.COMMITTED, event.CHUNK_BEGIN): state.FINISHING,
         (state.FINISHING, event.CHUNK_END): state.COMMITTED,
         (state.COMMITTED, event.VERIFIED): state.RELEASED,
         (state.FINISHING, event.VERIFIED): state.RELEASING,

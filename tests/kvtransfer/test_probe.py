@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from transfer_harness import Pair, make_pair, settle
 
+from tests.rigs.kv_pair import Pair, make_pair, settle
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Peer, Ticket

@@ -11,8 +11,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
+from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 from twostroke.kvtransfer.link import DataLink, Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import make_transports
@@ -301,8 +301,7 @@ def test_a_transport_that_can_not_be_had_is_refused_with_the_way_out(
 
 def test_processes_of_one_machine_say_the_same_machine() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests/kvtransfer'); sys.path.insert(0, 'tests/simulation')\n"
-        "from transfer_harness import BytesStore\n"
+        "from tests.rigs.kv_pair import BytesStore\n"
         "from twostroke.kvtransfer.transports import make_transports\n"
         "print(make_transports('auto', BytesStore()).reach.machine)"
     )
@@ -312,7 +311,7 @@ def test_processes_of_one_machine_say_the_same_machine() -> None:
 
 def test_torch_and_numba_are_imported_only_for_what_needs_them() -> None:
     code = (
-        "import sys, kvtransfer.sender, kvtransfer.receiver, kvtransfer.transports, kvtransfer.transports.tcp;"
+        "import sys, twostroke.kvtransfer.sender, twostroke.kvtransfer.receiver, twostroke.kvtransfer.transports.tcp;"
         "sys.exit(bool({'torch', 'numba'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

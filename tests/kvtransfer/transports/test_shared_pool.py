@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from shm_links import NUM_LAYERS, assert_nothing_is_left, belongings, cuts, make_cache
 
+from tests.rigs.shm_links import NUM_LAYERS, assert_nothing_is_left, belongings, cuts, make_cache
 from twostroke.kvtransfer.transports.shared_pool import PoolDescription, receive_pool, send_pool
 from twostroke.model.cache.kv_cache import SharedKVCache
 from twostroke.protocol.errors import ProtocolError

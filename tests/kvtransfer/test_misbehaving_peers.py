@@ -1,12 +1,18 @@
-"""A source that breaks the protocol, message by message, beside one that does not."""
+"""A source that breaks the protocol, message by message, beside one that does not.
+
+A target whose messages a source can make nothing of.
+"""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
-from raw_peer import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
-from transfer_harness import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, make_pair, settle
 
+from tests.rigs.kv_pair import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, make_pair, settle
+from tests.rigs.raw_source import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
@@ -15,44 +21,41 @@ from twostroke.protocol.messages import (
     Awaited,
     Chunk,
     Commit,
-    Damaged,
     Grant,
     Hello,
-    LinkReady,
-    LinkWanted,
+    KVWelcome,
     Message,
     Offer,
     Ping,
     Run,
     StatsFrame,
     Verified,
+    Welcome,
 )
-from twostroke.protocol.requests import Peer, mint_ticket
+from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.requests import Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerStats
 
 
 @pytest.mark.parametrize(
-    ("sequence", "attempt", "runs", "text"),
+    ("sequence", "runs", "text"),
     [
-        (1, 0, [Run(0, 1, 1)], "chunk 1 came in place of 0"),
-        (-1, 0, [Run(0, 1, 1)], "chunk -1 came in place of 0"),
-        (0, 0, [Run(3, 1, 1)], "there is no layer 3"),
-        (0, 0, [Run(-1, 1, 1)], "there is no layer -1"),
-        (0, 0, [Run(0, 1, 3)], "there are no units 1 to 4"),
-        (0, 0, [Run(0, -1, 2)], "there are no units -1 to 1"),
-        (0, 0, [Run(0, 1, 1), Run(1, 2, 2)], "there are no units 2 to 4"),
-        (0, 0, [Run(0, 0, 1)], "unit 0 was skipped in the grant"),
-        (0, 0, [Run(0, 1, 2), Run(0, 2, 1)], "units 2 to 3 of layer 0 came twice"),
-        (0, 1, [Run(0, 1, 1)], "nobody asked for attempt 1 of chunk 0"),
+        (1, [Run(0, 1, 1)], "chunk 1 came in place of 0"),
+        (-1, [Run(0, 1, 1)], "chunk -1 came in place of 0"),
+        (0, [Run(3, 1, 1)], "there is no layer 3"),
+        (0, [Run(-1, 1, 1)], "there is no layer -1"),
+        (0, [Run(0, 1, 3)], "there are no units 1 to 4"),
+        (0, [Run(0, -1, 2)], "there are no units -1 to 1"),
+        (0, [Run(0, 1, 1), Run(1, 2, 2)], "there are no units 2 to 4"),
+        (0, [Run(0, 0, 1)], "unit 0 was skipped in the grant"),
+        (0, [Run(0, 1, 2), Run(0, 2, 1)], "units 2 to 3 of layer 0 came twice"),
     ],
 )
-async def test_a_chunk_that_can_not_be_ends_its_transfer_alone(
-    sequence: int, attempt: int, runs: list[Run], text: str
-) -> None:
+async def test_a_chunk_that_can_not_be_ends_its_transfer_alone(sequence: int, runs: list[Run], text: str) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer, skip=4)
         good, good_waiting = await granted(pair, peer, "good", skip=4)
-        await peer.send_chunk(ticket, sequence, *runs, attempt=attempt)
+        await peer.send_chunk(ticket, sequence, *runs)
         answer = await peer.answer()
         assert isinstance(answer, Abort)
         assert text in answer.reason
@@ -75,45 +78,25 @@ async def test_a_unit_that_comes_twice_ends_its_transfer() -> None:
             await waiting
 
 
-@pytest.mark.parametrize("field", ["sequence", "attempt", "transfer", "epoch", "runs"])
+@pytest.mark.parametrize("field", ["sequence", "transfer", "epoch", "runs"])
 async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
         chunk = announced(ticket.transfer_id, 0, Run(0, 0, 3))
         other = {
             "sequence": msgspec.structs.replace(chunk, sequence=1),
-            "attempt": msgspec.structs.replace(chunk, attempt=1),
             "transfer": msgspec.structs.replace(chunk, transfer_id=ANYBODY),
             "runs": msgspec.structs.replace(chunk, runs=(Run(1, 0, 3),)),
         }.get(field, chunk)
         source = Peer(P.worker_id, P.epoch - 1) if field == "epoch" else P
         peer.connection.send(chunk)
         await peer.send_bytes(chunk, chunk_seal(other, source, D))
-        assert await peer.answer() == Damaged(ticket.transfer_id, 0, 0)
+        assert await peer.answer() == Abort(ticket.transfer_id, "chunk 0 was damaged on its way")
         assert pair.receiver.stats.digest_failures == 1
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-
-
-async def test_a_retry_must_be_the_chunk_that_was_asked_for() -> None:
-    async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket, waiting = await granted(pair, peer)
-        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 2))
-        peer.connection.send(chunk)
-        await peer.send_bytes(chunk, 0)
-        assert await peer.answer() == Damaged(ticket.transfer_id, 0, 0)
-        await peer.send_chunk(ticket, 0, Run(0, 0, 3), attempt=1)
-        with pytest.raises(TransferFailed, match="nobody asked for attempt 1 of chunk 0"):
+        with pytest.raises(TransferFailed, match="chunk 0 was damaged on its way"):
             await waiting
-
-
-async def test_a_chunk_that_came_whole_is_not_taken_again() -> None:
-    async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket, waiting = await granted(pair, peer)
-        await peer.send_chunk(ticket, 0, Run(0, 0, 3))
-        await peer.send_chunk(ticket, 0, Run(0, 0, 3), attempt=1)
-        with pytest.raises(TransferFailed, match="nobody asked for attempt 1 of chunk 0"):
-            await waiting
+        with pytest.raises(ConnectionLost):
+            await peer.answer()
 
 
 @pytest.mark.parametrize(
@@ -268,19 +251,14 @@ async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str, source: P
         StatsFrame(WorkerStats()),
         Grant(ANYBODY, 0),
         Awaited(ANYBODY),
-        Damaged(ANYBODY, 0, 0),
-        LinkReady(1, "memory", {}),
         Hello(P, D),
-        LinkWanted(0, ()),
-        LinkWanted(2, ()),
-        Chunk(ANYBODY, 0, 0, 0, (), 0),
-        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 0),), 0),
-        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, -1),), -BLOCK_BYTES),
-        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 2), Run(0, 2, -1)), BLOCK_BYTES),
-        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1 << 40),), BLOCK_BYTES << 40),
-        Chunk(ANYBODY, 0, 0, 0, (Run(0, 0, 1),), 2 * BLOCK_BYTES),
-        Chunk(ANYBODY, 0, 0, 1, (Run(0, 0, 1),), BLOCK_BYTES),
-        Chunk(ANYBODY, 0, 0, 0, tuple(Run(0, unit, 1) for unit in range(4)), 4 * BLOCK_BYTES),
+        Chunk(ANYBODY, 0, (), 0),
+        Chunk(ANYBODY, 0, (Run(0, 0, 0),), 0),
+        Chunk(ANYBODY, 0, (Run(0, 0, -1),), -BLOCK_BYTES),
+        Chunk(ANYBODY, 0, (Run(0, 0, 2), Run(0, 2, -1)), BLOCK_BYTES),
+        Chunk(ANYBODY, 0, (Run(0, 0, 1 << 40),), BLOCK_BYTES << 40),
+        Chunk(ANYBODY, 0, (Run(0, 0, 1),), 2 * BLOCK_BYTES),
+        Chunk(ANYBODY, 0, tuple(Run(0, unit, 1) for unit in range(4)), 4 * BLOCK_BYTES),
     ],
 )
 async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes_on(message: Message) -> None:
@@ -315,9 +293,7 @@ async def test_a_peer_that_announces_chunks_without_end_is_closed() -> None:
             await waiting
 
 
-async def test_bytes_that_never_come_cost_the_link_within_a_lease_and_are_asked_for_again_though_pings_do_come() -> (
-    None
-):
+async def test_bytes_that_never_come_cost_the_connection_within_a_lease_though_pings_do_come() -> None:
     async with make_pair(config=TransferConfig(lease_s=0.2)) as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
 
@@ -327,15 +303,11 @@ async def test_bytes_that_never_come_cost_the_link_within_a_lease_and_are_asked_
                 await asyncio.sleep(0.02)
 
         pinging = asyncio.create_task(ping())
-        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 3))
-        for attempt in range(2):
-            peer.connection.send(msgspec.structs.replace(chunk, attempt=attempt))
-            assert await peer.answer() == Damaged(ticket.transfer_id, 0, attempt)
+        peer.connection.send(announced(ticket.transfer_id, 0, Run(0, 0, 3)))
+        with pytest.raises(TransferFailed, match="receiving a chunk took longer than"):
+            await waiting
         with pytest.raises(ConnectionLost):
             await peer.link.discard(1)
-        peer.connection.send(msgspec.structs.replace(chunk, attempt=2))
-        with pytest.raises(TransferFailed, match="chunk 0 was damaged or lost on its way 3 times"):
-            await waiting
         pinging.cancel()
         await asyncio.gather(pinging, return_exceptions=True)
 
@@ -353,3 +325,67 @@ async def test_an_abort_is_heard_while_a_chunk_before_it_is_still_under_way() ->
         await peer.send_bytes(chunk)
         peer.connection.send(Commit(slow.transfer_id, 1, TOKEN))
         assert await slow_waiting == TOKEN
+
+
+@contextlib.asynccontextmanager
+async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator[Ticket]:
+    """A target that grants, and after the commit sends `answers` (made of the transfer's id); a ticket for it.
+
+    It says Ping so often before its Welcome.
+    """
+
+    async def serve(connection: Connection) -> None:
+        await connection.receive()
+        pending = await pair.transports[1].by_name["memory"].prepare("127.0.0.1", pair.target_cut)
+        kv = KVWelcome(pair.target.layout, 0, "memory", "why", (), pending.params)
+        for _ in range(pings):
+            connection.send(Ping())
+        connection.send(Welcome(D, kv))
+        try:
+            while True:
+                message = await connection.receive()
+                if isinstance(message, Offer):
+                    connection.send(Grant(message.ticket.transfer_id, 0))
+                if isinstance(message, Commit):
+                    for answer in answers:
+                        connection.send(answer(message.transfer_id))
+        except ConnectionLost:
+            await pending.close()
+
+    listener = await TcpNetwork(SECRET).listen("127.0.0.1", serve)
+    yield mint_ticket(SECRET, "r", P, D, (listener.address,))
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda transfer_id: Grant(transfer_id, 0), "GRANT can't happen"),
+        (lambda transfer_id: Ping(), None),
+    ],
+)
+async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | None) -> None:
+    async with make_pair() as pair, raw_target(pair, answer) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        if text is None:
+            await settle(lambda: out.lanes[0].state.name == "COMMITTED")
+            out.abort("enough")
+        with pytest.raises(TransferFailed, match=text or "enough"):
+            await out.done()
+
+
+async def test_a_target_that_says_too_late_or_of_nobody_that_it_waits_for_room_says_nothing() -> None:
+    late = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
+    async with make_pair() as pair, raw_target(pair, *late) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        await out.done()
+
+
+async def test_a_target_that_is_slow_to_prepare_its_link_may_ping_before_its_welcome() -> None:
+    verified = [lambda transfer_id: Verified(transfer_id)]
+    async with make_pair() as pair, raw_target(pair, *verified, pings=2) as ticket:
+        out = pair.sender.open(ticket, 4, [1], 4)
+        out.commit(TOKEN)
+        await out.done()

@@ -8,8 +8,8 @@ import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from transfer_harness import BytesStore, link_threads, open_descriptors, settle
 
+from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle
 from twostroke.kvtransfer.link import DIGEST_BYTES
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
@@ -129,7 +129,7 @@ async def test_a_large_chunk_goes_over_all_streams_and_a_small_one_over_the_firs
     async with links(source, target, cut, streams=3) as (sender, receiver):
         for stream in sender._streams:
             start = stream.thread.start
-            stream.thread.start = lambda *args, s=start: carried.append(len(args[1]) * cut.unit_bytes) or s(*args)  # type: ignore[method-assign]
+            stream.thread.start = lambda *args, s=start: carried.append(args[2]) or s(*args)  # type: ignore[method-assign]
         for num_blocks, parts in ((64, 3), (2 * MIN_PART_BYTES // cut.unit_bytes, 2), (10, 1)):
             carried.clear()
             chunk = [Segment(0, tuple(range(num_blocks)))]

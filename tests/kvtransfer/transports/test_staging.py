@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from transfer_harness import BytesStore
 
+from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.encodings import encode
 from twostroke.kvtransfer.transports.host_units import HostUnits
@@ -91,20 +91,6 @@ def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
         packed[place] ^= 1
     assert not unpacking.unpack(segments_of(2, cut), 8, packed)
     assert not any(map(any, target.layers))
-
-
-def test_chunks_larger_than_what_is_encoded_at_once_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target, other = store_of(1), store_of(), store_of()
-    cut = Cut(source.layout, 0, 4, 4, "int8")
-    staging, segments = HostStaging(source, cut), segments_of(1, cut)
-    whole, parts = staging.buffer(0, 18), staging.buffer(1, 18)
-    staging.pack(segments, 7, whole)
-    HostStaging(target, cut).unpack(segments, 7, whole)
-    monkeypatch.setattr("twostroke.kvtransfer.transports.staging._HOT_BYTES", 2 * 192 * 4)
-    staging.pack(segments, 7, parts)
-    assert torch.equal(whole, parts)
-    HostStaging(other, cut).unpack(segments, 7, parts)
-    assert target.copy() == other.copy()
 
 
 def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:

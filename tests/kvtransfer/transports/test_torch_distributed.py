@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transfer_harness import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 
+from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 from twostroke.kvtransfer.transports.torch_distributed import GroupLink, TorchDistributedTransport
 from twostroke.protocol.errors import ConnectionLost
 
 LEASE_S = 1.0
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 SOURCE = """
 import asyncio, json, sys
-sys.path[:0] = [{here!r}, {root!r}]
-from transfer_harness import BytesStore
+sys.path[:0] = [{root!r}]
+from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
@@ -110,7 +110,7 @@ async def test_a_source_that_dies_or_stops_while_it_sends_writes_nothing(fault: 
     threads = link_threads()
     transport = TorchDistributedTransport(store, join_timeout_s=20, operation_timeout_s=LEASE_S)
     pending = await transport.prepare("127.0.0.1", whole(store))
-    script = SOURCE.format(here=str(Path(__file__).parent), root=str(ROOT))
+    script = SOURCE.format(root=str(ROOT))
     source = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     )

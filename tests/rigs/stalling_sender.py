@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from transfer_harness import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 
+from tests.rigs.kv_pair import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment

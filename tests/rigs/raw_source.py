@@ -5,9 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from memory_transport import MemoryTransport
-from transfer_harness import BLOCK_BYTES, BytesStore, D, P, Pair, reach
-
+from tests.rigs.kv_memory_transport import MemoryTransport
+from tests.rigs.kv_pair import BLOCK_BYTES, BytesStore, D, P, Pair, reach
 from twostroke.kvtransfer.link import DataLink, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
@@ -27,9 +26,9 @@ class RawPeer:
     store: BytesStore
     name: Peer = P
 
-    async def send_chunk(self, ticket: Ticket, sequence: int, *runs: Run, attempt: int = 0) -> None:
+    async def send_chunk(self, ticket: Ticket, sequence: int, *runs: Run) -> None:
         """Chunk and bytes: those of block 0, as often as it takes."""
-        chunk = announced(ticket.transfer_id, sequence, *runs, attempt=attempt)
+        chunk = announced(ticket.transfer_id, sequence, *runs)
         self.connection.send(chunk)
         await self.send_bytes(chunk)
 
@@ -44,9 +43,9 @@ class RawPeer:
         return message
 
 
-def announced(transfer_id: bytes, sequence: int, *runs: Run, attempt: int = 0, link: int = 0) -> Chunk:
+def announced(transfer_id: bytes, sequence: int, *runs: Run) -> Chunk:
     num_bytes = sum(run.num_units for run in runs) * BLOCK_BYTES
-    return Chunk(transfer_id, sequence, attempt, link, runs, num_bytes)
+    return Chunk(transfer_id, sequence, runs, num_bytes)
 
 
 def greeting(pair: Pair, peer: Peer = P) -> Hello:

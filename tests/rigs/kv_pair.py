@@ -10,8 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from memory_transport import MemoryTransport
-
+from tests.rigs.kv_memory_transport import MemoryTransport
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
