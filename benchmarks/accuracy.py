@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -19,18 +18,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.benchmarks.arguments import positive
-from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.benchmarks.console import positive, say
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, make_layout
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.quantization import Quantization
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
+from twostroke.model.config import Quantization
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import resolve_dtype
 from twostroke.model.parallel.tensor_parallel import SingleRank
-from twostroke.model.runner import make_layout
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.tools.bundled.corpus import is_held_out, source_files
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     windows = held_out_text(args.model, args.length, args.windows)
     losses: dict[Quantization, list[float]] = {}
     for quantization in get_args(Quantization):
-        print(f"{quantization}: {len(windows)} windows of {args.length} tokens", file=sys.stderr, flush=True)
+        say(f"{quantization}: {len(windows)} windows of {args.length} tokens")
         losses[quantization] = window_losses(args.model, windows, quantization)
     plain = losses["none"]
     result: dict[str, float] = {"perplexity": round(math.exp(statistics.fmean(plain)), 4)}

@@ -22,9 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from twostroke.benchmarks.arguments import positive
-from twostroke.benchmarks.overload import Mix, Outcome, send_all
-from twostroke.benchmarks.serving import stream_completion, whole_answer
+from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals
+from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.commands.status import fetch_status
 from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.report.estimates import percentile
@@ -94,10 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-seconds", type=positive, default=90, help="at four times that, at most (default: %(default)s)"
     )
     parser.add_argument("--most", type=positive, default=2, help="workers of each kind (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=positive, default=512, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=256, help="tokens an answer (default: %(default)s)")
     parser.add_argument("--cooldown", type=positive, default=30, help="cooldown_s (default: %(default)s)")
-    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
+    add_load_arguments(parser, prompt_tokens=512, max_tokens=256)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -113,9 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         with ServerProcess([*arguments.serve, "--config", str(path)]) as server:
             story = asyncio.run(tell(server.url, mix, pace.rate, arguments.calm_seconds, arguments.step_seconds))
     figures = {"rate": pace.rate, **summarise(story)}
-    for name, value in figures.items():
-        print(f"{name:>20}  {value:.4g}" if isinstance(value, float) else f"{name:>20}  {value}")
-    print(json.dumps(figures))
+    conclude(figures)
     return 0 if holds(figures) else 1
 
 
@@ -146,29 +141,26 @@ def scaled_config(pace: Pace, mix: Mix, most: int, cooldown_s: float) -> dict[st
 async def measure_pace(url: str, mix: Mix) -> Pace:
     """Medians, after some requests that warm everything up. Raises ValueError where an answer is not whole."""
     draw = random.Random(1)
-    ttft_s: list[float] = []
-    for _ in range(2 * ALONE_REQUESTS):
-        result = await stream_completion(url, mix.body(draw, None))
-        ttft_s.append(whole_answer(result, mix.max_tokens).token_times[0] - result.sent_at)
-    alone_s = statistics.median(ttft_s[ALONE_REQUESTS:])
+    times = [await mix.ask_alone(url, draw) for _ in range(2 * ALONE_REQUESTS)]
+    alone_s = statistics.median(ttft_s for ttft_s, _ in times[ALONE_REQUESTS:])
     rate = CALM / alone_s
-    calm = await send_all(url, mix.arrivals(rate, TRY_S, seed=7))
+    calm = await send_arrivals(url, mix.arrivals(rate, TRY_S, seed=7))
     return Pace(rate, alone_s, statistics.median(one.tpot_s for one in calm if one.tpot_s is not None))
 
 
 async def tell(url: str, mix: Mix, rate: float, calm_s: float, step_s: float) -> Story:
     """Calm, then the step, then calm again until there are as many workers as there were."""
-    await send_all(url, mix.arrivals(rate / 2, WARM_S, seed=8))
+    await send_arrivals(url, mix.arrivals(rate / 2, WARM_S, seed=8))
     story = Story()
     began = time.perf_counter()
     watching = asyncio.create_task(_watch(url, began, story.sights))
     try:
-        story.calm = await send_all(url, mix.arrivals(rate, calm_s, seed=1000))
+        story.calm = await send_arrivals(url, mix.arrivals(rate, calm_s, seed=1000))
         story.rose_at = time.perf_counter() - began
         rising = mix.arrivals(STEP * rate, step_s, seed=2000)
-        story.step = await send_all(url, rising, lambda: _have_grown(story.sights))
+        story.step = await send_arrivals(url, rising, lambda: _have_grown(story.sights))
         story.fell_at = time.perf_counter() - began
-        story.after = await send_all(url, mix.arrivals(rate, BACK_S, seed=3000), lambda: _is_back(story.sights))
+        story.after = await send_arrivals(url, mix.arrivals(rate, BACK_S, seed=3000), lambda: _is_back(story.sights))
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):  # what else has ended it is not passed over

@@ -6,9 +6,7 @@ median of these ratios is what counts. The floor of a step is max(bytes / read b
 GEMM rate that prefill is held against is measured with the model's own projections. What quantisation gains at batch 1
 is measured in turns too, step by step, with one engine for each kind of weights.
 
-The random models that `bench engine` measures: what speed depends on is their shape.
-
-What an engine's step can't do without, and what the machine can do: the two sides of the floor.
+Models are random: what speed depends on is their shape.
 """
 
 import argparse
@@ -28,10 +26,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from twostroke.benchmarks.arguments import positive
-from twostroke.model.checkpoint.quantization import INT4_GROUP, Quantization, of_lm_head
+from twostroke.benchmarks.console import positive, say
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.quantization import INT4_GROUP, of_lm_head
 from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
-from twostroke.model.config import ModelConfig, load_model_config
+from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.step import Draw, SequenceStep
@@ -211,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        _say(f"writing a random model of the shape {args.model}")
+        say(f"writing a random model of the shape {args.model}")
         write_random_model(Path(folder), args.model, max_position=max(4096, args.prompt_tokens))
         engine = _load(Path(folder), args.quantization, args)
         try:
@@ -280,7 +279,7 @@ async def _in_turns(
     await _step_s(loaded, steps[:2])
     before = machine.measure()
     for turn in range(rounds):
-        _say(f"{name}: turn {turn + 1} of {rounds}")
+        say(f"{name}: turn {turn + 1} of {rounds}")
         step_s = await _step_s(loaded, steps)
         after = machine.measure()
         limits = before.mean(after)
@@ -315,7 +314,7 @@ async def _compare_kinds(measured: LoadedEngine, folder: Path, args: argparse.Na
         steps = _decode_steps(1, args)
         ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for turn in range(-1, 2 * args.rounds):
-            _say(f"bf16, int8 and int4 at batch 1: turn {turn + 1} of {2 * args.rounds}")
+            say(f"bf16, int8 and int4 at batch 1: turn {turn + 1} of {2 * args.rounds}")
             times = {kind: await _step_s(engine, steps) for kind, engine in engines.items()}
             for kind, step_s in times.items():
                 if turn >= 0:  # the first warms up
@@ -356,10 +355,6 @@ def _print(results: Mapping[str, Result], gains: Mapping[str, float], args: argp
             }
         )
     )
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Sequence
@@ -20,10 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from twostroke.benchmarks.arguments import positive
+from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.workers.fleet import WorkerProcess
-from twostroke.benchmarks.workers.process import Settings
+from twostroke.benchmarks.worker_process import Settings, WorkerProcess
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.protocol.clock import draw_epoch
@@ -153,12 +151,12 @@ async def _take_turns(client: "_Client", arguments: argparse.Namespace) -> tuple
         ]
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
         for turn in range(WARM_UP_TURNS + arguments.rounds):
-            _say(f"turn {turn + 1} of {WARM_UP_TURNS + arguments.rounds}: alone")
+            say(f"turn {turn + 1} of {WARM_UP_TURNS + arguments.rounds}: alone")
             alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
-            _say(f"turn {turn + 1}: P99 {alone[-1].at(99) * 1e3:.1f} ms; now with a prompt")
+            say(f"turn {turn + 1}: P99 {alone[-1].at(99) * 1e3:.1f} ms; now with a prompt")
             prompt = client.read(_prompt(draw, arguments.prompt_tokens), 1, Stream(), Promise())
             beside.append(await _turn(streams, prompt))
-            _say(f"turn {turn + 1}: P99 {beside[-1].at(99) * 1e3:.1f} ms, prompt {beside[-1].seconds:.1f} s")
+            say(f"turn {turn + 1}: P99 {beside[-1].at(99) * 1e3:.1f} ms, prompt {beside[-1].seconds:.1f} s")
         alone.append(await _turn(streams, asyncio.sleep(arguments.alone_s)))
         for task in running:
             task.cancel()
@@ -212,7 +210,3 @@ class _Client:
 
 def _prompt(draw: random.Random, length: int) -> tuple[int, ...]:
     return tuple(draw.randrange(1, 31000) for _ in range(length))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,11 +3,6 @@
 A first server without promises tells what a request takes by itself, and how many the machine can do at once. From that
 come the SLOs of two classes, as multiples. A second server has these classes; its capacity is the highest rate of which
 nine requests out of ten get what they are promised. It is then offered once and five times that.
-
-Requests that come when they come, however the server fares; and what became of each, by the clock of its schedule.
-
-Time counts from the scheduled arrival, so that what a late client or a full server delays is not left out. How late
-requests were sent is told as well: a client that can't keep up measures itself.
 """
 
 import argparse
@@ -19,123 +14,17 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from twostroke.benchmarks.arguments import positive
-from twostroke.benchmarks.serving import fault_of, random_prompt, stream_completion, whole_answer
+from twostroke.benchmarks.clients import Mix, Outcome, send_arrivals, send_in_turn, whole_answer
+from twostroke.benchmarks.console import add_load_arguments, positive
 from twostroke.cluster.commands.status import fetch_status
 from twostroke.cluster.local.server_process import ServerProcess
-from twostroke.loadtests.generator.answers import read_stream
-from twostroke.loadtests.generator.http_stream import Exchange, completion_body
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.router.slo.classes import SLOClass
-
-Result = TypeVar("Result")
-Status = Literal["ok", "refused", "failed"]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One request, `at` so many seconds after the beginning."""
-
-    at: float
-    class_name: str
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one request. Times in seconds."""
-
-    class_name: str
-    at: float  # scheduled, after the beginning
-    lag_s: float  # sent so much later
-    status: Status
-    ttft_s: float | None = None  # since it was scheduled
-    tpot_s: float | None = None  # None for a single token
-    why: str | None = None  # of a failure
-
-    def met(self, classes: Mapping[str, SLOClass]) -> bool:
-        """Whether it got both promised times."""
-        promised = classes[self.class_name]
-        if self.status != "ok" or self.ttft_s is None:
-            return False
-        in_time = promised.ttft_s is None or self.ttft_s <= promised.ttft_s
-        return in_time and (promised.tpot_s is None or self.tpot_s is None or self.tpot_s <= promised.tpot_s)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Which requests are sent: all alike, but for their class and their prompt."""
-
-    model: str
-    parts: Mapping[str, float]  # of all requests, by class
-    prompt_tokens: int
-    max_tokens: int
-
-    def body(self, draw: random.Random, class_name: str | None) -> dict[str, Any]:
-        """A request whose prompt is random, so that no cache holds its beginning."""
-        body = completion_body(self.model, random_prompt(draw, self.prompt_tokens), self.max_tokens)
-        return body if class_name is None else {**body, "service_tier": class_name}
-
-    def arrivals(self, rate: float, seconds: float, seed: int) -> list[Arrival]:
-        """Poisson arrivals, `rate` a second."""
-        draw = random.Random(seed)
-        names, weights = list(self.parts), list(self.parts.values())
-        found: list[Arrival] = []
-        at = draw.expovariate(rate)
-        while at < seconds:
-            name = draw.choices(names, weights)[0]
-            found.append(Arrival(at, name, self.body(draw, name)))
-            at += draw.expovariate(rate)
-        return found
-
-
-async def at_their_moments(
-    moments: Iterable[float], send: Callable[[int, float], Coroutine[Any, Any, Result]]
-) -> list[Result]:
-    """Call `send`, with a moment's number and its `time.perf_counter`, when it has come; returns when all calls have.
-
-    The moments are seconds after now, in their order. Each is asked for when the one before it has come: whoever tells
-    them may stop at any time.
-    """
-    began = time.perf_counter()
-    tasks: list[asyncio.Task[Result]] = []
-    async with asyncio.TaskGroup() as group:
-        for number, moment in enumerate(moments):
-            await asyncio.sleep(max(0.0, began + moment - time.perf_counter()))
-            tasks.append(group.create_task(send(number, began + moment)))
-    return [task.result() for task in tasks]
-
-
-async def send_all(url: str, arrivals: Sequence[Arrival], is_over: Callable[[], bool] = lambda: False) -> list[Outcome]:
-    """Send each at its time, until it is over, and wait for all answers. These are read when all are there."""
-
-    async def send(number: int, scheduled: float) -> tuple[Arrival, float, Exchange]:
-        arrival = arrivals[number]
-        return arrival, scheduled, await stream_completion(url, arrival.body)
-
-    moments = itertools.takewhile(lambda _: not is_over(), (arrival.at for arrival in arrivals))
-    return [outcome_of(*sent) for sent in await at_their_moments(moments, send)]
-
-
-def outcome_of(arrival: Arrival, scheduled: float, came: Exchange) -> Outcome:
-    """Read what came over the wire. An answer that is shorter than it was to be has failed."""
-    lag_s = came.sent_at - scheduled
-    answer = read_stream(came)
-    if answer.http_status == 429:
-        return Outcome(arrival.class_name, arrival.at, lag_s, "refused")
-    num_tokens = arrival.body["max_tokens"]
-    fault = fault_of(answer, num_tokens)
-    if fault is not None:
-        return Outcome(arrival.class_name, arrival.at, lag_s, "failed", why=fault)
-    times = answer.token_times
-    tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else None
-    return Outcome(arrival.class_name, arrival.at, lag_s, "ok", times[0] - scheduled, tpot_s)
-
 
 INTERACTIVE, BATCH = "interactive", "batch"
 PARTS = {INTERACTIVE: 0.3, BATCH: 0.7}
@@ -163,15 +52,13 @@ class Timing:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=positive, default=60, help="of load at each rate (default: %(default)s)")
     parser.add_argument("--step-seconds", type=positive, default=12, help="of each step (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=64, help="tokens an answer (default: %(default)s)")
     parser.add_argument(
         "--ttft-multiple", type=positive, default=10, help="of a first token's time alone (default: %(default)s)"
     )
     parser.add_argument(
         "--tpot-multiple", type=positive, default=5, help="of the time between tokens alone (default: %(default)s)"
     )
-    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
+    add_load_arguments(parser, prompt_tokens=1024, max_tokens=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -213,43 +100,30 @@ def classes_for(ttft_s: float, tpot_s: float) -> dict[str, SLOClass]:
 async def measure_alone(url: str, mix: Mix, seconds: float) -> tuple[float, float, float]:
     """A request's TTFT and TPOT by itself (medians), and how many a second many clients get in turn."""
     draw = random.Random(1)
-    await _closed_loop(url, mix, draw, 3.0)  # warms everything up
-    ttft_s: list[float] = []
-    tpot_s: list[float] = []
-    for _ in range(ALONE_REQUESTS):
-        result = await stream_completion(url, mix.body(draw, None))
-        times = whole_answer(result, mix.max_tokens).token_times
-        ttft_s.append(times[0] - result.sent_at)
-        tpot_s.append((times[-1] - times[0]) / max(1, mix.max_tokens - 1))
-    return statistics.median(ttft_s), statistics.median(tpot_s), await _closed_loop(url, mix, draw, seconds)
+    await _answers_per_s(url, mix, draw, 3.0)  # warms everything up
+    alone = [await mix.ask_alone(url, draw) for _ in range(ALONE_REQUESTS)]
+    ttft_s, tpot_s = (statistics.median(times) for times in zip(*alone, strict=True))
+    return ttft_s, tpot_s, await _answers_per_s(url, mix, draw, seconds)
 
 
-async def _closed_loop(url: str, mix: Mix, draw: random.Random, seconds: float) -> float:
-    """Answers a second to clients that each send the next request when the last one is answered."""
+async def _answers_per_s(url: str, mix: Mix, draw: random.Random, seconds: float) -> float:
+    """Of clients that each send the next request when the last one is answered."""
     until = time.perf_counter() + seconds
-    answered = 0
-
-    async def client() -> None:
-        nonlocal answered
-        while time.perf_counter() < until:
-            whole_answer(await stream_completion(url, mix.body(draw, None)), mix.max_tokens)
-            answered += time.perf_counter() < until
-
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(CLOSED_LOOP_CLIENTS):
-            clients.create_task(client())
-    return answered / seconds
+    bodies = (mix.body(draw) for _ in itertools.takewhile(lambda _: time.perf_counter() < until, itertools.count()))
+    came = await send_in_turn(url, bodies, CLOSED_LOOP_CLIENTS)
+    answers = [whole_answer(exchange, mix.max_tokens) for _, exchange in came]
+    return sum(answer.token_times[-1] < until for answer in answers) / seconds
 
 
 async def measure(url: str, mix: Mix, classes: dict[str, SLOClass], peak: float, timing: Timing) -> dict[str, Any]:
     """The figures of a server with these classes."""
-    await send_all(url, mix.arrivals(0.2 * peak, 5.0, seed=2))  # so that the workers know what steps cost
+    await send_arrivals(url, mix.arrivals(0.2 * peak, 5.0, seed=2))  # so that the workers know what steps cost
     capacity = await find_capacity(url, mix, classes, peak, timing.step_s)
     workers = _epochs(url)
-    usual = await send_all(url, mix.arrivals(capacity, timing.load_s, seed=3))
-    overload = await send_all(url, mix.arrivals(OVERLOAD * capacity, timing.load_s, seed=4))
+    usual = await send_arrivals(url, mix.arrivals(capacity, timing.load_s, seed=3))
+    overload = await send_arrivals(url, mix.arrivals(OVERLOAD * capacity, timing.load_s, seed=4))
     # Recovery runs on from the last arrival: what is still being served is a part of it.
-    calm = await send_all(url, mix.arrivals(CALM * capacity, timing.recovery_s, seed=5))
+    calm = await send_arrivals(url, mix.arrivals(CALM * capacity, timing.recovery_s, seed=5))
     _show("1x", usual, classes, timing.load_s)
     _show(f"{OVERLOAD:g}x", overload, classes, timing.load_s)
     _show("after", calm, classes, timing.recovery_s)
@@ -275,7 +149,7 @@ async def find_capacity(url: str, mix: Mix, classes: dict[str, SLOClass], peak: 
     """The highest rate of the steps before the first that misses the attainment; half of the first where that does."""
     capacity = STEPS[0] * peak / 2
     for i, step in enumerate(STEPS):
-        outcomes = await send_all(url, mix.arrivals(step * peak, seconds, seed=10 + i))
+        outcomes = await send_arrivals(url, mix.arrivals(step * peak, seconds, seed=10 + i))
         attained = sum(one.met(classes) for one in outcomes) / max(1, len(outcomes))
         print(f"{step * peak:8.1f}/s  attainment {attained:.3f}", flush=True)
         if attained < ATTAINMENT:

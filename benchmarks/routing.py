@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from twostroke.benchmarks.arguments import positive
+from twostroke.benchmarks.console import positive
 from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import KVLayout

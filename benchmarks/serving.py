@@ -1,64 +1,41 @@
 """`twostroke bench serving`: many concurrent streams through the whole path, from HTTP to HTTP.
 
-Rates and latencies are wall time, which whatever else runs on the machine takes away from, and CPU time grows beside
-neighbours, too. Where the processor lets its instructions be counted, what a token costs each group of processes can be
-compared all the same.
-
-Streamed completions as the benches ask for them, by the load tests' client, which costs next to nothing.
+Rates and latencies are wall time, which whatever else runs on the machine takes away from, and CPU time grows by half
+and more while neighbours use the same caches, memory and clock. The number of instructions hardly changes. So where the
+processor lets them be counted (Linux only), what a token costs each group of processes can be compared on a busy
+machine, too.
 """
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
+import errno
 import itertools
-import json
 import os
+import platform
 import random
 import statistics
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from twostroke.benchmarks.arguments import positive
-from twostroke.benchmarks.instructions import counting
+from twostroke.benchmarks.clients import (
+    FIRST_TOKEN_ID,
+    completion_body,
+    fault_of,
+    random_prompt,
+    send_in_turn,
+    stream_completion,
+)
+from twostroke.benchmarks.console import add_load_arguments, conclude, positive
 from twostroke.cluster.commands.status import fetch_status
 from twostroke.cluster.local.server_process import cpu_seconds, processes_named, server_at
-from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
-from twostroke.loadtests.generator.http_stream import Exchange, completion_body, exchange
+from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
-
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 1000  # ordinary tokens in any vocabulary
-PATIENCE_S = 300.0
-"""A request that takes longer in all has failed."""
-
-
-def random_prompt(draw: random.Random, num_tokens: int) -> list[int]:
-    """One whose beginning no cache holds."""
-    return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(num_tokens)]
-
-
-async def stream_completion(url: str, body: dict[str, Any]) -> Exchange:
-    """POST `body` to the server at `url` and take all that comes, to be read when nobody is measured any more."""
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    return await exchange(f"{url}/v1", streamed, PATIENCE_S)
-
-
-def whole_answer(came: Exchange, num_tokens: int) -> StreamedAnswer:
-    """What came. Raises ValueError where it is no complete answer of so many tokens."""
-    answer = read_stream(came)
-    fault = fault_of(answer, num_tokens)
-    if fault is not None:
-        raise ValueError(fault)
-    return answer
-
-
-def fault_of(answer: StreamedAnswer, num_tokens: int) -> str | None:
-    """Why it is no complete answer of so many tokens, None where it is one."""
-    if answer.error is not None:
-        return answer.error
-    answered = answer.usage.completion_tokens
-    return None if answered == num_tokens else f"{answered} tokens instead of {num_tokens}"
-
 
 TITLES = {
     "router": ("ServeReplica:twostroke:Router",),
@@ -87,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server on this machine (default: start one for the bench)")
     parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time (default: %(default)s)")
     parser.add_argument("--requests", type=positive, default=960, help="streams in all (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=positive, default=128, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=64, help="tokens an answer (default: %(default)s)")
-    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
+    add_load_arguments(parser, prompt_tokens=128, max_tokens=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,9 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_tokens=arguments.max_tokens,
         )
         figures = asyncio.run(measure(url, load, processes))
-    for name, value in figures.items():
-        print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
-    print(json.dumps(figures))
+    conclude(figures)
     return 1 if figures["errors"] or figures["owned_blocks_after"] else 0
 
 
@@ -126,7 +99,7 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
         results = await _send_all(url, load)
         wall_s = time.perf_counter() - began
         cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
-        executed = instructions.so_far() if instructions is not None else {}
+        executed = instructions() if instructions is not None else {}
     figures = summarise(results, load, wall_s)
     tokens = max(1, figures["output_tokens"])
     figures["cores_busy"] = sum(cpu_s.values()) / wall_s
@@ -214,13 +187,66 @@ async def _send_all(url: str, load: Load) -> list[Exchange]:
         completion_body(load.model, random_prompt(draw, load.prompt_tokens), load.max_tokens)
         for _ in range(load.requests)
     ]
-    results: list[Exchange] = []
+    return [exchange for _, exchange in await send_in_turn(url, bodies, load.concurrency)]
 
-    async def client() -> None:
-        while bodies:
-            results.append(await stream_completion(url, bodies.pop()))
 
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(load.concurrency):
-            clients.create_task(client())
-    return results
+_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
+_ATTRIBUTE_BYTES = 128
+_HARDWARE, _INSTRUCTIONS = 0, 1
+_FLAGS_AT, _INHERIT, _WITHOUT_HYPERVISOR = 40, 1 << 1, 1 << 6
+
+
+@contextlib.contextmanager
+def counting(groups: Mapping[str, Iterable[int]]) -> Iterator[Callable[[], dict[str, int]] | None]:
+    """Count the instructions of groups of process ids from now on, those of threads that they begin and the kernel's
+    work for them included. Yields what tells the counts so far; None where this machine, or its kernel, lets nobody
+    count."""
+    opened: dict[str, list[int]] = {}
+
+    def so_far() -> dict[str, int]:
+        return {
+            group: sum(struct.unpack("Q", os.read(counter, 8))[0] for counter in counters)
+            for group, counters in opened.items()
+        }
+
+    try:
+        for group, pids in groups.items():
+            opened[group] = []
+            for thread in itertools.chain.from_iterable(map(_threads, pids)):
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    opened[group].append(_open_counter(thread))
+        yield so_far
+    except _NotCounted:
+        yield None
+    finally:
+        for counter in itertools.chain.from_iterable(opened.values()):
+            os.close(counter)
+
+
+class _NotCounted(Exception):
+    """There is no such counter here, or it is not for us."""
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+
+
+def _open_counter(thread: int) -> int:
+    number = _PERF_EVENT_OPEN.get(platform.machine())
+    if number is None:
+        raise _NotCounted
+    attributes = bytearray(_ATTRIBUTE_BYTES)
+    struct.pack_into("IIQ", attributes, 0, _HARDWARE, _ATTRIBUTE_BYTES, _INSTRUCTIONS)
+    struct.pack_into("Q", attributes, _FLAGS_AT, _INHERIT | _WITHOUT_HYPERVISOR)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.syscall.restype = ctypes.c_long
+    buffer = (ctypes.c_char * _ATTRIBUTE_BYTES).from_buffer(attributes)
+    counter = library.syscall(ctypes.c_long(number), buffer, thread, -1, -1, ctypes.c_ulong(0))
+    if counter >= 0:
+        return int(counter)
+    if ctypes.get_errno() == errno.ESRCH:
+        raise ProcessLookupError
+    raise _NotCounted

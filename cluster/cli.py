@@ -38,9 +38,8 @@ _BENCHES = {
         "the engine on one CUDA device, against its limits and torch's own kernels",
     ),
     "accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
-    "costs": ("benchmarks.costs", "how well a worker predicts the time of its steps, from those it has run"),
     "transfer": (
-        "benchmarks.kv.transfer",
+        "benchmarks.transfer",
         "KV transfer against the machine's limits, and what a request feels of it",
     ),
     "routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
@@ -57,6 +56,7 @@ _BENCHES = {
         "benchmarks.overload",
         "what becomes of promises at five times the load that the server can take",
     ),
+    "peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
 }
 
 _LOADTESTS = {
@@ -65,7 +65,7 @@ _LOADTESTS = {
     "compare": ("loadtests.commands.compare", "put reports side by side"),
     "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
     "selfcheck": (
-        "loadtests.commands.selfcheck",
+        "loadtests.selfcheck.checks",
         "try the load generator against a server with known timings",
     ),
 }
@@ -113,7 +113,13 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
 
 
 def _prepare(module: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    loaded = import_module(f"twostroke.{module}")
+    try:
+        loaded = import_module(f"twostroke.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "twostroke":
+            raise
+        command = parser.prog.removeprefix("twostroke ")
+        raise ConfigError(f"{command} needs {error.name}: in the project's checkout, pip install '.[serve]'") from error
     loaded.add_arguments(parser)
     run: Callable[[argparse.Namespace], int] = loaded.run
     return run

@@ -1,12 +1,10 @@
-"""Many runs of one plan at different rates, and the capacity that follows from them.
+"""The capacity of a server: the highest rate at which an SLO is met, found by runs of one plan at different rates.
 
-Where attainment falls below a target, found by doubling and bisection, and how sure that is. Pure.
+Where attainment falls below a target is found by doubling and bisection. A search is repeated with other seeds, each on
+its own points, so that its results are independent measurements of the same capacity; from how much they differ follows
+the interval.
 
-A search is repeated with other seeds, each on its own points, so that its results are independent measurements of the
-same capacity; from how much they differ follows the interval.
-
-SLOs as multiples of what one request alone gets: what a machine of unknown speed can be asked for.
-
+An SLO may be given as multiples of what one request alone gets: what a machine of unknown speed can be asked for.
 Splitwise (Patel et al., ISCA 2024) judges so; CPUs and tiny models have no other sensible limits.
 """
 

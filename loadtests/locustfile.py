@@ -21,8 +21,7 @@ from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.locust_head import Head
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.records import Record
-from twostroke.loadtests.run_folder import RunFolder, read_plan
+from twostroke.loadtests.run_folder import Record, RunFolder, read_plan
 
 _heads: list[Head] = []  # of this process: one, or none in a worker
 _senders: list[Sender] = []  # one, or none in a master

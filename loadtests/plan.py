@@ -2,8 +2,6 @@
 
 A plan is a JSON file (`plan.json` of a run's folder), so that every Locust worker, and whoever repeats the run, reads
 the same. Times are in seconds, rates in requests (sessions, where they have several turns) a second.
-
-What is to be sent, and when. The types that arrivals, workloads, the dispatcher and the stub server share.
 """
 
 from dataclasses import dataclass

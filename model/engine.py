@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from twostroke.model.runner import DoneStep, LaunchedStep, ModelRunner
+from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
@@ -96,7 +96,7 @@ class ThreadEngine:
             if copies:
                 self._runner.copy_blocks(copies)
                 if not batch:
-                    return DoneStep([])
+                    return LaunchedStep([])
             self._earlier = self._runner.launch(batch, on_layer, self._earlier)
             return self._earlier
         except Exception as error:

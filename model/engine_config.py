@@ -9,8 +9,7 @@ import torch
 
 from twostroke.model.cache.kv_cache import kv_block_bytes
 from twostroke.model.cache.memory import DEFAULT_BOUNDS, StepBounds
-from twostroke.model.checkpoint.quantization import Quantization
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelConfig, Quantization
 from twostroke.protocol.errors import ConfigError
 
 

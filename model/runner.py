@@ -1,116 +1,27 @@
 """From a batch of SequenceSteps to drawn tokens: tensors in, decoder, sampler, results in the caller's order.
 
-A step that the runner has launched: its tokens are known, or still on a GPU, where the next step can use them.
+A step that was launched may still be on its way: its tokens are on a GPU then, where the next step can use them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.cache.kv_cache import Event
-from twostroke.model.host_tensors import place
-from twostroke.model.step import Draw
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, check_batch, make_layout, place
+from twostroke.model.cache.kv_cache import Event, KVCache
+from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
-    from twostroke.model.sampling.device_sampler import DrawnTokens
-from collections.abc import Callable
-from itertools import chain
-
-import numpy.typing as npt
-
-from twostroke.model.architectures.decoder import Decoder, Drawing
-from twostroke.model.backend import BatchLayout
-from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.step import BlockCopy, SequenceStep, with_drawn_tokens
-
-
-class LaunchedStep(Protocol):
-    """What `ModelRunner.launch` returns."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` has nothing to wait for."""
-
-    def result(self) -> list[SampledToken | None]:
-        """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
-
-    def on_device(self) -> Tensor | None:
-        """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
-        tokens are known already."""
-
-
-@runtime_checkable
-class LaunchingSampler(Protocol):
-    """A sampler that need not be waited for: model/sampling/device_sampler.py."""
-
-    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> "DrawnTokens":
-        """Draw one token for each row, without log-probabilities."""
-
-    def collect(self, drawn: "DrawnTokens") -> list[int]:
-        """The tokens; blocks until they have come."""
-
-
-@dataclass(frozen=True)
-class DoneStep:
-    """Implements LaunchedStep for tokens that are known."""
-
-    tokens: list[SampledToken | None]
-    is_done = True
-
-    def result(self) -> list[SampledToken | None]:
-        return self.tokens
-
-    def on_device(self) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class SilentStep:
-    """Implements LaunchedStep for a step that draws nothing, while a GPU may still compute its KV."""
-
-    computed: Event
-    device: torch.device
-    num_entries: int
-    is_done = False
-
-    def result(self) -> list[SampledToken | None]:
-        with torch.cuda.device(self.device):  # or waiting would make this thread a context on the first GPU
-            self.computed.synchronize()
-        return [None] * self.num_entries
-
-    def on_device(self) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class StepOnDevice:
-    """Implements LaunchedStep for tokens under way."""
-
-    sampler: LaunchingSampler
-    drawn: "DrawnTokens"
-    entries: list[int]  # of the batch: whose token each row is
-    num_entries: int  # of the batch
-    is_done = False
-
-    def result(self) -> list[SampledToken | None]:
-        tokens: list[SampledToken | None] = [None] * self.num_entries
-        for entry, token in zip(self.entries, self.sampler.collect(self.drawn), strict=True):
-            tokens[entry] = SampledToken(token)
-        return tokens
-
-    def on_device(self) -> Tensor:
-        tokens = self.drawn.tokens
-        if self.entries == list(range(self.num_entries)):
-            return tokens
-        places = place(np.array(self.entries, np.int64), tokens.device)
-        return tokens.new_zeros(self.num_entries).index_copy_(0, places, tokens)
+    from twostroke.model.cuda.sampler import DrawnTokens
 
 
 class TokenSampler(Protocol):
@@ -122,6 +33,72 @@ class TokenSampler(Protocol):
     @property
     def num_broken_rows(self) -> int:
         """Counter: rows that held NaN or +inf."""
+
+
+@runtime_checkable
+class LaunchingSampler(Protocol):
+    """A sampler that need not be waited for: model/cuda/sampler.py."""
+
+    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> "DrawnTokens":
+        """Draw one token for each row, without log-probabilities."""
+
+    def collect(self, drawn: "DrawnTokens") -> list[int]:
+        """The tokens; blocks until they have come."""
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose tokens are known, unless a subclass says otherwise."""
+
+    tokens: list[SampledToken | None]  # one of each entry of the batch, None where it draws none or none is known yet
+
+    is_done: ClassVar[bool] = True
+    """Whether `result` has nothing to wait for."""
+
+    def result(self) -> list[SampledToken | None]:
+        """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
+        return self.tokens
+
+    def on_device(self) -> Tensor | None:
+        """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
+        tokens are known already."""
+        return None
+
+
+@dataclass(frozen=True)
+class SilentStep(LaunchedStep):
+    """A step that draws nothing, while a GPU may still compute its KV."""
+
+    computed: Event
+    device: torch.device
+    is_done: ClassVar[bool] = False
+
+    def result(self) -> list[SampledToken | None]:
+        with torch.cuda.device(self.device):  # or waiting would make this thread a context on the first GPU
+            self.computed.synchronize()
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class StepOnDevice(LaunchedStep):
+    """A step whose tokens are under way."""
+
+    sampler: LaunchingSampler
+    drawn: "DrawnTokens"
+    entries: list[int]  # of the batch: whose token each row is
+    is_done: ClassVar[bool] = False
+
+    def result(self) -> list[SampledToken | None]:
+        for entry, token in zip(self.entries, self.sampler.collect(self.drawn), strict=True):
+            self.tokens[entry] = SampledToken(token)
+        return self.tokens
+
+    def on_device(self) -> Tensor:
+        tokens = self.drawn.tokens
+        if self.entries == list(range(len(self.tokens))):
+            return tokens
+        places = place(np.array(self.entries, np.int64), tokens.device)
+        return tokens.new_zeros(len(self.tokens)).index_copy_(0, places, tokens)
 
 
 class ModelRunner:
@@ -199,21 +176,22 @@ class ModelRunner:
             self._token_ids(steps, drawn),
             layout,
             self._kv_cache.tensors,
-            Drawing(rows=self._tensor(last_rows[drawing]), sequences=self._tensor(np.array(drawing, np.int64))),
+            Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
             on_layer,
         )
         if logits is None:
             if self._device.type == "cuda":
-                return SilentStep(torch.cuda.current_stream(self._device).record_event(), self._device, len(batch))
-            return DoneStep([None] * len(batch))
+                computed = torch.cuda.current_stream(self._device).record_event()
+                return SilentStep([None] * len(batch), computed, self._device)
+            return LaunchedStep([None] * len(batch))
         return self._sample(logits, batch, [order[i] for i in drawing])
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
-        token_ids = self._tensor(np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64))
+        token_ids = place(np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64), self._device)
         following = [(row, step.follows) for row, step in enumerate(steps) if step.follows is not None]
         if drawn is not None and following:
-            places = self._tensor(np.array(following, np.int64).T)  # single tokens come first: a row each
+            places = place(np.array(following, np.int64).T, self._device)  # single tokens come first: a row each
             token_ids.index_copy_(0, places[0], drawn[places[1]])
         return token_ids
 
@@ -223,55 +201,9 @@ class ModelRunner:
         draws = [step.draw for step in drawing if step.draw is not None]
         positions = [step.start + len(step.token_ids) for step in drawing]
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
-            return StepOnDevice(self._sampler, self._sampler.launch(logits, draws, positions), entries, len(batch))
+            drawn = self._sampler.launch(logits, draws, positions)
+            return StepOnDevice([None] * len(batch), self._sampler, drawn, entries)
         tokens: list[SampledToken | None] = [None] * len(batch)
         for entry, token in zip(entries, self._sampler.sample(logits, draws, positions), strict=True):
             tokens[entry] = token
-        return DoneStep(tokens)
-
-    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return place(array, self._device)
-
-
-def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
-    """Raises ValueError where following the batch would read or write where it must not."""
-    if not batch:
-        raise ValueError("an engine step needs at least one sequence")
-    for step in batch:
-        end = step.start + len(step.token_ids)
-        if not len(step.token_ids) or step.start < 0:
-            raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
-        if end > max_context:
-            raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
-        if len(step.block_ids) * block_size < end:
-            raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
-        if min(step.block_ids) < 0 or max(step.block_ids) >= num_blocks:
-            raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
-
-
-def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
-    """The layout of a batch whose single-token sequences come first."""
-    lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
-    starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
-    context_lens = starts + lengths
-    num_blocks = -(-context_lens // block_size)  # a table may hold more, for tokens to come
-    tables = np.zeros((len(steps), int(num_blocks.max())), np.int32)
-    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, num_blocks.tolist(), strict=True))
-    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(used, np.int32, int(num_blocks.sum()))
-
-    query_starts = np.zeros(len(steps) + 1, np.int64)
-    np.cumsum(lengths, out=query_starts[1:])
-    sequence_of = np.repeat(np.arange(len(steps)), lengths)
-    positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
-    slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
-
-    return BatchLayout(
-        positions=place(positions, device),
-        slots=place(slots, device),
-        query_starts=place(query_starts.astype(np.int32), device),
-        context_lens=place(context_lens.astype(np.int32), device),
-        block_tables=place(tables, device),
-        num_decodes=int((lengths == 1).sum()),
-        max_query_len=int(lengths.max()),
-        max_context_len=int(context_lens.max()),
-    )
+        return LaunchedStep(tokens)

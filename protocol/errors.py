@@ -77,3 +77,10 @@ class WorkerLeaving(WorkerLost):
 
 class WorkerFailed(WorkerLost):
     """The worker lives, and has failed the request all the same."""
+
+
+def public_error(error: TwostrokeError) -> RequestError:
+    """What a client is told of an error. Only a RequestError's own words go out; others may speak of our insides."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError("the server lost the workers of this request; try again", code="worker_lost", status=503)

@@ -136,7 +136,7 @@ def test_an_engine_on_a_gpu_needs_no_numba() -> None:
     script = (
         "import sys; sys.modules['numba'] = None\n"
         "import twostroke.model.load, twostroke.model.cuda.backend, twostroke.model.cuda.graphs\n"
-        "import twostroke.model.sampling.device_sampler, twostroke.benchmarks.gpu.command"
+        "import twostroke.model.cuda.sampler, twostroke.benchmarks.gpu.command"
     )
     assert run_python(script) == ""
 

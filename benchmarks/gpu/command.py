@@ -13,9 +13,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from twostroke.benchmarks.gpu.attention import measure_decode_attention, measure_prefill_attention, measure_prefix
+from twostroke.benchmarks.gpu.kernels import (
+    measure_decode_attention,
+    measure_packing,
+    measure_prefill_attention,
+    measure_prefix,
+    measure_sampling,
+    measure_start,
+)
 from twostroke.benchmarks.gpu.limits import CudaClock, GpuLimits, GpuPlace, Measure, Row, Sizes, measure_limits
-from twostroke.benchmarks.gpu.parts import measure_packing, measure_sampling, measure_start
 from twostroke.benchmarks.gpu.steps import measure_quantized, measure_steps
 from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.launch import Target

@@ -1,7 +1,4 @@
-"""What a GPU can do, measured in the run that holds the engine against it, and how its time is taken.
-
-How large the work of `twostroke bench gpu` is, and where it is done.
-"""
+"""How large the work of `twostroke bench gpu` is, where it is done, and what the GPU can do in the same run."""
 
 import statistics
 from collections.abc import Callable
@@ -11,7 +8,8 @@ from typing import Protocol
 import torch
 
 from twostroke.benchmarks.engine import MODELS
-from twostroke.model.config import ModelConfig, parse_model_config
+from twostroke.model.checkpoint.config_file import parse_model_config
+from twostroke.model.config import ModelConfig
 from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.launch import Target
 

@@ -1,13 +1,126 @@
-"""Whole steps of a model on a GPU: prompts, decodes, what the host costs them, and what quantisation gains."""
+"""Whole steps of a model on a GPU: prompts, decodes, what the host costs them, and what quantisation gains.
+
+The model's weights are random and made on the GPU: no file is written or read, and none has to fit.
+"""
 
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from twostroke.benchmarks.engine import Limits, decode_work, prefill_work
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
-from twostroke.benchmarks.gpu.model import GpuModel, make_model
-from twostroke.model.checkpoint.quantization import Quantization
+from twostroke.model.architectures.decoder import Decoder, DecoderWeights, LayerWeights
+from twostroke.model.architectures.rope import cos_sin_table
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.quantization import of_lm_head
+from twostroke.model.config import Quantization
+from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.graphs import CudaGraphSteps
+from twostroke.model.cuda.sampler import DeviceSampler
+from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.runner import ModelRunner
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_weights(sizes: Sizes, place: GpuPlace, backend: CudaBackend, quantization: Quantization) -> DecoderWeights:
+    """bf16, small enough that nothing overflows."""
+    config, device = sizes.model, place.device
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+
+    def norm() -> Tensor:
+        return torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device)
+
+    def layer() -> LayerWeights:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return LayerWeights(
+            input_norm=norm(),
+            qkv=backend.make_linear(matrix(config.q_size + 2 * config.kv_size, hidden), None, quantization),
+            output=backend.make_linear(matrix(hidden, config.q_size), None, quantization),
+            mlp_norm=norm(),
+            gate_up=backend.make_linear(matrix(2 * inner, hidden), None, quantization),
+            down=backend.make_linear(matrix(hidden, inner), None, quantization),
+        )
+
+    return DecoderWeights(
+        embedding=matrix(config.vocab_size, config.hidden_size),
+        first_token=0,
+        layers=tuple(layer() for _ in range(config.num_layers)),
+        final_norm=norm(),
+        lm_head=backend.make_linear(matrix(config.vocab_size, config.hidden_size), None, of_lm_head(quantization)),
+        cos_sin=cos_sin_table(config.rope, config.head_dim, sizes.max_context).to(device),
+    )
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A decoder with its cache, full of random values, and its captured decode steps."""
+
+    runner: ModelRunner
+    sizes: Sizes
+
+    def prefill(self, tokens: int) -> None:
+        """A whole prompt in one step, its token drawn and brought to the host."""
+        prompt = [1 + i % (self.sizes.model.vocab_size - 1) for i in range(tokens)]
+        table = range(-(-tokens // self.sizes.block_size))
+        self.runner.run([SequenceStep(prompt, 0, table, Draw(GREEDY, prompt, tokens))])
+
+    def decode(self, batch: int, steps: int) -> None:
+        """`steps` decode steps, each launched before the one before it has ended, as the engine does."""
+        earlier = None
+        for index in range(steps):
+            launched = self.runner.launch(self._decodes(batch, index), None, earlier)
+            if earlier is not None:
+                earlier.result()
+            earlier = launched
+        if earlier is not None:
+            earlier.result()
+
+    def launch_two(self, batch: int) -> None:
+        """Two decode steps, without waiting for either."""
+        first = self.runner.launch(self._decodes(batch, 0))
+        self.runner.launch(self._decodes(batch, 1), None, first)
+
+    def _decodes(self, batch: int, index: int) -> list[SequenceStep]:
+        """Each sequence has its own blocks; what is in them doesn't change the speed."""
+        position = self.sizes.decode_context + index
+        width = -(-(self.sizes.decode_context + self.sizes.decode_steps) // self.sizes.block_size)
+        draw = Draw(GREEDY, [1], 1)
+        return [
+            SequenceStep([1], position, range(row * width, (row + 1) * width), draw, row if index else None)
+            for row in range(batch)
+        ]
+
+
+def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_batch: int) -> GpuModel:
+    """With room for `max_batch` decodes, and one prompt at least."""
+    config, device = sizes.model, place.device
+    backend = CudaBackend(place.target)
+    decoder = Decoder(config, random_weights(sizes, place, backend, quantization), backend, SingleRank())
+    width = -(-(sizes.decode_context + sizes.decode_steps) // sizes.block_size)
+    num_blocks = max(max_batch * width, -(-sizes.max_context // sizes.block_size))
+    cache = make_kv_cache(
+        config,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        dtype=torch.bfloat16,
+        device=device,
+        model_digest="",
+    )
+    for layer in cache.tensors:
+        layer.normal_()
+    captured = CudaGraphSteps(decoder, cache, sizes.max_context, max_batch, place.recorder())
+    sampler = DeviceSampler(config.vocab_size, device)
+    return GpuModel(ModelRunner(decoder, sampler, cache, sizes.max_context, captured), sizes)
+
 
 TURNS = 3
 GAINS: dict[Quantization, float] = {"int8": 1.6, "int4": 2.3}

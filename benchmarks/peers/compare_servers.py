@@ -1,34 +1,24 @@
 """One HTTP workload against several OpenAI servers, in turns: how ours stands beside what a user could pick instead.
 
-    python -m twostroke.benchmarks.peers.compare_servers --model m --vocab-size 32000 \
-        --servers ours=http://127.0.0.1:8100/v1 vllm=http://127.0.0.1:8101/v1 openvino=http://127.0.0.1:8102/v1
-
 The first server is the subject. A shared machine's memory bandwidth jumps from minute to minute, so in each round
 every row goes to all servers one right after the other; a round's figures are divided by each other, and the median
 of these ratios is what counts. Only one server computes at a time. All ratios read "above 1: the subject is better".
-The last line is one JSON object.
 
-What the comparison takes of an answer: whole ones only, with the server's own counts of tokens.
-
-From answers to figures. Pure.
-
-The workload: its rows, the requests of each, and how a server is sent one row.
+Of an answer only a whole one counts, with the server's own counts of tokens.
 """
 
-import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from twostroke.loadtests.generator.answers import read_stream
-from twostroke.loadtests.generator.http_stream import BadResponse, Exchange, completion_body, exchange
+from twostroke.benchmarks.clients import completion_body, send_in_turn
+from twostroke.benchmarks.console import say
+from twostroke.loadtests.generator.http_stream import BadResponse, Exchange, read_stream
 from twostroke.loadtests.report.estimates import percentile
 
 
@@ -188,7 +178,7 @@ class Target:
     """A server under test."""
 
     name: str
-    base_url: str  # up to /v1
+    url: str  # without /v1
 
 
 def rows(output_tokens: int) -> tuple[Row, ...]:
@@ -216,27 +206,16 @@ async def send_row(
     target: Target, model: str, row: Row, prompts: Sequence[Sequence[int]], time_limit_s: float
 ) -> tuple[Turn, list[str]]:
     """Send a row's requests to one server; returns the figures and what went wrong."""
-    waiting = [
+    bodies = [
         completion_body(model, prompt, length.output) for prompt, length in zip(prompts, row.lengths, strict=True)
     ]
-    exchanges: list[tuple[Exchange, int]] = []
-    waiting.reverse()
-
-    async def client() -> None:
-        while waiting:
-            body = waiting.pop()
-            exchanges.append((await exchange(target.base_url, body, time_limit_s), body["max_tokens"]))
-
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(row.concurrency):
-            clients.create_task(client())
     answers: list[Answer] = []
     asked: list[int] = []
     faults: list[str] = []
-    for each, max_tokens in exchanges:
+    for body, came in await send_in_turn(target.url, bodies, row.concurrency, time_limit_s):
         try:
-            answers.append(read_answer(each))
-            asked.append(max_tokens)
+            answers.append(read_answer(came))
+            asked.append(body["max_tokens"])
         except BadResponse as error:
             faults.append(str(error))
     return summarise(answers, asked, len(faults)), faults
@@ -262,40 +241,6 @@ class Plan:
     settle_s: float = 0.3  # between turns: a server's threads may spin a while after their last step
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--servers", nargs="+", type=target, required=True, metavar="NAME=URL", help="URL ends in /v1")
-    parser.add_argument("--model", required=True, help="what every server calls the model")
-    parser.add_argument("--vocab-size", type=int, required=True, help="prompts are random token ids below it")
-    parser.add_argument("--output-tokens", type=int, default=128, help="of the rows of equal requests")
-    parser.add_argument("--rows", nargs="+", default=(), help="only these: c1, c8, c32, mixed, prefill-1k")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each server a row (default: %(default)s)")
-    parser.add_argument("--time-limit-s", type=float, default=600.0, help="what would not end in time is left out")
-    parser.add_argument("--request-limit-s", type=float, default=240.0, help="a slower answer is an error")
-    arguments = parser.parse_args()
-    plan = Plan(
-        model=arguments.model,
-        vocab_size=arguments.vocab_size,
-        output_tokens=arguments.output_tokens,
-        rounds=arguments.rounds,
-        time_limit_s=arguments.time_limit_s,
-        request_limit_s=arguments.request_limit_s,
-        only_rows=tuple(arguments.rows),
-    )
-    report = compare(arguments.servers, plan)
-    print(table(report))
-    print(json.dumps(report))
-    return 1 if has_errors(report) else 0
-
-
-def target(text: str) -> Target:
-    """NAME=URL of the command line."""
-    name, separator, url = text.partition("=")
-    if not name or not separator or not url.startswith("http://"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT/v1")
-    return Target(name, url.rstrip("/"))
-
-
 def compare(targets: Sequence[Target], plan: Plan) -> dict[str, Any]:
     """Measure; the first of `targets` is the subject."""
     return report_of(asyncio.run(measure(targets, plan)), [each.name for each in targets])
@@ -314,7 +259,7 @@ async def measure(targets: Sequence[Target], plan: Plan) -> Turns:
         drawn = prompts(row, round_number, plan.vocab_size)
         figures, faults = await send_row(server, plan.model, row, drawn, plan.request_limit_s)
         for fault in faults:
-            print(f"{server.name} {row.name}: {fault}", file=sys.stderr)
+            say(f"{server.name} {row.name}: {fault}")
         await asyncio.sleep(plan.settle_s)
         return figures
 
@@ -333,7 +278,7 @@ async def measure(targets: Sequence[Target], plan: Plan) -> Turns:
             for server in rotated(targets, round_number):
                 figures = await turn(server, row, round_number)
                 turns[row.name][server.name].append(figures)
-                _say(round_number, row, server, figures)
+                _tell(round_number, row, server, figures)
             took_s[row.name] = time.monotonic() - began
     return turns
 
@@ -398,11 +343,7 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _say(round_number: int, row: Row, server: Target, figures: Turn) -> None:
+def _tell(round_number: int, row: Row, server: Target, figures: Turn) -> None:
     """Progress, for who waits."""
     rate = figures.out_tok_s or 0.0
-    print(f"round {round_number + 1} {row.name:<11}{server.name:<16}{rate:8.1f} tok/s", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    say(f"round {round_number + 1} {row.name:<11}{server.name:<16}{rate:8.1f} tok/s")

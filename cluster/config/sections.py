@@ -17,7 +17,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.channels.worker_channel import TokenChannelConfig
-from twostroke.router.generate.pipeline import PipelineConfig
+from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
 
 
@@ -151,6 +151,7 @@ class RouterSection:
     placement: Placement = field(default_factory=Placement, metadata=SAME_LEVEL)
     max_body_mib: float = field(default=8.0, metadata=bounds(0.001, 1024))
     max_choices_in_flight: int = field(default=4096, metadata=bounds(1))  # of one replica; more are refused
+    strict: bool = False  # requests with unknown fields are refused, not served without them
     drain_grace_s: float = field(default=20.0, metadata=bounds(0, 3600))  # then others go on with a leaving worker's
     stream_grace_s: float = field(default=60.0, metadata=bounds(0, 86400))  # of a leaving router, whose streams end
     drain_notice_s: float = field(default=0.0, metadata=bounds(0, 600))  # not ready, and still serving, before it ends

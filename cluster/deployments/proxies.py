@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from starlette.middleware import Middleware
 
-from twostroke.router.http.io import RequestIds
+from twostroke.router.http.middleware import RequestIds
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 WITHOUT_SPLICING = "-dS"

@@ -36,10 +36,10 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.scrape import RouterReading, no_other_routers
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.http.tenants import KeyConfig, Tenants
 from twostroke.router.observe.scaling import Scaling
+from twostroke.router.observe.scrape import RouterReading, no_other_routers
 from twostroke.router.observe.tracing import request_traces
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -158,6 +158,7 @@ class RouterReplica:
                 max_body_bytes=int(settings.router.max_body_mib * 2**20),
                 max_choices_in_flight=settings.router.max_choices_in_flight,
                 router_id=peer.worker_id,
+                strict=settings.router.strict,
             ),
             tokenizer=TextTokenizer.load(folder),
             fleet=fleet,
@@ -184,10 +185,9 @@ class RouterReplica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this after the constructor, and serves what it returns."""
-        app = build_app()
-        app.state.service = self._service
-        app.state.doctor = self._doctor
-        return app
+        assert self._service is not None
+        assert self._doctor is not None
+        return build_app(self._service, self._doctor)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for this where there is an autoscaler, and hands it to the policy.

@@ -41,9 +41,9 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
 
     from twostroke.model.cache.kv_cache import kv_block_bytes
     from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, step_bytes_on_cpu
-    from twostroke.model.checkpoint.quantization import weight_bytes
+    from twostroke.model.checkpoint.config_file import load_model_config
+    from twostroke.model.checkpoint.decoder_weights import weight_bytes
     from twostroke.model.checkpoint.weights import Checkpoint
-    from twostroke.model.config import load_model_config
     from twostroke.model.engine_config import (
         check_cores,
         resolve_device,
@@ -84,7 +84,7 @@ def check_model(config: ClusterConfig, folder: Path) -> str:
             MemoryNeed(
                 role,
                 most,
-                weights=weight_bytes(checkpoint.shapes, dtype, engine.quantization),
+                weights=weight_bytes(model, dtype, engine.quantization),
                 cache=ranks * cache,
                 step=ranks * step,
                 swap=ranks * engine.swap_bytes,

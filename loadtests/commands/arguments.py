@@ -1,11 +1,4 @@
-"""From a command's arguments to a plan: what `run` and `sweep` share.
-
---arrivals and what belongs to it.
-
---workload and what belongs to it.
-
---slo-multiple: an SLO that is measured before the run.
-"""
+"""From a command's arguments to a plan: what `run`, `sweep` and `compare` share."""
 
 import argparse
 import math

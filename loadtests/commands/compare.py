@@ -20,8 +20,8 @@ from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.comparison import Comparison
-from twostroke.loadtests.report.comparison_report import PAGE_FILE, Entry, write_comparison
-from twostroke.loadtests.report.run_report import write_report
+from twostroke.loadtests.report.pages import COMPARISON_PAGE_FILE as PAGE_FILE
+from twostroke.loadtests.report.pages import Entry, write_comparison, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,8 @@ import msgspec
 
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.run_report import PAGE_FILE, write_report
+from twostroke.loadtests.report.pages import PAGE_FILE, SWEEP_PAGE_FILE, verdicts, write_report, write_sweep_report
 from twostroke.loadtests.report.sweep import SWEEP_FILE, SweepResult
-from twostroke.loadtests.report.sweep_report import PAGE_FILE as SWEEP_PAGE_FILE
-from twostroke.loadtests.report.sweep_report import verdicts, write_sweep_report
 from twostroke.loadtests.run_folder import RunFolder
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from twostroke.loadtests.commands.arguments import add_plan_arguments, add_slo_multiple, plan_of, with_slo_multiple
 from twostroke.loadtests.commands.report import run_figures, run_lines
 from twostroke.loadtests.errors import RunLost
-from twostroke.loadtests.generator.locust_processes import check_free
-from twostroke.loadtests.generator.runner import run_plan
-from twostroke.loadtests.report.run_report import write_report
+from twostroke.loadtests.generator.runner import check_free, run_plan
+from twostroke.loadtests.report.pages import write_report
 from twostroke.loadtests.run_folder import RunFolder
 
 INTERRUPTED_EXIT = 130

@@ -16,9 +16,8 @@ from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
 from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.run_report import write_report
+from twostroke.loadtests.report.pages import write_report, write_sweep_report
 from twostroke.loadtests.report.sweep import SWEEP_FILE
-from twostroke.loadtests.report.sweep_report import write_sweep_report
 
 INTERRUPTED_EXIT = 130
 

@@ -1,4 +1,4 @@
-"""A request sent over a socket of its own, and the raw bytes of the answer, each stamped as it comes.
+"""One streamed request over a socket of its own: its bytes stamped as they come, and read when all is over.
 
 Nothing is read while it streams: the less a chunk costs, the more streams a core can stamp on time. Under gevent's
 monkey patching all of this waits for one request while others run; without it, it just blocks.
@@ -7,25 +7,22 @@ Each request has a connection of its own, as each of many users behind a load ba
 requests, not a few connections, and no request fails since the server has just closed an idle one. What connecting
 costs counts in the time to first token.
 
-From the raw bytes of an HTTP response to its server-sent events, each with the moment at which its last byte came.
-
-Nothing here does I/O: bytes are stamped when they come and read when all is over, so that the client takes next to
-nothing of the cores that it shares with the server.
-
-One streamed completion: the request as it is sent, and the raw bytes that come back, each stamped as it comes.
+What is read of the bytes: the response's head, its server-sent events, each with the moment at which its last byte
+came, and what these say: the tokens' times, the text, the usage. Also of an answer that failed on its way.
 """
 
-import asyncio
-import json
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.run_folder import Status
 
 Piece = tuple[float, bytes]
 """Bytes, and when they came (seconds of one clock)."""
@@ -138,66 +135,6 @@ class Exchange:
     broken: str | None = None  # why the connection failed
 
 
-def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """A request for exactly `max_tokens` greedy tokens, streamed. `ignore_eos` is no field of OpenAI's API, but of
-    all servers of open models."""
-    return {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-class _Receiver(asyncio.Protocol):
-    def __init__(self, exchange: Exchange, done: "asyncio.Future[None]"):
-        self._exchange = exchange
-        self._done = done
-
-    def data_received(self, data: bytes) -> None:
-        self._exchange.arrivals.append((time.perf_counter(), data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:
-            self._exchange.broken = str(error)
-        if not self._done.done():
-            self._done.set_result(None)
-
-
-async def exchange(base_url: str, body: dict[str, Any], time_limit_s: float) -> Exchange:
-    """POST `body` to `base_url`/completions on a connection of its own and take all that comes.
-
-    Never raises for what the server does: the result then says why it is broken.
-    """
-    parts = urlsplit(base_url)
-    payload = json.dumps(body).encode()
-    head = (
-        f"POST {parts.path.rstrip('/')}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
-    )
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    result = Exchange(time.perf_counter())
-    try:
-        async with asyncio.timeout(time_limit_s):
-            transport, _ = await loop.create_connection(
-                lambda: _Receiver(result, done), parts.hostname or "127.0.0.1", parts.port or 80
-            )
-            try:
-                transport.write(head.encode() + payload)
-                await done
-            finally:
-                transport.close()
-    except TimeoutError:
-        result.broken = f"no answer within {time_limit_s:g} s"
-    except OSError as error:
-        result.broken = f"no connection: {error}"
-    return result
-
-
 RECEIVE_BYTES = 65536
 TRIAL_LIMIT_S = 2.0  # to connect to one of several addresses of a name
 
@@ -293,3 +230,144 @@ def _connect(endpoint: Endpoint, limit_s: float) -> socket.socket:
     except BaseException:
         connection.close()
         raise
+
+
+REFUSED = (429, 503)
+PIECES_AT_ONCE = 64
+MAX_ERROR_CHARACTERS = 300
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the server says that it took; None: it doesn't say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    stages: list[dict[str, float]] | None = None  # of each choice; we ask for one
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+    @property
+    def choice_stages(self) -> dict[str, float] | None:
+        """The server's own durations."""
+        return self.stages[0] if self.stages else None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None  # what a model thinks before it answers, by two names
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def new_text(self) -> str:
+        """Of a completion's or a chat's chunk; what a model thinks is text that a user sees."""
+        delta = self.delta or Delta()
+        return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What is read of an event; servers add more. Another type of one of these is no answer of an OpenAI server."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+@dataclass
+class StreamedAnswer:
+    """As far as it came. Times are those of the stamps."""
+
+    status: Status = "failed"
+    error: str | None = None  # of one that was refused or failed
+    http_status: int | None = None
+    request_id: str | None = None
+    token_times: list[float] = field(default_factory=list)  # the first: of the first text
+    text: str = ""
+    usage: Usage = field(default_factory=Usage)
+
+
+_DECODE = msgspec.json.Decoder(Chunk).decode
+
+
+def read_stream(exchange: Exchange, pause: Callable[[], None] = lambda: None) -> StreamedAnswer:
+    """What the bytes of an exchange say; `pause` is called now and then, to let others run. Never raises BadResponse:
+    the answer then has an error."""
+    answer = StreamedAnswer()
+    try:
+        _read(_with_pauses(exchange.arrivals, pause), answer)
+    except BadResponse as error:
+        # Why the connection broke says more than that the answer is not whole.
+        answer.error = one_line(exchange.broken or str(error))
+    return answer
+
+
+def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
+    head, body = response_of(arrivals)
+    answer.http_status = head.status
+    answer.request_id = head.fields.get("x-request-id")
+    if head.status != 200:
+        answer.status = "refused" if head.status in REFUSED else "failed"
+        answer.error = one_line(f"{head.status_line.partition(' ')[2]}: {text_of(body)}")
+        return
+    texts: list[str] = []
+    ended_at: float | None = None  # the event with the reason for the end
+    complete = False
+    try:
+        for event in events_of(body):
+            if event.data == b"[DONE]":
+                complete = True
+                break
+            chunk = _chunk_of(event)
+            answer.usage = chunk.usage or answer.usage
+            for choice in chunk.choices or ():
+                text = choice.new_text
+                if text or (answer.token_times and choice.finish_reason is None):
+                    answer.token_times.append(event.at)
+                    texts.append(text)
+                if choice.finish_reason is not None:
+                    ended_at = event.at
+    finally:
+        answer.text = "".join(texts)
+    if not complete:
+        raise BadResponse("the stream has no end")
+    if not answer.token_times:
+        if ended_at is None:
+            raise BadResponse("the stream has no tokens")
+        # Tokens without any text, such as half a character: all that a user sees is the end.
+        answer.token_times.append(ended_at)
+    answer.status = "ok"
+
+
+def _chunk_of(event: Event) -> Chunk:
+    """Raises BadResponse for anything else, the server's errors too."""
+    try:
+        chunk = _DECODE(event.data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadResponse(f"an event is no chunk of an answer ({error}): {event.data[:100]!r}") from None
+    if chunk.error:
+        raise BadResponse(f"the server says {event.data[:300].decode(errors='replace')}")
+    return chunk
+
+
+def _with_pauses(arrivals: Iterable[Piece], pause: Callable[[], None]) -> Iterator[Piece]:
+    for number, piece in enumerate(arrivals, start=1):
+        yield piece
+        if number % PIECES_AT_ONCE == 0:
+            pause()
+
+
+def one_line(text: str) -> str:
+    """Whatever a server says, as a record has it."""
+    return " ".join(text.split())[:MAX_ERROR_CHARACTERS]

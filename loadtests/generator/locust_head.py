@@ -1,8 +1,6 @@
 """The head of a run, in Locust's master or in its only process: makes all begin together, and adds up their reports.
 
-Live charts beside Locust's own: a page of ours in Locust's web server, under /twostroke.
-
-Locust's page can be given tables, but no charts; it gets a link to ours.
+Locust's page can be given tables, but no charts: it gets a link to a page of ours, in its own web server, with charts.
 """
 
 import logging
@@ -15,9 +13,8 @@ import msgspec
 from flask import request
 
 from twostroke.loadtests.errors import unwritable
-from twostroke.loadtests.generator.live import LiveFigures, Second, percentile, series
+from twostroke.loadtests.generator.live import LiveFigures, Progress, Second, percentile, series
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
-from twostroke.loadtests.generator.progress import Progress
 from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder

@@ -1,11 +1,8 @@
-"""The sending side of a Locust process. It knows Locust by messages alone (loadtests/generator/locust_sender.py).
-
-What the head of a run and the processes that send say to each other.
+"""The sending side of a Locust process, and what it and the head of the run say to each other.
 
 The head sends `prepare` and, when all have answered `prepared`, `begin` with one instant for all. Each second it gets a
-report from everybody, the last when the share is over. All of it is msgpack within Locust's own messages.
-
-The crew of a Locust process: greenlets, and the machine's monotonic clock. Locust has patched all blocking calls.
+report from everybody, the last when the share is over. All of it is msgpack within Locust's own messages. Requests are
+sent by greenlets: Locust has patched all blocking calls.
 """
 
 import gc
@@ -19,14 +16,12 @@ from gevent.event import AsyncResult
 from gevent.pool import Group
 
 from twostroke.loadtests.errors import LoadTestError, unwritable
-from twostroke.loadtests.generator.conversation import Conversation, Line, check_prompts
-from twostroke.loadtests.generator.dispatcher import Dispatcher, Share
+from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, Line, Share, check_prompts
 from twostroke.loadtests.generator.http_stream import endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.records import Record, append
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFolder, append
 
 PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
 

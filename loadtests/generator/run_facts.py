@@ -1,7 +1,4 @@
-"""What a run is done with: the server's own words, the generator's machine, the programs' versions.
-
-What a plan must know of the model that a server serves.
-"""
+"""What the server tells of itself and of its model, and what else a run is done with: machine and versions."""
 
 import json
 import os

@@ -1,11 +1,10 @@
 """From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure.
 
-Where an answer's time went, as parts that add up to the whole.
-
-The server's stages (docs/observability.md) overlap: KV travels while the prompt is computed, so `transfer_s` begins
-with the attempt; and `decode_s` begins with the first token, which the prefill worker sends before the KV has arrived.
-So that nothing counts twice, of the transfer only what goes on after prefill is a part, and decode begins after it and
-after the wait for the first decode step. Only durations are subtracted, never moments of two clocks.
+Of where an answer's time went, the server's stages (docs/observability.md) overlap: KV travels while the prompt is
+computed, so `transfer_s` begins with the attempt; and `decode_s` begins with the first token, which the prefill worker
+sends before the KV has arrived. So that nothing counts twice, of the transfer only what goes on after prefill is a
+part, and decode begins after it and after the wait for the first decode step. Only durations are subtracted, never
+moments of two clocks.
 """
 
 import re
@@ -16,10 +15,9 @@ import msgspec
 import numpy as np
 
 from twostroke.loadtests.plan import SLO, Plan
-from twostroke.loadtests.records import Status
 from twostroke.loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
 from twostroke.loadtests.report.observations import Bools, Observations, Validity, judge, read_observations, tail_tbt
-from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
+from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample, Status
 
 
 class StagePart(msgspec.Struct, frozen=True):

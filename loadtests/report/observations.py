@@ -1,8 +1,7 @@
-"""A run's records as columns: one value a request, and the gaps of all requests in one array.
+"""A run's records as columns, and whether they tell of the server or of the generator: then the run is invalid.
 
-Records are read one by one; of 12,000 requests of 100 tokens some 20 MB are kept.
-
-Whether a run tells of the server, or of the generator. A run that is not valid is no measurement.
+One value a request, and the gaps of all requests in one array. Records are read one by one; of 12,000 requests of 100
+tokens some 20 MB are kept.
 """
 
 from array import array
@@ -16,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.loadtests.plan import MOST_LAG_OF_SLO, SLO, Plan
-from twostroke.loadtests.records import Record, Status
 from twostroke.loadtests.report.estimates import Floats, Ints, percentile
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFacts
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, Status
 
 Bools = NDArray[np.bool_]
 

@@ -1,7 +1,4 @@
-"""The pictures of one run that tell how its answers' times are spread. Times over the run: time_plots.py.
-
-The pictures of one run over its time: what was sent, what became of it, and what the server told meanwhile.
-"""
+"""The pictures of one run: how its answers' times are spread, and what was sent and became of it over time."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,8 @@
-"""A server of OpenAI's completions that plays scripts (loadtests/selfcheck/stub_server.py) and stamps what it did.
+"""A server of OpenAI's completions in a process of its own that plays scripts, and stamps what it did.
 
-Bare asyncio, since every layer between a timer and the socket would add to the errors that are to be measured. The
-first line of its output is the port; on SIGTERM it writes its log (a line of JSON for each request) and ends.
-
-What the stub server does with a request: known to both sides, since it follows from the prompt alone. Pure.
-
-The stub server in a process of its own.
+What it does with a request follows from the prompt alone, so both sides know it. Bare asyncio, since every layer
+between a timer and the socket would add to the errors that are to be measured. The first line of its output is the
+port; on SIGTERM it writes its log (a line of JSON for each request) and ends.
 """
 
 import argparse

@@ -1,9 +1,7 @@
-"""When sessions begin. Pure: the same arrivals and seed give the same moments on every machine.
+"""When sessions begin. Pure: the same arrivals and seed give the same moments in every process and on every machine.
 
 Poisson arrivals of a changing rate are made by a time change: arrivals of rate 1 are drawn on the axis of the expected
 number of arrivals, and each is put at the moment at which so many are expected. The mean is exact at every moment.
-
-Seeds that follow from a plan's own, the same in every process and on every machine.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""From a plan to its sessions: what is sent, and when. Lazy, and the same on every machine.
-
-Conversations: a system prompt that many share, a geometric number of turns, and time to think between them. Pure.
-"""
+"""From a plan to its sessions: what is sent, and when. Lazy, pure, and the same on every machine."""
 
 import random
 from collections.abc import Iterator
@@ -22,9 +19,9 @@ from twostroke.loadtests.plan import (
     TraceFile,
     Turn,
 )
-from twostroke.loadtests.traces.trace import open_trace
 from twostroke.loadtests.workloads.arrivals import arrival_times, seed_of
 from twostroke.loadtests.workloads.synthetic import LogNormal, shape_named, shape_times, shape_turns, shrunk
+from twostroke.loadtests.workloads.traces import open_trace
 
 # Of the logarithms of lengths, as in Azure's conversation trace of 2023 (Patel et al., Splitwise, ISCA 2024).
 INPUT_SIGMA = 0.985

@@ -1,0 +1,13 @@
+"""The families of models that can be served: one small file each, listed in FAMILIES.
+
+A family's file says how its `config.json` is read (family.py has what all have in common), what its checkpoints call
+their tensors, and what its layers are made of, as data. decoder.py computes any of them.
+"""
+
+from collections.abc import Mapping
+
+from twostroke.model.architectures.family import Family
+from twostroke.model.architectures.llama import LLAMA
+
+FAMILIES: Mapping[str, Family] = {family.architecture: family for family in (LLAMA,)}
+"""By what config.json's `architectures` names."""

@@ -1,4 +1,4 @@
-"""A Llama decoder over loaded weights: pre-norm layers of grouped-query attention and a gated MLP.
+"""The decoder of all families, over loaded weights: pre-norm layers of grouped-query attention and a gated MLP.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights, activations and cache share one dtype; norms, rotation and attention accumulate in fp32 inside the backend.
@@ -11,19 +11,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import Backend, BatchLayout
+from twostroke.model.backend import Backend, Linear
+from twostroke.model.batch import BatchLayout, Drawing
 from twostroke.model.cache.kv_cache import LayerAnnouncer
-from twostroke.model.checkpoint.decoder_weights import DecoderWeights
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Which tokens of a step are drawn after: at most one of a sequence, its last."""
+class LayerWeights:
+    """One decoder layer; q, k, v and gate, up are fused by rows."""
 
-    rows: Tensor  # int64 [N]: ascending, of T
-    sequences: Tensor  # int64 [N]: theirs
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # hidden -> (H + 2 G) D of this rank
+    output: Linear  # H D -> hidden: this rank's summand
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear  # hidden -> 2 I
+    down: Linear  # I -> hidden: this rank's summand
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All of a decoder, of one rank, on its device."""
+
+    embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
+    first_token: int  # of this rank's vocabulary
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: Linear  # hidden -> this rank's vocabulary
+    cos_sin: Tensor  # fp32 [max_context, D]
 
 
 class Decoder:
@@ -91,7 +107,7 @@ class Decoder:
                 if drawing.rows.numel() == 0:
                     return None
                 q, residual = q[drawing.rows], residual[drawing.rows]
-                layout = layout.of_last_tokens(drawing.rows, drawing.sequences)
+                layout = layout.of_last_tokens(drawing)
             x = parallel.all_reduce(layer.output(backend.attention(q, kv_layer, layout)))
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = parallel.all_reduce(layer.down(backend.silu_mul(layer.gate_up(x))))

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.model.batch import place
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.host_tensors import place
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConfigError
 

@@ -1,40 +1,15 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import DecoderWeights, LayerWeights
 from twostroke.model.architectures.rope import cos_sin_table
 from twostroke.model.backend import Backend, Linear
-from twostroke.model.checkpoint.quantization import Quantization, of_lm_head
-from twostroke.model.checkpoint.weights import WHOLE, Checkpoint
-from twostroke.model.config import ModelConfig
+from twostroke.model.checkpoint.quantization import of_lm_head, tensor_bytes
+from twostroke.model.checkpoint.weights import WHOLE, Checkpoint, expected_shapes
+from twostroke.model.config import ModelConfig, Projection, Quantization
 from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer; q, k, v and gate, up are fused by rows."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: Linear  # hidden -> (H + 2 G) D of this rank
-    output: Linear  # H D -> hidden: this rank's summand
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # hidden -> 2 I
-    down: Linear  # I -> hidden: this rank's summand
-
-
-@dataclass(frozen=True)
-class DecoderWeights:
-    """All of a decoder, of one rank, on its device."""
-
-    embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
-    first_token: int  # of this rank's vocabulary
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
-    lm_head: Linear  # hidden -> this rank's vocabulary
-    cos_sin: Tensor  # fp32 [max_context, D]
 
 
 def load_decoder_weights(
@@ -56,53 +31,56 @@ def load_decoder_weights(
         """A tensor that is used as it is: copied, or one view would keep the whole file mapped."""
         return checkpoint.tensor(name, rows).to(device=device, dtype=dtype, copy=True)
 
-    def linear_by_rows(
-        rows_of: dict[str, slice], *, has_bias: bool, quantization: Quantization = quantization
-    ) -> Linear:
-        """One projection that computes all of these, each for its rows."""
+    def by_rows(prefix: str, parts: dict[Projection, slice]) -> Linear:
+        """One projection that computes all of these, each for its rows: all have a bias, or none."""
+        weights = [tensor(f"{prefix}{part.name}.weight", rows) for part, rows in parts.items()]
+        biases = [tensor(f"{prefix}{part.name}.bias", rows) for part, rows in parts.items() if part.has_bias]
+        return backend.make_linear(torch.cat(weights), torch.cat(biases) if biases else None, quantization)
 
-        def fused(kind: str) -> Tensor:
-            parts = [tensor(f"{name}.{kind}", rows) for name, rows in rows_of.items()]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return backend.make_linear(fused("weight"), fused("bias") if has_bias else None, quantization)
-
-    def linear_by_columns(name: str, columns: slice, *, has_bias: bool) -> Linear:
+    def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
         """This rank's summand; the bias counts once among them."""
-        bias = tensor(f"{name}.bias") if has_bias and shard.rank == 0 else None
+        name = f"{prefix}{projection.name}"
+        bias = tensor(f"{name}.bias") if projection.has_bias and shard.rank == 0 else None
         return backend.make_linear(tensor(f"{name}.weight", columns=columns), bias, quantization)
 
-    queries = shard.part(config.num_heads)
     query_rows, kv_rows = (
         slice(heads.start * config.head_dim, heads.stop * config.head_dim)
-        for heads in (queries, shard.kv_heads(config.num_kv_heads))
+        for heads in (shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads))
     )
     inner, vocabulary = shard.part(config.intermediate_size), shard.vocabulary(config.vocab_size)
+    spec, parts = config.spec, config.spec.layer
 
     def layer(index: int) -> LayerWeights:
-        prefix = f"model.layers.{index}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        qkv = {f"{attention}q_proj": query_rows, f"{attention}k_proj": kv_rows, f"{attention}v_proj": kv_rows}
+        prefix = f"{spec.layers}.{index}."
         return LayerWeights(
-            input_norm=kept(f"{prefix}input_layernorm.weight"),
-            qkv=linear_by_rows(qkv, has_bias=config.attention_bias),
-            output=linear_by_columns(f"{attention}o_proj", query_rows, has_bias=config.attention_bias),
-            mlp_norm=kept(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=linear_by_rows({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, has_bias=config.mlp_bias),
-            down=linear_by_columns(f"{mlp}down_proj", inner, has_bias=config.mlp_bias),
+            input_norm=kept(f"{prefix}{parts.input_norm}.weight"),
+            qkv=by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows}),
+            output=by_columns(prefix, parts.output, query_rows),
+            mlp_norm=kept(f"{prefix}{parts.mlp_norm}.weight"),
+            gate_up=by_rows(prefix, {parts.gate: inner, parts.up: inner}),
+            down=by_columns(prefix, parts.down, inner),
         )
 
-    is_tied = config.tie_word_embeddings
-    lm_head = linear_by_rows(
-        {"model.embed_tokens" if is_tied else "lm_head": vocabulary},
-        has_bias=False,
-        quantization=of_lm_head(quantization),
-    )
+    lm_head = backend.make_linear(tensor(_head(config), vocabulary), None, of_lm_head(quantization))
     return DecoderWeights(
-        embedding=lm_head if is_tied else kept("model.embed_tokens.weight", vocabulary),
+        embedding=lm_head if config.tie_word_embeddings else kept(f"{spec.embedding}.weight", vocabulary),
         first_token=vocabulary.start,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=kept("model.norm.weight"),
+        final_norm=kept(f"{spec.final_norm}.weight"),
         lm_head=lm_head,
         cos_sin=cos_sin_table(config.rope, config.head_dim, max_context).to(device),
     )
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization) -> int:
+    """Of all ranks together, once the model is loaded in `dtype`."""
+    total = 0
+    for name, shape in expected_shapes(config):
+        held: Quantization = "none" if len(shape) == 1 or name == f"{config.spec.embedding}.weight" else quantization
+        total += tensor_bytes(shape, dtype, of_lm_head(quantization) if name == _head(config) else held)
+    return total
+
+
+def _head(config: ModelConfig) -> str:
+    """The tensor that the logits are computed with."""
+    return f"{config.spec.embedding if config.tie_word_embeddings else config.spec.lm_head}.weight"

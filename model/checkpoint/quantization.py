@@ -5,7 +5,6 @@ W[o, i] = values[o, i] * scales[o, i // group_size]. Symmetric, without zero poi
 int8 has one group a row, int4 groups of 64 columns (as Dettmers & Zettlemoyer 2023 found 4 bits to need).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Quantization = Literal["none", "int8", "int4"]
+from twostroke.model.config import Quantization
 
 INT4_GROUP = 64  # columns that share a scale
 
@@ -60,17 +59,8 @@ def of_lm_head(quantization: Quantization) -> Quantization:
     return "int8" if quantization == "int4" else quantization
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, quantization: Quantization) -> int:
-    """Of a model whose checkpoint's tensors have these shapes, once it is loaded in `dtype`."""
-    head = "lm_head.weight" if "lm_head.weight" in shapes else "model.embed_tokens.weight"
-    total = 0
-    for name, shape in shapes.items():
-        how = of_lm_head(quantization) if name == head else quantization if name.endswith("_proj.weight") else "none"
-        total += _tensor_bytes(shape, dtype, how)
-    return total
-
-
-def _tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
+def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
+    """Of a weight (or, unquantised, of any tensor) of this shape."""
     count = torch.Size(shape).numel()
     if quantization == "none":
         return count * dtype.itemsize

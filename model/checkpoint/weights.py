@@ -1,11 +1,11 @@
-"""The tensors of a Hugging Face Llama folder: found, checked against the config, and memory-mapped, not read.
+"""The tensors of a Hugging Face folder: found, checked against the config, and memory-mapped, not read.
 
 Nothing here copies a tensor: `Checkpoint.tensor` is a view of the mapped file, whose pages the kernel may drop again.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -53,15 +53,14 @@ class Checkpoint:
         self._open = {path: _open(path) for path in sorted(set(self._files.values()))}
         self._check_names(folder)
         self._dtypes: dict[str, torch.dtype] = {}
-        expected = dict(expected_shapes(config))
-        self._check(folder, expected, tied=config.tie_word_embeddings)
-        self.shapes = expected
         self._config = config
+        self.shapes = dict(expected_shapes(config))
+        self._check(folder)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the checkpoint: that of its embedding."""
-        return self._dtypes["model.embed_tokens.weight"]
+        return self._dtypes[f"{self._config.spec.embedding}.weight"]
 
     @property
     def num_parameters(self) -> int:
@@ -98,8 +97,9 @@ class Checkpoint:
             if name not in held[path]:
                 raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
 
-    def _check(self, folder: Path, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-        for name, shape in expected.items():
+    def _check(self, folder: Path) -> None:
+        config = self._config
+        for name, shape in self.shapes.items():
             if name not in self._files:
                 raise ConfigError(f"{folder}: tensor {name} is missing")
             path = self._files[name]
@@ -112,36 +112,39 @@ class Checkpoint:
                     f"{path}: tensor {name} is {part.get_dtype()}, only {', '.join(_DTYPES)} are supported"
                 )
             self._dtypes[name] = _DTYPES[part.get_dtype()]
+        tied = f"{config.spec.lm_head}.weight" if config.tie_word_embeddings else None
         for name, path in self._files.items():
-            harmless = name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-            if name not in expected and not harmless:
-                raise ConfigError(f"{path}: tensor {name} is none of a Llama decoder as config.json describes it")
+            if name not in self.shapes and name != tied and not name.endswith(".rotary_emb.inv_freq"):
+                raise ConfigError(
+                    f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
+                )
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
+    spec, layer = config.spec, config.spec.layer
     hidden, inner = config.hidden_size, config.intermediate_size
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield f"{spec.embedding}.weight", (config.vocab_size, hidden)
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
+        yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
+    yield f"{spec.final_norm}.weight", (hidden,)
     projections = (
-        ("self_attn.q_proj", config.q_size, hidden, config.attention_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.attention_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, config.q_size, config.attention_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        (layer.q, config.q_size, hidden),
+        (layer.k, config.kv_size, hidden),
+        (layer.v, config.kv_size, hidden),
+        (layer.output, hidden, config.q_size),
+        (layer.gate, inner, hidden),
+        (layer.up, inner, hidden),
+        (layer.down, hidden, inner),
     )
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        for name, rows, columns, has_bias in projections:
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{prefix}{name}.bias", (rows,)
+    for index in range(config.num_layers):
+        prefix = f"{spec.layers}.{index}."
+        yield f"{prefix}{layer.input_norm}.weight", (hidden,)
+        yield f"{prefix}{layer.mlp_norm}.weight", (hidden,)
+        for projection, rows, columns in projections:
+            yield f"{prefix}{projection.name}.weight", (rows, columns)
+            if projection.has_bias:
+                yield f"{prefix}{projection.name}.bias", (rows,)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

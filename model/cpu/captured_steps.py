@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder, Drawing
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.cpu.kernels.program import Launcher, NotRecordable, Program
 from twostroke.model.step import SequenceStep
 
@@ -48,12 +48,8 @@ class CpuCapturedSteps:
 
     def _record(self, count: int) -> tuple[Program, Tensor]:
         """The program of batches of `count`, and where it leaves their logits."""
-        token_ids = torch.from_numpy(self._inputs.token_ids[:count])
-        layout = self._inputs.layout(count)
-        rows = torch.arange(count)
+        run = decode_step(self._decoder, self._kv_cache, self._inputs, count)
         with torch.inference_mode(), self._launcher.recording() as program:
-            logits = self._decoder.forward(token_ids, layout, self._kv_cache.tensors, Drawing(rows, rows))
-        if logits is None:
-            raise ValueError("a batch whose sequences all draw has no logits")
+            logits = run()
         self._programs[count] = program, self._launcher.arena.borrow(logits)
         return self._programs[count]

@@ -6,8 +6,10 @@ Importing this needs no GPU. Under Triton's interpreter the backend also runs on
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import BatchLayout, Linear
-from twostroke.model.checkpoint.quantization import Quantization, quantize
+from twostroke.model.backend import Linear
+from twostroke.model.batch import BatchLayout
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.config import Quantization
 from twostroke.model.cuda.kernels.decode_attention import decode_attention, decode_config
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
@@ -25,14 +27,12 @@ from twostroke.model.cuda.kernels.tma_prefill import (
     tma_prefill_attention,
     tma_prefill_config,
 )
-from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
+from twostroke.model.cuda.linears import CudaLinear
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
 # Among the lengths of chunks that small tiles are for.
 _SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
-
-CudaProjection = CudaLinear | CudaQuantizedLinear
 
 
 class CudaBackend:
@@ -53,20 +53,16 @@ class CudaBackend:
         self._compiled: set[tuple[object, ...]] = set()
         self._workspace: SplitWorkspace | None = None  # of all projections: they run one after the other
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> CudaProjection:
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> CudaLinear:
         if self._workspace is None:
             self._workspace = SplitWorkspace(weight.device)
-        if quantization == "none":
-            return CudaLinear(weight, bias, self._target, self._workspace)
-        quantized = quantize(weight, 8 if quantization == "int8" else 4)
-        return CudaQuantizedLinear(quantized, bias, self._target, self._workspace)
+        held = weight if quantization == "none" else quantize(weight, 8 if quantization == "int8" else 4)
+        return CudaLinear(held, bias, self._target, self._workspace)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
-        if isinstance(table, CudaLinear | CudaQuantizedLinear):
-            return table.rows(token_ids, dtype, first)
         if isinstance(table, Tensor):
             return vocab_embedding(token_ids, table, first, dtype)
-        raise TypeError(f"a table of another backend: {type(table).__name__}")
+        return table.embed(token_ids, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.decoder import Decoder, Drawing
-from twostroke.model.backend import BatchLayout
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import place
 from twostroke.model.cache.kv_cache import Event, KVCache
-from twostroke.model.captured_steps import DecodeInputs
-from twostroke.model.host_tensors import place
+from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
@@ -73,19 +72,17 @@ class CudaGraphSteps:
         recorder = Recorder(self._device) if recorder is None else recorder
         self._sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
         largest, pinned = self._sizes[-1], self._device.type == "cuda"
-        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
-        self._staging = [
-            _Staging(inputs, torch.zeros(inputs.block_tables.size, dtype=torch.int32, pin_memory=pinned), event)
-            for inputs, event in (
-                (DecodeInputs(largest, max_context, kv_cache.block_size, pinned=pinned), recorder.event())
-                for _ in range(2)
-            )
-        ]
         self._block_size = kv_cache.block_size
+
+        def staging() -> _Staging:
+            inputs = DecodeInputs(largest, max_context, self._block_size, pinned=pinned)
+            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=pinned)
+            return _Staging(inputs, tables, recorder.event())
+
+        # Two, by turns: the host may be filling one while the copy out of the other is still to run.
+        self._staging = [staging(), staging()]
         self._tables = torch.empty_like(self._staging[0].tables, device=self._device)
-        blank = self._staging[0].inputs
-        self._placed = {name: torch.tensor(array, device=self._device) for name, array in blank.arrays().items()}
-        self._max_context = max_context
+        self._placed = DecodeInputs(largest, max_context, self._block_size, device=self._device)
         # Of all graphs: results of their own would be kept for each, and those of all batch sizes are gigabytes.
         self._logits = torch.empty((largest, decoder.vocab_size), dtype=torch.float32, device=self._device)
         # Kept with all tensors in them: a graph remembers places alone.
@@ -107,9 +104,8 @@ class CudaGraphSteps:
         self._staging.reverse()
         staging.copied.synchronize()
         staging.inputs.fill([*batch, *[batch[-1]] * (size - count)])
-        for name, array in staging.inputs.arrays().items():
-            if name != "block_tables":
-                self._placed[name][:size].copy_(torch.from_numpy(array[:size]), non_blocking=True)
+        for placed, rows in zip(self._placed.rows, staging.inputs.rows, strict=True):
+            placed[:size].copy_(rows[:size], non_blocking=True)
         self._place_tables(staging, size, max(step.start for step in batch) // self._block_size + 1)
         staging.copied.record()
         if earlier is not None:
@@ -120,9 +116,9 @@ class CudaGraphSteps:
     def _place_tables(self, staging: _Staging, size: int, width: int) -> None:
         """Whole tables would be megabytes a step: as wide as the longest context to come, times the batch."""
         host, there = (tables[: size * width].view(size, width) for tables in (staging.tables, self._tables))
-        host.copy_(torch.from_numpy(staging.inputs.block_tables[:size, :width]))
+        host.copy_(staging.inputs.block_tables[:size, :width])
         there.copy_(host, non_blocking=True)
-        self._placed["block_tables"][:size, :width].copy_(there)
+        self._placed.block_tables[:size, :width].copy_(there)
 
     def _follow(self, batch: Sequence[SequenceStep], size: int, earlier: Tensor) -> None:
         follows = [step.follows for step in batch]
@@ -131,31 +127,17 @@ class CudaGraphSteps:
         if not rows:
             return
         places = place(np.array([rows, [one for one in follows if one is not None]]), self._device)
-        self._placed["token_ids"].index_copy_(0, places[0], earlier[places[1]])
+        self._placed.token_ids.index_copy_(0, places[0], earlier[places[1]])
 
     def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
-        """What computes the logits of a batch of `size`. It reads and writes at the same places whenever it runs."""
-        placed = {name: tensor[:size] for name, tensor in self._placed.items()}
-        layout = BatchLayout(
-            positions=placed["positions"],
-            slots=placed["slots"],
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
-            context_lens=placed["context_lens"],
-            block_tables=placed["block_tables"],
-            num_decodes=size,
-            max_query_len=1,
-            max_context_len=self._max_context,
-        )
-        rows = torch.arange(size, device=self._device)
-        drawing = Drawing(rows, rows)
+        """What leaves the logits of a batch of `size` where all graphs do."""
+        run = decode_step(decoder, kv_cache, self._placed, size)
 
-        def run() -> None:
-            logits = decoder.forward(placed["token_ids"], layout, kv_cache.tensors, drawing)
-            if logits is None:
-                raise ValueError("a batch whose sequences all draw has no logits")
+        def compute() -> None:
+            logits = run()
             self._logits[:size, : logits.shape[1]].copy_(logits)
 
-        return run
+        return compute
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -1,11 +1,10 @@
 """From a step's logits to its tokens: log-probabilities, adjustments, greedy choice or seeded draw.
 
 A token depends on its own row of logits, its Draw and its position: never on the batch around it. What is drawn, to the
-bit, stands in model/sampling/draws.py; what bias and penalties do, in model/sampling/sampler.py.
+bit, stands in model/sampling/draws.py.
 
-What a request does to its logits before they are drawn from: bias, penalties, forbidden tokens.
-
-In this order, which is that of vLLM and transformers. With c(t) the times t occurs among the output tokens:
+Before that a request may change its logits, in this order, which is that of vLLM and transformers. With c(t) the times
+t occurs among the output tokens:
 
     bias          l(t) += logit_bias(t)
     repetition    l(t) /= r where l(t) > 0, l(t) *= r elsewhere, for each t in prompt or output (Keskar et al. 2019)
@@ -24,83 +23,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.host_tensors import place
+from twostroke.model.batch import place
 from twostroke.model.sampling.draws import DrawBatch, SamplingKernels, TorchSampling, row_keys
 from twostroke.model.step import Draw, TokenCounts, is_penalised
 from twostroke.protocol.requests import SampledToken
-
-_Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]  # row, token ids, one value each
-
-
-def is_adjusted(draw: Draw) -> bool:
-    """Whether `adjust` would change the draw's logits."""
-    return bool(draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden)
-
-
-def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
-    """Change `rows` of `logits` (fp32 [N, V]) in place, each by its draw."""
-    bias: list[_Entry] = []
-    repetition: list[_Entry] = []
-    occurrence: list[_Entry] = []
-    forbidden: list[_Entry] = []
-    for row, draw in zip(rows, draws, strict=True):
-        sampling = draw.sampling
-        if sampling.logit_bias:
-            ids, values = zip(*sampling.logit_bias, strict=True)
-            bias.append((row, np.array(ids, np.int64), np.array(values, np.float32)))
-        if is_penalised(sampling):
-            counts = TokenCounts(draw.history, draw.num_prompt_tokens) if draw.counts is None else draw.counts
-            if sampling.repetition_penalty != 1.0:
-                seen = counts.ids
-                repetition.append((row, seen, np.full(len(seen), sampling.repetition_penalty, np.float32)))
-            if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
-                has_occurred = counts.output_counts > 0
-                times = counts.output_counts[has_occurred]
-                penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
-                occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
-        if draw.forbidden:
-            banned = np.array(draw.forbidden, np.int64)
-            forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
-
-    if bias:
-        where, values_t = _on_device(bias, logits)
-        logits.index_put_(where, values_t, accumulate=True)
-    if repetition:
-        where, values_t = _on_device(repetition, logits)
-        current = logits[where]
-        logits.index_put_(where, torch.where(current > 0, current / values_t, current * values_t))
-    if occurrence:
-        where, values_t = _on_device(occurrence, logits)
-        logits.index_put_(where, values_t, accumulate=True)
-    if forbidden:
-        where, values_t = _on_device(forbidden, logits)
-        logits.index_put_(where, values_t)
-
-
-def _on_device(entries: Sequence[_Entry], logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Row and column indices, and values, of all entries inside the vocabulary."""
-    rows = np.repeat(np.array([row for row, _, _ in entries]), [len(ids) for _, ids, _ in entries])
-    ids = np.concatenate([ids for _, ids, _ in entries])
-    values = np.concatenate([values for _, _, values in entries])
-    inside = (ids >= 0) & (ids < logits.shape[1])
-    device = logits.device
-    return (place(rows[inside], device), place(ids[inside], device)), place(values[inside], device)
-
 
 LEAST_LOGPROB = -9999.0
 """Stands for the log-probability of an impossible token: JSON has no infinity, and OpenAI's API uses this number."""
 
 _WORD = (1 << 64) - 1
+_Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]  # row, token ids, one value each
 
 
 class Sampler:
-    """Draws tokens for batches of rows over a vocabulary of `vocab_size` on `device`. Belongs to one thread."""
+    """Draws tokens for batches of rows over a vocabulary of `vocab_size`. Belongs to one thread."""
 
-    def __init__(self, vocab_size: int, device: torch.device):
+    def __init__(self, vocab_size: int, kernels: SamplingKernels | None = None):
+        """`kernels` are those of the logits' device; None: torch's."""
         self.vocab_size = vocab_size
         self.num_broken_rows = 0
         """Rows so far that held NaN (never drawn) or +inf (clamped): 0 with a sound model and cache."""
-        self._kernels = _kernels_for(vocab_size, device)
+        self._kernels = TorchSampling() if kernels is None else kernels
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """One token per row of `logits` (fp32 [N, V], modified in place), drawn for its absolute position.
@@ -168,15 +111,6 @@ class Sampler:
         return results
 
 
-def _kernels_for(vocab_size: int, device: torch.device) -> SamplingKernels:
-    if device.type != "cpu":
-        return TorchSampling()
-    # Imported here, so that a GPU host need not load numba.
-    from twostroke.model.cpu.kernels.sampling import CpuSampling
-
-    return CpuSampling(vocab_size)
-
-
 def _is_random(draw: Draw) -> bool:
     return draw.sampling.temperature > 0 and draw.sampling.top_k != 1
 
@@ -194,3 +128,58 @@ def _draw_batch(rows: NDArray[np.int64], draws: Sequence[Draw], positions: Seque
             np.array([positions[i] for i in rows], np.uint64),
         ),
     )
+
+
+def is_adjusted(draw: Draw) -> bool:
+    """Whether `adjust` would change the draw's logits."""
+    return bool(draw.sampling.logit_bias or is_penalised(draw.sampling) or draw.forbidden)
+
+
+def adjust(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    """Change `rows` of `logits` (fp32 [N, V]) in place, each by its draw."""
+    bias: list[_Entry] = []
+    repetition: list[_Entry] = []
+    occurrence: list[_Entry] = []
+    forbidden: list[_Entry] = []
+    for row, draw in zip(rows, draws, strict=True):
+        sampling = draw.sampling
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            bias.append((row, np.array(ids, np.int64), np.array(values, np.float32)))
+        if is_penalised(sampling):
+            counts = TokenCounts(draw.history, draw.num_prompt_tokens) if draw.counts is None else draw.counts
+            if sampling.repetition_penalty != 1.0:
+                seen = counts.ids
+                repetition.append((row, seen, np.full(len(seen), sampling.repetition_penalty, np.float32)))
+            if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
+                has_occurred = counts.output_counts > 0
+                times = counts.output_counts[has_occurred]
+                penalty = -(sampling.frequency_penalty * times + sampling.presence_penalty)
+                occurrence.append((row, counts.ids[has_occurred], penalty.astype(np.float32)))
+        if draw.forbidden:
+            banned = np.array(draw.forbidden, np.int64)
+            forbidden.append((row, banned, np.full(len(banned), -math.inf, np.float32)))
+
+    if bias:
+        where, values_t = _on_device(bias, logits)
+        logits.index_put_(where, values_t, accumulate=True)
+    if repetition:
+        where, values_t = _on_device(repetition, logits)
+        current = logits[where]
+        logits.index_put_(where, torch.where(current > 0, current / values_t, current * values_t))
+    if occurrence:
+        where, values_t = _on_device(occurrence, logits)
+        logits.index_put_(where, values_t, accumulate=True)
+    if forbidden:
+        where, values_t = _on_device(forbidden, logits)
+        logits.index_put_(where, values_t)
+
+
+def _on_device(entries: Sequence[_Entry], logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Row and column indices, and values, of all entries inside the vocabulary."""
+    rows = np.repeat(np.array([row for row, _, _ in entries]), [len(ids) for _, ids, _ in entries])
+    ids = np.concatenate([ids for _, ids, _ in entries])
+    values = np.concatenate([values for _, _, values in entries])
+    inside = (ids >= 0) & (ids < logits.shape[1])
+    device = logits.device
+    return (place(rows[inside], device), place(ids[inside], device)), place(values[inside], device)

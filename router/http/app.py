@@ -1,342 +1,361 @@
-"""The HTTP endpoints. `build_app()` makes an app without live state, which takes its service from `app.state.service`.
+"""The HTTP endpoints. Each reads as the way of its request: the body is parsed, jobs are made of it, and answered.
 
-So an app can be built before its service exists; until it does, everything but /health answers 503. (Under Ray Serve,
-build it in the replica: Starlette's apps can't be pickled.)
+Serve's replicas build the app where they run: Starlette's apps can't be pickled.
 """
 
 import asyncio
-import logging
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Header, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.router.http.authentication import Authentication, check_admin, tenant_of
-from twostroke.router.http.doctor import doctor
-from twostroke.router.http.io import (
-    Belongings,
-    ClientGone,
-    EventStream,
-    RequestIds,
-    error_response,
-    json_response,
-    read_body,
-    until_disconnect,
-    until_responded,
-)
-from twostroke.router.http.openapi import (
-    OPERATIONS,
-    Health,
-    ModelCard,
-    ModelList,
-    Ready,
-    Text,
-    TokenIds,
-    Version,
-    document,
-)
-from twostroke.router.http.scrape import exposition
+from twostroke.router.http.body import BoundedRoute
+from twostroke.router.http.doctor import Doctor
+from twostroke.router.http.middleware import Authentication, RequestIds, admins_only, tenant_of
+from twostroke.router.http.responses import ClientGone, EventStream, error_response, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.observe.access_log import Exchanges
-from twostroke.router.observe.exchange import exchange_of
-from twostroke.router.openai.chat import ChatFormat
-from twostroke.router.openai.common import INTERNAL_ERROR, Format
-from twostroke.router.openai.completions import CompletionFormat
+from twostroke.router.observe.exchange import CLIENT_GONE, exchange_of
+from twostroke.router.observe.scrape import exposition
+from twostroke.router.openai.answers import ErrorObject, Format
+from twostroke.router.openai.chat import ChatCompletion, ChatFormat
+from twostroke.router.openai.completions import Completion, CompletionFormat
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import Job, Terms
-from twostroke.router.openai.parsing import parse, token_ids_of
+from twostroke.router.openai.parsing import explain, prompts_of, token_ids_of
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationFields,
+    SLOHeaders,
     TokenizeRequest,
 )
 from twostroke.router.routing.policy import NoPath
 from twostroke.router.slo.promises import promise_of
 
-_log = logging.getLogger(__name__)
+_JSON_LINES = "application/x-ndjson"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorObject, "description": "The request can't be served as asked, or not now"},
+    "5XX": {"model": ErrorObject, "description": "The server can't serve the request now, or met a bug"},
+}
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 
-
-def build_app(service: RouterService | None = None) -> FastAPI:
-    """The app. Set `app.state.service` before the first request where it is not given here."""
-    app = FastAPI(title="Twostroke", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.service = service
-    app.add_middleware(Authentication)
-    app.add_middleware(Exchanges)
+def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
+    """The app of one router, whose service is started and closed elsewhere."""
+    app = FastAPI(
+        title="Twostroke",
+        version=service.config.version,
+        description="OpenAI's API. Every error is an OpenAI error object.",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        generate_unique_id_function=lambda route: route.name,
+        responses=_ERRORS,
+    )
+    app.state.service, app.state.doctor = service, doctor
+    app.state.max_body_bytes = service.config.max_body_bytes
+    app.include_router(_open)
+    app.include_router(_keyed)
+    # The last one is passed first.
+    app.add_middleware(Authentication, tenants=service.tenants)
+    app.add_middleware(Exchanges, clock=service.clock, over=service.over)
     app.add_middleware(RequestIds)
-    app.add_middleware(Belongings)
+    app.add_exception_handler(TwostrokeError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for operation in OPERATIONS:
-        # Load balancers ask for heads.
-        methods = ["GET", "HEAD"] if operation.method == "GET" else [operation.method]
-        endpoint = _guarded(_ENDPOINTS[operation.name], for_admins=operation.for_admins)
-        app.add_api_route(operation.path, endpoint, methods=methods, response_model=None)
+    app.add_exception_handler(ClientGone, _on_client_gone)
     return app
 
 
-async def completions(request: Request) -> Response:
-    """POST /v1/completions."""
-    service = _service(request)
-    arrive = service.clock()
-    asked = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))
-    service.check_model(asked.model)
-    terms = _terms(request, asked)
-    jobs = await service.jobs.of_completion(asked, service.max_context(), _reserve(request), terms)
-    form = _format(CompletionFormat, "cmpl", service, asked, jobs)
-    return await _answer(request, asked, jobs, form, arrive)
+_open = APIRouter(route_class=BoundedRoute)
+_key = HTTPBearer(auto_error=False, description="An API key, where the server has any; `Authentication` checks it")
+_keyed = APIRouter(route_class=BoundedRoute, dependencies=[Security(_key)])
+_ADMINS = [Depends(admins_only)]
 
 
-async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions."""
-    service = _service(request)
-    arrive = service.clock()
-    asked = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))
-    service.check_model(asked.model)
-    terms = _terms(request, asked)
-    jobs = await service.jobs.of_chat(asked, service.max_context(), _reserve(request), terms)
-    form = _format(ChatFormat, "chatcmpl", service, asked, jobs)
-    return await _answer(request, asked, jobs, form, arrive)
+async def _service_of(request: Request) -> RouterService:
+    service: RouterService = request.app.state.service
+    return service
 
 
-async def tokenize(request: Request) -> Response:
-    """POST /tokenize."""
-    service = _service(request)
-    asked = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
-    if asked.model is not None:
-        service.check_model(asked.model)
-    tokenizer = service.tokenizer
-    max_context = service.max_context()
-    if asked.messages is not None:
-        text = tokenizer.render_chat(
-            [message.as_template_sees() for message in asked.messages],
-            add_generation_prompt=asked.add_generation_prompt is not False,
+Service = Annotated[RouterService, Depends(_service_of)]
+
+
+class Call:
+    """A request for tokens: who asks, on which terms, and what is held for it until its response is over."""
+
+    def __init__(self, request: Request, headers: Mapping[str, str], held: ExitStack):
+        self._request = request
+        self._headers = headers
+        self._held = held
+        self._tenant = tenant_of(request)
+        self.service: RouterService = request.app.state.service
+
+    def terms(self, asked: GenerationFields) -> Terms:
+        """Raises RequestError for what the caller may not have."""
+        promise = promise_of(self.service.slo, self._tenant, self._headers, asked.service_tier, asked.priority)
+        return Terms(promise, b"" if self._tenant is None else self._tenant.cache_salt)
+
+    def reserve(self, num_choices: int) -> None:
+        """Takes places for so many choices. Raises RequestError where there are none."""
+        if self._tenant is not None:
+            self._held.enter_context(self._tenant.limits.in_flight(num_choices))
+        self._held.enter_context(self.service.gate.room(num_choices))
+
+    async def answer(self, asked: GenerationFields, jobs: Sequence[Job], form: type[Format]) -> Response:
+        """Run the jobs, and write what comes of them. Raises RequestError where the key has too few tokens left."""
+        service, exchange = self.service, exchange_of(self._request)
+        writer = form(
+            asked,
+            jobs,
+            service.tokenizer,
+            model=service.config.model_name,
+            created=service.now(),
+            service_tier=jobs[0].request.promise.class_name if service.slo.is_set else None,
         )
+        generation = Generation(service.runner, asked, jobs, writer, arrive=exchange.began, on_failure=exchange.fails)
+        requests = [job.request for job in jobs]
+        exchange.generates(requests, generation.stages, generation.num_prompt_tokens, is_stream=bool(asked.stream))
+        if self._tenant is not None:
+            tokens = self._tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
+            self._held.enter_context(tokens)
+        cut = self._held.enter_context(service.gate.cuttable())
+        if asked.stream:
+            return EventStream(generation.events(), exchange.refuses, cut)
+        body = await until_disconnect(self._request.receive, generation.whole(), cut)
+        return Response(body, media_type="application/json")
+
+
+async def _call_of(request: Request, headers: Annotated[SLOHeaders, Header()]) -> AsyncIterator[Call]:
+    with ExitStack() as held:  # FastAPI goes on behind the `yield` once the response is over
+        yield Call(request, headers.model_dump(by_alias=True, exclude_none=True), held)
+
+
+Called = Annotated[Call, Depends(_call_of)]
+
+
+_STREAMED: dict[str, Any] = {
+    "response_description": "The answer; with `stream: true` server-sent events, whose data are chunks and then [DONE]",
+    "responses": {200: {"content": {"text/event-stream": {}}}},
+}
+
+
+@_keyed.post("/v1/completions", response_model=Completion, **_STREAMED)
+async def completions(asked: CompletionRequest, call: Called) -> Response:
+    """Continue a prompt."""
+    service = call.service
+    service.check(asked)
+    terms, max_context = call.terms(asked), service.max_context()
+    prompts = prompts_of(asked, max_context)
+    call.reserve(len(prompts) * (asked.n or 1))
+    jobs = await service.jobs.of_completion(asked, prompts, max_context, terms)
+    return await call.answer(asked, jobs, CompletionFormat)
+
+
+@_keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_STREAMED)
+async def chat_completions(asked: ChatRequest, call: Called) -> Response:
+    """Answer a chat."""
+    service = call.service
+    service.check(asked)
+    terms, max_context = call.terms(asked), service.max_context()
+    call.reserve(asked.n or 1)
+    jobs = await service.jobs.of_chat(asked, max_context, terms)
+    return await call.answer(asked, jobs, ChatFormat)
+
+
+class ModelCard(TypedDict):
+    """A model, as OpenAI lists them."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["twostroke"]
+    max_model_len: int | None  # tokens, prompt and output together; None until a decode worker is known
+
+
+class ModelList(TypedDict):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+@_keyed.get("/v1/models")
+async def models(service: Service) -> ModelList:
+    """The model served."""
+    try:
+        max_context = service.max_context()
+    except NoPath:  # the model is known before its workers are
+        max_context = None
+    card: ModelCard = {
+        "id": service.config.model_name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "twostroke",
+        "max_model_len": max_context,
+    }
+    return {"object": "list", "data": [card]}
+
+
+@_keyed.get("/v1/models/{name:path}")
+async def model(name: str, service: Service) -> ModelCard:
+    """One model."""
+    service.check_model(name)
+    return (await models(service))["data"][0]
+
+
+class TokenIds(TypedDict):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+@_keyed.post("/tokenize")
+async def tokenize(asked: TokenizeRequest, service: Service) -> TokenIds:
+    """Text to token ids."""
+    service.check(asked)
+    tokenizer, max_context = service.tokenizer, service.max_context()
+    if asked.messages is not None:
+        messages = [message.as_template_sees() for message in asked.messages]
+        text = tokenizer.render_chat(messages, add_generation_prompt=asked.add_generation_prompt is not False)
         param, add_special_tokens = "messages", bool(asked.add_special_tokens)
     else:
         text = asked.prompt or ""
         param, add_special_tokens = "prompt", asked.add_special_tokens is not False
     token_ids = await service.jobs.encode(text, param, max_context, add_special_tokens=add_special_tokens)
     names = [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None
-    return json_response(TokenIds(len(token_ids), max_context, token_ids, names))
+    return {"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": names}
 
 
-async def detokenize(request: Request) -> Response:
+class DetokenizedText(TypedDict):
     """POST /detokenize."""
-    service = _service(request)
-    asked = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))
-    if asked.model is not None:
-        service.check_model(asked.model)
+
+    prompt: str
+
+
+@_keyed.post("/detokenize")
+async def detokenize(asked: DetokenizeRequest, service: Service) -> DetokenizedText:
+    """Token ids to text."""
+    service.check(asked)
     token_ids = token_ids_of(asked.tokens, "tokens", service.max_context())
     service.jobs.check_vocabulary(token_ids, "tokens")
-    return json_response(Text(service.tokenizer.decode(token_ids, skip_special_tokens=False)))
+    return {"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)}
 
 
-async def models(request: Request) -> Response:
-    """GET /v1/models."""
-    return json_response(ModelList([_model(_service(request))]))
+class Health(TypedDict):
+    """GET /health and /ready."""
+
+    status: Literal["ok", "ready"]
 
 
-async def model(request: Request) -> Response:
-    """GET /v1/models/{name}."""
-    service = _service(request)
-    service.check_model(request.path_params["name"])
-    return json_response(_model(service))
+@_open.get("/health")
+async def health() -> Health:
+    """This process is alive."""
+    return {"status": "ok"}
 
 
-async def health(request: Request) -> Response:
-    """GET /health: this process is alive."""
-    return json_response(Health())
-
-
-async def ready(request: Request) -> Response:
-    """GET /ready: a whole path to an answer is there."""
-    missing = _service(request).missing()
+@_open.get("/ready")
+async def ready(service: Service) -> Health:
+    """A whole path to an answer is there."""
+    missing = service.missing()
     if missing:
         raise NoPath("not ready: " + "; ".join(missing))
-    return json_response(Ready())
+    return {"status": "ready"}
 
 
-async def metrics(request: Request) -> Response:
-    """GET /metrics: of all routers, whichever is asked."""
-    readings = await _service(request).readings()
+def _told_as(media_type: str) -> dict[str, Any]:
+    """For an endpoint that writes its answer itself."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {"response_class": Response, "responses": {200: {"content": content}}}
+
+
+@_keyed.get("/metrics", dependencies=_ADMINS, **_told_as("text/plain"))
+async def metrics(service: Service) -> Response:
+    """Prometheus' text, of all routers, whichever is asked."""
+    readings = await service.readings()
     # Of 8 routers and 64 workers 50 ms, for which no stream is to stand still.
     return Response(await asyncio.to_thread(exposition, readings), media_type=CONTENT_TYPE_LATEST)
 
 
-async def status(request: Request) -> Response:
-    """GET /status: the workers and their numbers."""
-    return json_response(_service(request).status())
+@_keyed.get("/status", dependencies=_ADMINS)
+async def status(service: Service) -> dict[str, Any]:
+    """The workers and their numbers."""
+    return service.status()
 
 
-async def show_version(request: Request) -> Response:
+@_keyed.get("/doctor", dependencies=_ADMINS, **_told_as(_JSON_LINES))
+async def doctor(request: Request) -> Response:
+    """Every way of KV, tried out: one line of JSON for each, as soon as it is known."""
+    if request.method == "HEAD":  # whoever asks for a head wants no trials
+        return Response(media_type=_JSON_LINES)
+    examiner: Doctor = request.app.state.doctor
+    return EventStream(examiner.examine(), exchange_of(request).refuses, content_type=_JSON_LINES)
+
+
+class Version(TypedDict):
     """GET /version."""
-    return json_response(Version(_service(request).config.version))
+
+    version: str
 
 
-async def openapi(request: Request) -> Response:
-    """GET /openapi.json."""
-    config = _service(request).config
-    has_keys, slo_classes = bool(_service(request).tenants), [one.name for one in _service(request).slo.classes]
-    return json_response(
-        document(version=config.version, model=config.model_name, has_keys=has_keys, slo_classes=slo_classes)
-    )
+@_keyed.get("/version")
+async def version(service: Service) -> Version:
+    """The server's version."""
+    return {"version": service.config.version}
 
 
-_ENDPOINTS: Mapping[str, Endpoint] = {
-    endpoint.__name__: endpoint
-    for endpoint in (
-        completions,
-        chat_completions,
-        models,
-        model,
-        tokenize,
-        detokenize,
-        health,
-        ready,
-        metrics,
-        status,
-        doctor,
-        show_version,
-        openapi,
-    )
-}
+def _add_heads(router: APIRouter) -> None:
+    """Load balancers ask for heads, of which the document need not tell."""
+    for route in [one for one in router.routes if isinstance(one, APIRoute) and one.methods == {"GET"}]:
+        router.add_api_route(
+            route.path, route.endpoint, methods=["HEAD"], dependencies=route.dependencies, include_in_schema=False
+        )
 
 
-def _service(request: Request) -> RouterService:
-    service = request.app.state.service
-    if not isinstance(service, RouterService):
-        raise NoPath("the server is starting; try again shortly")
-    return service
+_add_heads(_open)
+_add_heads(_keyed)
 
 
-def _model(service: RouterService) -> ModelCard:
-    try:
-        max_context = service.max_context()
-    except NoPath:  # the model is known before its workers are
-        max_context = None
-    return ModelCard(service.config.model_name, service.started_at, max_context)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Every error of our own is answered as an OpenAI error object, and counted."""
+    assert isinstance(error, TwostrokeError)
+    exchange_of(request).refuses(error)
+    return error_response(error)
 
 
-def _include_usage(asked: GenerationFields) -> bool:
-    return asked.stream_options is not None and bool(asked.stream_options.include_usage)
-
-
-def _terms(request: Request, asked: GenerationFields) -> Terms:
-    tenant = tenant_of(request)
-    promise = promise_of(_service(request).slo, tenant, request.headers, asked.service_tier, asked.priority)
-    return Terms(promise, b"" if tenant is None else tenant.cache_salt)
-
-
-def _reserve(request: Request) -> Callable[[int], None]:
-    """Takes places that are given back when the response is over, whichever way."""
-    tenant, belongings = tenant_of(request), until_responded(request)
-
-    def reserve(num_choices: int) -> None:
-        if tenant is not None:
-            belongings.enter_context(tenant.limits.in_flight(num_choices))
-        belongings.enter_context(_service(request).gate.room(num_choices))
-
-    return reserve
-
-
-def _format(
-    kind: type[CompletionFormat] | type[ChatFormat],
-    prefix: str,
-    service: RouterService,
-    asked: GenerationFields,
-    jobs: Sequence[Job],
-) -> Format:
-    """Who writes the response, under an id of its own that begins with `prefix`."""
-    return kind(
-        f"{prefix}-{secrets.token_hex(12)}",
-        service.now(),
-        service.config.model_name,
-        jobs,
-        service.tokenizer,
-        return_token_ids=bool(asked.return_token_ids),
-        usage_in_chunks=_include_usage(asked),
-        service_tier=jobs[0].request.promise.class_name if service.slo.is_set else None,
-    )
-
-
-async def _answer(
-    request: Request, asked: GenerationFields, jobs: Sequence[Job], form: Format, arrive: float
-) -> Response:
-    generation = Generation(
-        _service(request),
-        jobs,
-        form,
-        include_usage=_include_usage(asked),
-        return_stages=bool(asked.return_stages),
-        return_token_ids=bool(asked.return_token_ids),
-        arrive=arrive,
-        on_failure=exchange_of(request).fails,
-    )
-    exchange_of(request).generates(jobs, generation.stages, is_stream=bool(asked.stream))
-    tenant = tenant_of(request)
-    if tenant is not None:
-        tokens = tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
-        until_responded(request).enter_context(tokens)
-    cut = until_responded(request).enter_context(_service(request).gate.cuttable())
-    if asked.stream:
-        return EventStream(generation.events(), lambda error: _count(request, error), cut)
-
-    async def whole() -> Response:
-        return Response(await generation.whole(), media_type="application/json")
-
-    return await until_disconnect(request.receive, whole(), cut)
-
-
-def _guarded(endpoint: Endpoint, *, for_admins: bool) -> Endpoint:
-    """Every error of our own becomes an OpenAI error object, and is counted."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            if for_admins:
-                check_admin(request)
-            tenant = tenant_of(request)
-            if tenant is not None and request.method == "POST":
-                tenant.limits.count_request()
-            return await endpoint(request)
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it; logs do
-        except TwostrokeError as error:
-            failure = error
-        except Exception:
-            _log.exception("a request to %s met a bug", request.url.path)
-            failure = INTERNAL_ERROR
-        if isinstance(request.app.state.service, RouterService):
-            _count(request, failure)
-        return error_response(failure)
-
-    guarded.__name__ = endpoint.__name__
-    guarded.__doc__ = endpoint.__doc__
-    return guarded
-
-
-def _count(request: Request, error: TwostrokeError) -> None:
-    """The request is answered with an error."""
-    _service(request).metrics.refused(error)
-    exchange_of(request).fails(error)
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    """Bodies that their models refuse."""
+    assert isinstance(error, RequestValidationError)
+    errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without the word `body`
+    return await _on_error(request, explain(errors))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
-    status_code = error.status_code if isinstance(error, HTTPException) else 500
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status_code, "http_error")
-    message = {404: "there is no such path", 405: "the path does not take this method"}.get(status_code, "refused")
-    failure = RequestError(message, param="path", code=code, status=status_code)
-    if isinstance(request.app.state.service, RouterService):
-        exchange_of(request).fails(failure)
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = {404: "there is no such path", 405: "the path does not take this method"}.get(
+        error.status_code, "refused"
+    )
+    failure = RequestError(message, param="path", code=code, status=error.status_code)
+    exchange_of(request).fails(failure)
     response = error_response(failure)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})  # which methods the path takes
+    response.headers.update(error.headers or {})  # which methods the path takes
     return response
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # nobody reads it; logs do

@@ -10,18 +10,14 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.kv_layout import DTYPE_BYTES, KVLayout
 from twostroke.protocol.messages import ProbeReply, ProbeTimes
 from twostroke.protocol.requests import Peer, mint_ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.http.io import EventStream
-from twostroke.router.openai.common import encode_json
+from twostroke.router.openai.answers import encode_json
 from twostroke.router.routing.fleet import Fleet
-from twostroke.router.routing.policy import NoPath
 
 MAX_PAIRS = 256  # of one run
 PAIR_S = 30.0  # a pair that takes longer has failed
@@ -188,28 +184,6 @@ def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
 def _token_bytes(layout: KVLayout) -> int:
     """Bytes of one token's KV in all layers and heads, heads that several ranks hold counted once."""
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
-
-
-async def doctor(request: Request) -> Response:
-    """GET /doctor: try out every way of KV, and tell of each as soon as it is known. Lines of JSON."""
-    examiner = getattr(request.app.state, "doctor", None)
-    if not isinstance(examiner, Doctor):
-        raise NoPath("the server is starting; try again shortly")
-    if request.method == "HEAD":  # whoever asks for a head wants no trials
-        return Response(media_type=_JSON_LINES)
-    service = request.app.state.service
-    return _JsonLines(examiner.examine(), on_error=service.metrics.refused)
-
-
-_JSON_LINES = "application/x-ndjson"
-
-
-class _JsonLines(EventStream):
-    """Lines of JSON that are sent, and ended, as server-sent events are."""
-
-    def __init__(self, lines: AsyncGenerator[bytes, None], on_error: Callable[[TwostrokeError], None]):
-        super().__init__(lines, on_error)
-        self.headers["content-type"] = _JSON_LINES
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -1,14 +1,12 @@
 """What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
 
 import asyncio
-import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,24 +16,25 @@ from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.http.scrape import OtherRouters, RouterReading, no_other_routers
 from twostroke.router.http.tenants import Tenants
-from twostroke.router.observe.metrics import Expected, Outcome, RouterMetrics
+from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.metrics import Expected, RouterMetrics
 from twostroke.router.observe.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
-from twostroke.router.observe.stages import Stages
-from twostroke.router.observe.tracing import RequestTraces
+from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
 from twostroke.router.observe.worker_metrics import SLOMetrics
-from twostroke.router.openai.choices import ChoiceWriter, Delta
-from twostroke.router.openai.jobs import Job, JobMaker
+from twostroke.router.openai.choices import ChoiceRunner
+from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.parsing import UnknownFields, shown
+from twostroke.router.openai.schemas import ModelRequest
 from twostroke.router.routing.fleet import Fleet
 from twostroke.router.routing.policy import NoPath
-from twostroke.router.slo.admission import Admission, Overloaded
-from twostroke.router.slo.attainment import Verdict, verdict_of
+from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
 from twostroke.router.text.tokenizer import TextTokenizer
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
 def _version() -> str:
@@ -54,6 +53,7 @@ class ServiceConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
     router_id: str = "router"  # of this replica, in metrics
+    strict: bool = False  # requests with unknown fields are refused
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=_version)
 
@@ -76,7 +76,7 @@ class RouterService:
         slo: SLOConfig | None = None,
         admission: Admission | None = None,
         tenants: Tenants | None = None,
-        traces: RequestTraces | None = None,
+        traces: "OpenTelemetryTraces | None" = None,
         other_routers: OtherRouters = no_other_routers,
         expected: Expected = dict,
         scaling: LastScaling = never_scaled,
@@ -86,6 +86,7 @@ class RouterService:
     ):
         self.config = config
         self.tokenizer = tokenizer
+        self._unknown_fields = UnknownFields(strict=config.strict)
         self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
         self.metrics = RouterMetrics(config.model_name)
         self.metrics.watch_fleet(lambda: not self.missing(), expected)
@@ -95,16 +96,25 @@ class RouterService:
         self.slo = slo or SLOConfig()
         self.tenants = tenants
         self.traces = traces
-        self._admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
-        self.promises = SLOMetrics(
+        admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
+        self._promises = SLOMetrics(
             model=config.model_name,
             classes=self.slo.classes,
-            admission=self._admission,
+            admission=admission,
             clock=clock,
             registry=self.metrics.registry,
         )
         self._scaling = scaling
         self._demand = Demand(self.slo.classes, clock)
+        self.runner = ChoiceRunner(
+            tokenizer=tokenizer,
+            pipeline=pipeline,
+            metrics=self.metrics,
+            promises=self._promises,
+            demand=self._demand,
+            admission=admission,
+            clock=clock,
+        )
         self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
         self._fleet = fleet
         self._channels = channels
@@ -129,16 +139,28 @@ class RouterService:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
+    def over(self, exchange: Exchange) -> None:
+        """A request has ended: count it, and hand it to those who trace."""
+        if exchange.refusal is not None:
+            self.metrics.refused(exchange.refusal)
+        if self.traces is not None:
+            self.traces.record(exchange)
+
     def now(self) -> int:
         """Seconds since 1970, for `created`."""
         return int(self._wall_clock())
 
+    def check(self, asked: ModelRequest) -> None:
+        """Raises RequestError for another model than the one served, and where unknown fields are refused."""
+        if asked.model is not None:
+            self.check_model(asked.model)
+        self._unknown_fields.check(asked)
+
     def check_model(self, name: str) -> None:
         """Raises RequestError (404) for another model than the one served."""
         if name != self.config.model_name:
-            shown = "".join(char if char.isprintable() else "?" for char in name[:80])
             raise RequestError(
-                f"model: {shown!r} is not served here, but {self.config.model_name!r} is",
+                f"model: {shown(name)!r} is not served here, but {self.config.model_name!r} is",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -169,7 +191,7 @@ class RouterService:
             "ready": not self.missing(),
             "places_held": self._pipeline.in_flight,
             "slo_classes": [
-                {"name": one.name, "attainment": self.promises.attainment(one.name)} for one in self.slo.classes
+                {"name": one.name, "attainment": self._promises.attainment(one.name)} for one in self.slo.classes
             ],
             "autoscaling": self._scaling_status(),
             "workers": [
@@ -217,46 +239,6 @@ class RouterService:
     async def readings(self) -> list[RouterReading]:
         """The numbers of all routers that answer, this one's first."""
         return [self.reading(), *await self._other_routers()]
-
-    async def generate(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
-        """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
-        writer = ChoiceWriter(job, self.tokenizer)
-        outcome: Outcome = "abort"
-        verdict: Verdict | None = None
-        last: float | None = None
-        self.metrics.begun(job.request.num_prompt_tokens)
-        self._demand.arrived(job.request)
-        try:
-            async with aclosing(self._pipeline.generate(job.request, stages)) as events:
-                async for event in events:
-                    now = self.clock()
-                    if last is not None:
-                        self.metrics.inter_token_latency.observe(now - last)
-                    last = now
-                    delta = writer.add(event)
-                    if delta.finish_reason is not None:
-                        outcome = stages.finish_reason = delta.finish_reason
-                        # A stop string ends the choice here, whatever the workers had sent beyond it.
-                        stages.finish = now
-                        stages.num_output_tokens = writer.num_tokens
-                    yield delta
-                    if delta.finish_reason is not None and event.finish_reason is None:
-                        break  # a stop string: the workers don't know of it, and are told by closing
-            verdict = verdict_of(job.request.promise, stages)
-            self._admission.ended(job.request, stages)
-        except Exception as error:  # bugs, too; a client that leaves is none
-            outcome = "error"
-            verdict = "missed"
-            if isinstance(error, Overloaded):
-                verdict = "refused"
-                self.promises.refused(job.request, error.limit)
-            raise
-        finally:
-            self.metrics.ended(stages, outcome)
-            if outcome != "error":
-                self._demand.ended(stages)
-            if verdict is not None:
-                self.promises.over(job.request, stages, verdict)
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""

@@ -2,7 +2,7 @@
 
 Names and units are vLLM's with the prefix `twostroke:`. The registry is this object's own, so that several routers can
 live in one process. What workers tell of themselves: `router/observe/worker_metrics.py`; what a scrape brings of all
-routers: `router/http/scrape.py`.
+routers: `router/observe/scrape.py`.
 
 A histogram that may be told of every token: prometheus_client's own takes a lock and walks its buckets each time.
 """
@@ -17,9 +17,8 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.router.observe.stages import Stages
-from twostroke.router.openai.common import error_object, error_status
 
 
 class QuickHistogram(Collector):
@@ -176,7 +175,8 @@ class RouterMetrics:
 
     def refused(self, error: TwostrokeError) -> None:
         """A request is answered with an error."""
-        self._refused.labels(self._model, str(error_status(error)), error_object(error).error.code).inc()
+        shown = public_error(error)
+        self._refused.labels(self._model, str(shown.status), shown.code).inc()
 
     def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(_PREFIX + name, help_text, ["model_name"], buckets=buckets, registry=self._registry).labels(

@@ -29,7 +29,6 @@ from opentelemetry.util.types import AttributeValue
 
 from twostroke.router.observe.exchange import Exchange
 from twostroke.router.observe.stages import Stages, Try
-from twostroke.router.openai.jobs import Job
 
 MAX_CHOICES = 16
 """Of one request, that have spans; a request may have more."""
@@ -71,8 +70,8 @@ class OpenTelemetryTraces:
             if exchange.status >= 500:
                 root.set_attribute("error.type", str(exchange.status))
                 root.set_status(Status(StatusCode.ERROR))
-            for job, stages in zip(exchange.jobs[:MAX_CHOICES], exchange.stages, strict=False):
-                _add_choice(spans, set_span_in_context(root), job, stages)
+            for index, stages in enumerate(exchange.stages[:MAX_CHOICES]):
+                _add_choice(spans, set_span_in_context(root), index, stages)
 
     def close(self) -> None:
         """Send what has not been sent yet; takes seconds where nobody receives it."""
@@ -120,28 +119,28 @@ def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]
         "gen_ai.provider.name": "twostroke",
         "twostroke.request_id": exchange.request_id,
     }
-    if not exchange.jobs:  # refused before it was understood
+    if not exchange.requests:  # refused before it was understood
         return attributes
-    request = exchange.jobs[0].request
+    request = exchange.requests[0]
     reasons = [stages.finish_reason for stages in exchange.stages if stages.finish_reason is not None]
     return attributes | {
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": request.sampling.temperature,
-        "gen_ai.request.choice.count": len(exchange.jobs),
+        "gen_ai.request.choice.count": len(exchange.requests),
         "gen_ai.request.stream": exchange.is_stream,
         "gen_ai.response.finish_reasons": reasons,
-        "gen_ai.usage.input_tokens": exchange.prompt_tokens(),
-        "gen_ai.usage.output_tokens": exchange.output_tokens(),
+        "gen_ai.usage.input_tokens": exchange.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": exchange.num_output_tokens,
         "twostroke.slo_class": request.promise.class_name,
     }
 
 
-def _add_choice(spans: _Spans, parent: Context, job: Job, stages: Stages) -> None:
+def _add_choice(spans: _Spans, parent: Context, index: int, stages: Stages) -> None:
     if stages.admit is not None and not stages.follows:
         spans.add("router/admission", stages.arrive, stages.admit - stages.arrive, parent)
     for number, tried in enumerate(stages.tries, start=1):
         attributes = {
-            "twostroke.choice": job.index,
+            "twostroke.choice": index,
             "twostroke.attempt": number,
             "twostroke.cached_tokens": tried.num_cached_tokens,
         }

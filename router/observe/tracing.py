@@ -1,11 +1,13 @@
 """Whether requests are traced, and to where. Unless they are, nothing of it is imported."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.observe.exchange import Exchange
+
+if TYPE_CHECKING:
+    from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,7 @@ class TracingConfig:
             raise ConfigError(f"sample: {self.sample} must be between 0 and 1")
 
 
-class RequestTraces(Protocol):
-    """As OpenTelemetryTraces, which documents these."""
-
-    def record(self, exchange: Exchange) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def request_traces(config: TracingConfig, *, replica: str) -> RequestTraces | None:
+def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":
     """Where requests' traces go; None for nowhere. Raises ConfigError where what that needs is not installed."""
     if config.endpoint is None:
         return None

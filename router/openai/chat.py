@@ -1,17 +1,16 @@
 """How /v1/chat/completions answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
-import msgspec
+from typing_extensions import TypedDict
 
 from twostroke.protocol.requests import FinishReason
+from twostroke.router.openai.answers import Format, Usage, encode_json, ids_of, joined
 from twostroke.router.openai.choices import Delta, ShownToken
-from twostroke.router.openai.common import Usage, encode_json, event, joined
-from twostroke.router.openai.jobs import Job
-from twostroke.router.text.tokenizer import TextTokenizer
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(TypedDict):
     """A likely token in a position."""
 
     token: str
@@ -19,150 +18,141 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(TopLogprob):
     """The token that was drawn in a position."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(msgspec.Struct):
+class ChatLogprobs(TypedDict):
     """One entry a token."""
 
     content: list[TokenLogprob]
-    refusal: None = None
+    refusal: None
 
 
-class Message(msgspec.Struct):
+class AnswerMessage(TypedDict):
     """The answer of a response that is not streamed."""
 
+    role: Literal["assistant"]
     content: str
-    role: str = "assistant"
-    refusal: None = None
+    refusal: None
 
 
-class DeltaMessage(msgspec.Struct, omit_defaults=True):
+class DeltaMessage(TypedDict, total=False):
     """What a chunk adds to the answer; the first has the role."""
 
-    role: str | None = None
-    content: str | None = None
+    role: Literal["assistant"]
+    content: str
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(TypedDict):
     """A choice of a response that is not streamed."""
 
     index: int
-    message: Message
-    logprobs: Logprobs | None
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: NotRequired[list[int]]
 
 
-class ChunkChoice(msgspec.Struct):
+class ChunkChoice(TypedDict):
     """What a chunk adds to a choice."""
 
     index: int
     delta: DeltaMessage
-    logprobs: Logprobs | None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(TypedDict):
     """The response."""
 
     id: str
+    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
-    object: str = "chat.completion"
+    prompt_token_ids: NotRequired[list[int]]
+    service_tier: NotRequired[str]
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(TypedDict):
     """One event of a stream."""
 
     id: str
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
-    object: str = "chat.completion.chunk"
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+    service_tier: NotRequired[str]
 
 
-class ChatFormat:
-    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do.
+class ChatFormat(Format):
+    """Writes one response."""
 
-    `service_tier` is the request's SLO class; None where there is nothing to tell.
-    """
+    id_prefix = "chatcmpl"
 
-    def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        jobs: Sequence[Job],
-        tokenizer: TextTokenizer,
-        *,
-        return_token_ids: bool,
-        usage_in_chunks: bool,
-        service_tier: str | None = None,
-    ):
-        self._id = response_id
-        self._created = created
-        self._model = model
-        self._jobs = jobs
-        self._tokenizer = tokenizer
-        self._return_token_ids = return_token_ids
-        self._no_usage = None if usage_in_chunks else msgspec.UNSET
-        self._tier = msgspec.UNSET if service_tier is None else service_tier
-
-    def opening(self, index: int) -> bytes | None:
-        chunk = self._chunk(ChunkChoice(index, DeltaMessage("assistant", ""), None, None))
-        if self._return_token_ids:
-            chunk.prompt_token_ids = list(self._jobs[index].request.token_ids)
-        return event(chunk)
-
-    def chunk(self, delta: Delta) -> bytes:
-        message = DeltaMessage(content=delta.text) if delta.text or delta.finish_reason is None else DeltaMessage()
-        choice = ChunkChoice(delta.index, message, self._logprobs([delta]), delta.finish_reason)
-        if self._return_token_ids:
-            choice.token_ids = list(delta.token_ids)
-        return event(self._chunk(choice))
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event(ChatChunk(self._id, self._created, self._model, [], usage, service_tier=self._tier))
+    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+        """As `Format.events`; an event with the role goes before all others of a choice."""
+        told = super().events(delta, usage)
+        if delta.index in self._opened:
+            return told
+        self._opened.add(delta.index)
+        opening: ChunkChoice = {
+            "index": delta.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event([opening], usage, self._prompt(delta.index)) + told
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        written = []
+        written: list[ChatChoice] = []
         for index, deltas in enumerate(choices):
-            choice = Choice(index, Message(joined(deltas)), self._logprobs(deltas), deltas[-1].finish_reason)
+            choice: ChatChoice = {
+                "index": index,
+                "message": {"role": "assistant", "content": joined(deltas), "refusal": None},
+                "logprobs": self._logprobs(index, deltas),
+                "finish_reason": deltas[-1].finish_reason,
+            }
             if self._return_token_ids:
-                choice.token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+                choice["token_ids"] = ids_of(deltas)
             written.append(choice)
-        response = ChatCompletion(self._id, self._created, self._model, written, usage, service_tier=self._tier)
+        response = {"object": "chat.completion", "choices": written, "usage": usage}
+        return encode_json(self._head | response | self._prompt(0))
+
+    def _part(self, delta: Delta) -> ChunkChoice:
+        is_end = delta.finish_reason is not None and not delta.text
+        choice: ChunkChoice = {
+            "index": delta.index,
+            "delta": {} if is_end else {"content": delta.text},
+            "logprobs": self._logprobs(delta.index, [delta]),
+            "finish_reason": delta.finish_reason,
+        }
         if self._return_token_ids:
-            response.prompt_token_ids = list(self._jobs[0].request.token_ids)
-        return encode_json(response)
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
 
-    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
-        return ChatChunk(self._id, self._created, self._model, [choice], self._no_usage, service_tier=self._tier)
+    def _chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk", "choices": choices}
 
-    def _logprobs(self, deltas: Sequence[Delta]) -> Logprobs | None:
-        if self._jobs[0].request.sampling.logprobs is None:
+    def _prompt(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._jobs[index].request.token_ids)} if self._return_token_ids else {}
+
+    def _logprobs(self, index: int, deltas: Sequence[Delta]) -> ChatLogprobs | None:
+        if not self._has_logprobs(index):
             return None
-        return Logprobs([self._token(token) for delta in deltas for token in delta.shown])
+        return {"content": [self._token(token) for delta in deltas for token in delta.shown], "refusal": None}
 
     def _token(self, token: ShownToken) -> TokenLogprob:
-        piece = self._tokenizer.piece(token.sampled.token_id)
-        top = [
-            TopLogprob(other.text, logprob, list(other.raw))
-            for other, logprob in ((self._tokenizer.piece(one), logprob) for one, logprob in token.sampled.top)
-        ]
-        return TokenLogprob(piece.text, token.sampled.logprob or 0.0, list(piece.raw), top)
+        top = [self._top(token_id, logprob) for token_id, logprob in token.sampled.top]
+        return {**self._top(token.sampled.token_id, token.sampled.logprob or 0.0), "top_logprobs": top}
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        piece = self._tokenizer.piece(token_id)
+        return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}

@@ -6,8 +6,16 @@ from contextlib import aclosing
 
 import msgspec
 
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import FinishReason, SampledToken, TokenEvent
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.observe.metrics import Outcome, RouterMetrics
+from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.worker_metrics import SLOMetrics
 from twostroke.router.openai.jobs import Job
+from twostroke.router.slo.admission import Admission, Overloaded
+from twostroke.router.slo.attainment import Verdict, verdict_of
+from twostroke.router.slo.demand import Demand
 from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -29,6 +37,69 @@ class Delta(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     shown: tuple[ShownToken, ...]  # empty unless log-probabilities are wanted
     finish_reason: FinishReason | None
+
+
+class ChoiceRunner:
+    """Runs single choices, and tells those who count what becomes of them. One object per router."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TextTokenizer,
+        pipeline: Pipeline,
+        metrics: RouterMetrics,
+        promises: SLOMetrics,
+        demand: Demand,
+        admission: Admission,
+        clock: Clock,
+    ):
+        self._tokenizer = tokenizer
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._promises = promises
+        self._demand = demand
+        self._admission = admission
+        self._clock = clock
+
+    async def deltas(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
+        """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
+        writer = ChoiceWriter(job, self._tokenizer)
+        outcome: Outcome = "abort"
+        verdict: Verdict | None = None
+        last: float | None = None
+        self._metrics.begun(job.request.num_prompt_tokens)
+        self._demand.arrived(job.request)
+        try:
+            async with aclosing(self._pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    now = self._clock()
+                    if last is not None:
+                        self._metrics.inter_token_latency.observe(now - last)
+                    last = now
+                    delta = writer.add(event)
+                    if delta.finish_reason is not None:
+                        outcome = stages.finish_reason = delta.finish_reason
+                        # A stop string ends the choice here, whatever the workers had sent beyond it.
+                        stages.finish = now
+                        stages.num_output_tokens = writer.num_tokens
+                    yield delta
+                    if delta.finish_reason is not None and event.finish_reason is None:
+                        break  # a stop string: the workers don't know of it, and are told by closing
+            verdict = verdict_of(job.request.promise, stages)
+            self._admission.ended(job.request, stages)
+        except Exception as error:  # bugs, too; a client that leaves is none
+            outcome = "error"
+            verdict = "missed"
+            if isinstance(error, Overloaded):
+                verdict = "refused"
+                self._promises.refused(job.request, error.limit)
+            raise
+        finally:
+            self._metrics.ended(stages, outcome)
+            if outcome != "error":
+                self._demand.ended(stages)
+            if verdict is not None:
+                self._promises.over(job.request, stages, verdict)
 
 
 class ChoiceWriter:

@@ -1,17 +1,16 @@
 """How /v1/completions answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
-import msgspec
+from typing_extensions import TypedDict
 
 from twostroke.protocol.requests import FinishReason
+from twostroke.router.openai.answers import Format, Usage, encode_json, ids_of, joined
 from twostroke.router.openai.choices import Delta, ShownToken
-from twostroke.router.openai.common import Usage, encode_json, event, joined
-from twostroke.router.openai.jobs import Job
-from twostroke.router.text.tokenizer import TextTokenizer
 
 
-class Logprobs(msgspec.Struct):
+class CompletionLogprobs(TypedDict):
     """Parallel lists, one entry a token."""
 
     tokens: list[str]
@@ -20,91 +19,64 @@ class Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(TypedDict):
     """A choice, or what a chunk adds to it."""
 
     index: int
     text: str
-    logprobs: Logprobs | None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(msgspec.Struct):
+class Completion(TypedDict):
     """The response, and each chunk of a stream."""
 
     id: str
+    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[Choice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
-    object: str = "text_completion"
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    service_tier: NotRequired[str]
 
 
-class CompletionFormat:
-    """Writes one response; see `Format`. `usage_in_chunks`: every chunk has `usage: null`, as OpenAI's do.
+class CompletionFormat(Format):
+    """Writes one response."""
 
-    `service_tier` is the request's SLO class; None where there is nothing to tell.
-    """
-
-    def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        jobs: Sequence[Job],
-        tokenizer: TextTokenizer,
-        *,
-        return_token_ids: bool,
-        usage_in_chunks: bool,
-        service_tier: str | None = None,
-    ):
-        self._id = response_id
-        self._created = created
-        self._model = model
-        self._jobs = jobs
-        self._tokenizer = tokenizer
-        self._return_token_ids = return_token_ids
-        self._no_usage = None if usage_in_chunks else msgspec.UNSET
-        self._tier = msgspec.UNSET if service_tier is None else service_tier
-        self._unopened = {job.index for job in jobs}
-
-    def opening(self, index: int) -> bytes | None:
-        return None
-
-    def chunk(self, delta: Delta) -> bytes:
-        choice = self._choice(delta.index, [delta])
-        if delta.index in self._unopened:
-            self._unopened.discard(delta.index)
-            choice = self._with_prompt(choice)
-        return event(Completion(self._id, self._created, self._model, [choice], self._no_usage, self._tier))
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event(Completion(self._id, self._created, self._model, [], usage, self._tier))
+    id_prefix = "cmpl"
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        written = [self._with_prompt(self._choice(index, deltas)) for index, deltas in enumerate(choices)]
-        return encode_json(Completion(self._id, self._created, self._model, written, usage, self._tier))
+        written = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
+        return encode_json(self._chunk(written) | {"usage": usage})
 
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> Choice:
-        logprobs = None
-        if self._jobs[index].request.sampling.logprobs is not None:
-            logprobs = self._logprobs([token for delta in deltas for token in delta.shown])
-        choice = Choice(index, joined(deltas), logprobs, deltas[-1].finish_reason)
+    def _part(self, delta: Delta) -> CompletionChoice:
+        return self._choice(delta.index, [delta])
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": "text_completion", "choices": choices}
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
+        job = self._jobs[index]
+        choice: CompletionChoice = {
+            "index": index,
+            "text": joined(deltas),
+            "logprobs": None,
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        if self._has_logprobs(index):
+            choice["logprobs"] = self._logprobs([token for delta in deltas for token in delta.shown])
         if self._return_token_ids:
-            choice.token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            choice["token_ids"] = ids_of(deltas)
+        if index not in self._opened:  # what is told of the prompt goes before the first tokens
+            self._opened.add(index)
+            choice["text"] = job.echo + choice["text"]
+            if self._return_token_ids:
+                choice["prompt_token_ids"] = list(job.request.token_ids)
         return choice
 
-    def _with_prompt(self, choice: Choice) -> Choice:
-        job = self._jobs[choice.index]
-        choice.text = job.echo + choice.text
-        if self._return_token_ids:
-            choice.prompt_token_ids = list(job.request.token_ids)
-        return choice
-
-    def _logprobs(self, tokens: Sequence[ShownToken]) -> Logprobs:
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         piece = self._tokenizer.piece
         tops: list[dict[str, float]] = []
         for token in tokens:
@@ -114,9 +86,9 @@ class CompletionFormat:
             if token.sampled.logprob is not None:
                 top.setdefault(piece(token.sampled.token_id).text, token.sampled.logprob)
             tops.append(top)
-        return Logprobs(
-            tokens=[piece(token.sampled.token_id).text for token in tokens],
-            token_logprobs=[token.sampled.logprob for token in tokens],
-            top_logprobs=tops,
-            text_offset=[token.offset for token in tokens],
-        )
+        return {
+            "tokens": [piece(token.sampled.token_id).text for token in tokens],
+            "token_logprobs": [token.sampled.logprob for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": [token.offset for token in tokens],
+        }

@@ -9,8 +9,8 @@ import msgspec
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.router.openai.parsing import prompts_of, too_long
-from twostroke.router.openai.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationFields
+from twostroke.router.openai.parsing import Prompt, too_long
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from twostroke.router.text.tokenizer import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -48,17 +48,9 @@ class JobMaker:
         self._draw_seed = draw_seed
 
     async def of_completion(
-        self,
-        asked: CompletionRequest,
-        max_context: int,
-        reserve: Callable[[int], None] = lambda num_choices: None,
-        terms: Terms = _NO_TERMS,
+        self, asked: CompletionRequest, prompts: Sequence[Prompt], max_context: int, terms: Terms = _NO_TERMS
     ) -> list[Job]:
-        """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
-        prompts = prompts_of(asked.prompt, max_context)
-        if len(prompts) * (asked.n or 1) > MAX_CHOICES:
-            raise RequestError(f"n: at most {MAX_CHOICES} choices, over all prompts", param="n")
-        reserve(len(prompts) * (asked.n or 1))
+        """The jobs of `prompts`, as `prompts_of` has read them. Raises RequestError naming the field at fault."""
         jobs: list[Job] = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -75,15 +67,8 @@ class JobMaker:
             jobs += self._choices(asked, token_ids, max_tokens, asked.logprobs, terms, first=jobs, echo=echo)
         return jobs
 
-    async def of_chat(
-        self,
-        asked: ChatRequest,
-        max_context: int,
-        reserve: Callable[[int], None] = lambda num_choices: None,
-        terms: Terms = _NO_TERMS,
-    ) -> list[Job]:
-        """Raises RequestError naming the field at fault. `reserve` hears of the choices before the work begins."""
-        reserve(asked.n or 1)
+    async def of_chat(self, asked: ChatRequest, max_context: int, terms: Terms = _NO_TERMS) -> list[Job]:
+        """Raises RequestError naming the field at fault."""
         text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
         token_ids = await self._tokenise(text, "messages", max_context, add_special_tokens=False)
         room = _room(len(token_ids), max_context, "messages")

@@ -1,13 +1,23 @@
-"""The requests as clients send them, with a bound on everything. Unknown fields are refused, never ignored.
+"""The requests as clients send them, with a bound on every field that is known, and the fields that are refused.
 
 The models check shapes and ranges; what depends on the model (context, vocabulary) is checked in
-`router/openai/jobs.py`. `router/openai/parsing.py` reads bodies into them.
-Every list is fail_fast: an error object per wrong item would cost seconds.
+`router/openai/jobs.py`. Fields that no model has stay in `model_extra`, for `UnknownFields` in
+`router/openai/parsing.py`. Every list is fail_fast: an error object per wrong item would cost seconds.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from twostroke.router.slo.promises import (
+    CLASS_HEADER,
+    MOST_MS,
+    MOST_PRIORITY,
+    PRIORITY_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 
 MAX_CHOICES = 64  # prompts times n, of one request
 MAX_STOPS = 16
@@ -20,10 +30,8 @@ MAX_MESSAGES = 2048
 _INT64 = 2**63
 
 
-def clean_text(text: str) -> str:
-    """Text that can be UTF-8 and has no NUL, which no tokenizer expects and C strings end at."""
-    if "\0" in text:
-        raise ValueError("must not have NUL characters")
+def valid(text: str) -> str:
+    """Text that can be UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -31,16 +39,16 @@ def clean_text(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(clean_text)]
-ShortText = Annotated[str, Field(max_length=512), AfterValidator(clean_text)]
+Text = Annotated[str, AfterValidator(valid)]
+ShortText = Annotated[str, Field(max_length=512), AfterValidator(valid)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(clean_text)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(valid)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-# What `router/openai/parsing.py` checks by itself, for the OpenAPI document.
+# What is checked elsewhere, for the OpenAPI document.
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}}
 _PROMPT_TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {
@@ -51,6 +59,9 @@ _PROMPT = {
         {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TOKEN_IDS},
     ]
 }
+
+_MILLISECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
+_PRIORITIES = {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY}
 
 
 class FieldError(ValueError):
@@ -75,14 +86,74 @@ def _bounded_mapping(value: Any) -> Any:
     return value
 
 
+WITHOUT_EFFECT = frozenset(
+    # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.
+    ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "prediction")
+)
+"""Accepted whatever they say, even where the router is strict."""
+
+_NO_TOOLS = "this server does not call tools"
+_NO_GRAMMAR = "this server can't hold an answer to a schema or a grammar"
+_NO_SOUND = "this server reads and writes text alone"
+_NO_BEAMS = "this server samples, and does not search with beams"
+_FIXED_TEMPLATE = "a chat is rendered by the model's own template, and answered"
+
+LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "suffix": ("this server does not fill in the middle", ("",)),
+    "tools": (_NO_TOOLS, ([],)),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),  # without tools they are one
+    "functions": (_NO_TOOLS, ([],)),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "web_search_options": (_NO_TOOLS, ()),
+    "guided_json": (_NO_GRAMMAR, ()),
+    "guided_regex": (_NO_GRAMMAR, ()),
+    "guided_choice": (_NO_GRAMMAR, ()),
+    "guided_grammar": (_NO_GRAMMAR, ()),
+    "structured_outputs": (_NO_GRAMMAR, ({},)),
+    "json_schema": (_NO_GRAMMAR, ()),
+    "regex": (_NO_GRAMMAR, ()),
+    "ebnf": (_NO_GRAMMAR, ()),
+    "grammar": (_NO_GRAMMAR, ("",)),
+    "modalities": (_NO_SOUND, ([], ["text"])),
+    "audio": (_NO_SOUND, ()),
+    "reasoning_effort": ("the model does not reason apart from its answer", ("none",)),
+    "verbosity": ("the model is not trained for it", ()),
+    "use_beam_search": (_NO_BEAMS, (False,)),
+    "logits_processors": ("this server runs no code of its clients", ([],)),
+    "logit_processors": ("this server runs no code of its clients", ([],)),
+    "bad_words": ("use logit_bias for single tokens", ([],)),
+    "allowed_token_ids": ("use logit_bias", ()),
+    "prompt_logprobs": ("prompt tokens have no log-probabilities here", ()),
+    "prompt_embeds": ("a prompt is text or token ids", ()),
+    "truncate_prompt_tokens": ("prompts are taken whole", ()),
+    "skip_special_tokens": ("special tokens have no text in answers; return_token_ids shows them", (True,)),
+    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
+    "chat_template": (_FIXED_TEMPLATE, ()),
+    "documents": (_FIXED_TEMPLATE, ([],)),
+    "add_generation_prompt": (_FIXED_TEMPLATE, (True,)),
+    "continue_final_message": (_FIXED_TEMPLATE, (False,)),
+    "cache_salt": ("prefix caches are kept apart by API key", ("",)),
+}
+"""Fields that would change what an answer says, or who may see of it, and that this server can't serve: why, and with
+which values beside null they ask for nothing.
+"""
+
+
 class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ModelRequest(_Request):
+    """What every request for the model has."""
+
+    model: ShortText | None = None  # None: the only one there is
 
 
 class StreamOptions(_Request):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage so far
     include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
 
 
@@ -92,13 +163,13 @@ class ResponseFormat(_Request):
     type: Literal["text"] = "text"
 
 
-class GenerationFields(_Request):
+class GenerationFields(ModelRequest):
     """What completions and chat have in common."""
 
-    model: ShortText
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
@@ -125,17 +196,32 @@ class GenerationFields(_Request):
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
     return_token_ids: bool | None = None
     return_stages: bool | None = None
-    # Accepted, and without effect here: what OpenAI's own clients send for OpenAI's own books.
-    user: ShortText | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_usage_in_every_chunk(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_lacking(cls, fields: Any) -> Any:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            why, harmless = LACKING.get(name, ("", (value,)))
+            if value is not None and value not in harmless:
+                raise FieldError(name, f"is not supported: {why}")
+        return fields
 
     @model_validator(mode="after")
     def _agree(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "is allowed only with stream: true")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise FieldError("best_of", "must equal n: choices are not ranked here")
         return self
 
 
@@ -144,21 +230,24 @@ class CompletionRequest(GenerationFields):
 
     # Checked by `prompts_of`, whose messages say which of many prompts is wrong.
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    suffix: ShortText | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError("best_of", "must equal n: choices are not ranked here")
-        if self.suffix:
-            raise FieldError("suffix", "is not supported: this server does not fill in the middle")
         if self.echo and self.logprobs is not None:
             raise FieldError("echo", "can't be combined with logprobs: prompt tokens have no log-probabilities here")
         return self
+
+
+class SLOHeaders(BaseModel):
+    """What a request for tokens may ask for in headers; `promise_of` checks what they say."""
+
+    slo_class: Annotated[str | None, Field(alias=CLASS_HEADER)] = None  # before what `service_tier` names
+    ttft_ms: Annotated[str | None, Field(alias=TTFT_HEADER), WithJsonSchema(_MILLISECONDS)] = None
+    tpot_ms: Annotated[str | None, Field(alias=TPOT_HEADER), WithJsonSchema(_MILLISECONDS)] = None
+    priority: Annotated[str | None, Field(alias=PRIORITY_HEADER), WithJsonSchema(_PRIORITIES)] = None
 
 
 class TextPart(_Request):
@@ -205,18 +294,6 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    # Their defaults are accepted; anything else is said to be impossible.
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None  # without tools they are one
-    parallel_tool_calls: bool | None = None
-    functions: Nothing | None = None
-    function_call: Literal["none", "auto"] | None = None
-    prediction: None = None
-    audio: None = None
-    web_search_options: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatRequest":
@@ -228,10 +305,9 @@ class ChatRequest(GenerationFields):
         return self
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(ModelRequest):
     """POST /tokenize: a text, or a chat."""
 
-    model: ShortText | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -245,8 +321,7 @@ class TokenizeRequest(_Request):
         return self
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(ModelRequest):
     """POST /detokenize."""
 
-    model: ShortText | None = None
     tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]  # checked by `token_ids_of`

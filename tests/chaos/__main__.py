@@ -21,12 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.client import Answer
-from tests.chaos.faults import Injected, Injector, NotBack
+from tests.chaos.clients import Answer, SteadyLoad, answers_of_all, draw_requests
+from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
-from tests.chaos.load import SteadyLoad, answers_of_all
-from tests.chaos.requests import draw_requests
-from tests.chaos.schedule import Chaos, wreak
 from tests.chaos.verdict import Verdict, judge
 
 LEASE_S = 10.0  # the longest that blocks of a lost router are held (token_channel.lease_s)
@@ -128,7 +125,7 @@ def show(verdict: Verdict, console: Console) -> None:
         )
     console.print(table)
     for finding in verdict.findings[:SHOWN_FINDINGS]:
-        console.print(f"{finding.verdict}: request {finding.key}, {finding.text}")
+        console.print(f"{finding.flaw}: request {finding.key}, {finding.text}")
     for failure in verdict.failures:
         console.print(f"[red]{failure}[/]")
 

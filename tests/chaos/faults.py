@@ -1,6 +1,10 @@
 """The kinds of faults: how each is injected, and by what it is known to have fired.
 
-Each function returns an Injected, or None where the fault found nothing to harm: that is not counted.
+Each method of Injector returns an Injected, or None where the fault found nothing to harm: that is not counted.
+
+`wreak` draws from a seed which fault comes when, in three lanes beside each other, each with one after another. A lane
+for each role takes one worker out of use at a time, so that another is always sound; the third has faults that leave
+every worker in use.
 """
 
 import asyncio
@@ -9,14 +13,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
-from tests.chaos.control import Gone, Worker, process_state
+from tests.chaos.clients import SteadyLoad
 from tests.chaos.fleet import REPLICAS, ServerUnderChaos
-from tests.chaos.load import SteadyLoad
-from tests.chaos.orders import Cut, HarmLink, LoseEngine, Partition, Side, Slow, Tamper
-from tests.chaos.stalls import Family
+from tests.chaos.orders import Cut, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
+from tests.chaos.verdict import Injected
+from tests.rigs.processes import comes, process_state
 
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""
@@ -26,18 +30,6 @@ DEATHS_APART_S = 3.0
 SILENCES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
 BURST = 16  # requests
-
-
-@dataclass(frozen=True)
-class Injected:
-    """A fault that has fired, and how that is known."""
-
-    name: str
-    family: Family
-    begin: float
-    end: float
-    proof: str
-    back_s: float | None = None  # from the kill to the new replica's being reached
 
 
 class NotBack(Exception):
@@ -95,12 +87,12 @@ class Injector:
             begin = time.monotonic()
             os.kill(worker.pid, signal.SIGSTOP)
             try:
-                stopped = await _comes(lambda: worker.state == "T", within_s=1.0)
+                stopped = await comes(lambda: worker.state == "T", within_s=1.0)
                 await asyncio.sleep(seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):  # something else has ended it
                     os.kill(worker.pid, signal.SIGCONT)
-            woken = await _comes(lambda: worker.state not in ("T", ""), within_s=1.0)
+            woken = await comes(lambda: worker.state not in ("T", ""), within_s=1.0)
             await self._whole(role)
             end = time.monotonic()
         if not (stopped and woken):
@@ -151,7 +143,7 @@ class Injector:
         async def strike(worker: Worker) -> int:
             if not await control.order(worker, HarmLink("flip")):
                 return 0
-            return int(await _comes(lambda: control.refused_chunks > refused, within_s=REFUSED_S))
+            return int(await comes(lambda: control.refused_chunks > refused, within_s=REFUSED_S))
 
         return await self._small("damaged chunk", "prefill", strike)
 
@@ -189,8 +181,8 @@ class Injector:
         victim = self._draw.choice(routers)
         begin = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        gone = await _comes(lambda: process_state(victim) == "", within_s=5.0)
-        back = await _comes(
+        gone = await comes(lambda: process_state(victim) == "", within_s=5.0)
+        back = await comes(
             lambda: len(self._server.routers()) == REPLICAS and victim not in self._server.routers(), BACK_MOST_S
         )
         if not back:
@@ -216,7 +208,7 @@ class Injector:
                 self._last_death = time.monotonic()
 
     async def _has_gone(self, worker: Worker) -> bool:
-        return await _comes(lambda: worker.gone.is_set() and worker.state == "", within_s=GONE_S)
+        return await comes(lambda: worker.gone.is_set() and worker.state == "", within_s=GONE_S)
 
     async def _replaced(self, name: str, worker: Worker, begin: float) -> Injected | None:
         role = worker.role
@@ -245,10 +237,87 @@ class Injector:
             await asyncio.sleep(POLL_S)
 
 
-async def _comes(condition: Callable[[], bool], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
+Strike = Callable[[], Awaitable[Injected | None]]
+
+PAUSE_S = (0.2, 1.0)  # between two faults of a lane
+
+
+@dataclass
+class Chaos:
+    """What has been injected so far. `idle` strikes found nothing to harm."""
+
+    faults: list[Injected] = field(default_factory=list)
+    idle: int = 0
+
+
+async def wreak(injector: Injector, chaos: Chaos, seconds: float, seed: int, tell: Callable[[Injected], None]) -> None:
+    """Inject faults for so long. Raises NotBack."""
+    end = time.monotonic() + seconds
+    lanes = [role_lane(injector, "prefill"), role_lane(injector, "decode"), small_lane(injector)]
+    tasks = [
+        asyncio.create_task(_run(injector, lane, chaos, end, random.Random(f"{seed} {number}"), tell))
+        for number, lane in enumerate(lanes)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def role_lane(injector: Injector, role: str) -> Sequence[tuple[int, Strike]]:
+    """Strikes with their weights."""
+    return [
+        (5, lambda: injector.kill(role)),
+        (1, lambda: injector.lose_engine(role)),
+        (4, lambda: injector.stop(role)),
+        (3, lambda: injector.partition(role, "routers")),
+        (3, lambda: injector.partition(role, "workers")),
+        (3, lambda: injector.cut(role, "routers")),
+        (3, lambda: injector.cut(role, "workers")),
+    ]
+
+
+def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
+    """Strikes with their weights."""
+    return [
+        (5, injector.damage),
+        (3, injector.cut_link),
+        (2, lambda: injector.tamper("decode", "TokenFrame", "drop")),
+        (2, lambda: injector.tamper("decode", "TokenFrame", "repeat")),
+        (2, lambda: injector.tamper("prefill", "Commit", "repeat")),
+        (2, lambda: injector.tamper("prefill", "Offer", "repeat")),
+        (2, lambda: injector.tamper("decode", "Grant", "repeat")),
+        (2, lambda: injector.tamper("decode", "Verified", "repeat")),
+        (4, injector.slow),
+        (5, injector.leave),
+        (1, injector.burst),
+        (1, injector.kill_router),
+    ]
+
+
+async def _run(
+    injector: Injector,
+    lane: Sequence[tuple[int, Strike]],
+    chaos: Chaos,
+    end: float,
+    draw: random.Random,
+    tell: Callable[[Injected], None],
+) -> None:
+    bag: list[Strike] = []
+    while time.monotonic() < end:
+        if not bag:  # each kind as often as it weighs, in an order of its own
+            bag = [strike for weight, strike in lane for _ in range(weight)]
+            draw.shuffle(bag)
+        under_way = injector.requests_under_way
+        try:
+            injected = await bag.pop()()
+        except Gone:
+            injected = None
+        if injected is None or not under_way:
+            chaos.idle += 1
+        else:
+            chaos.faults.append(injected)
+            tell(injected)
+        await asyncio.sleep(draw.uniform(*PAUSE_S))

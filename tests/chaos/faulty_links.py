@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tests.chaos.faulty_network import Barrier
+from tests.chaos.faulty_network import Barrier, Waiting
 from tests.chaos.orders import Harm
-from tests.faults.proxy import Proxy
+from tests.rigs.proxy import Proxy
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.requests import Address
@@ -23,28 +23,17 @@ class LinkFaults:
         self.on_refused = on_refused
         self.delay_s = 0.0
         self.delayed = 0
-        self._harm: tuple[Harm, asyncio.Future[None]] | None = None
+        self._harms = Waiting[Harm]()
 
     async def harm(self, harm: Harm, patience_s: float) -> int:
         """Harm the next bytes on a TCP link; returns 1 once that has happened, and 0 where none came in time."""
-        done = asyncio.get_running_loop().create_future()
-        self._harm = harm, done
-        try:
-            async with asyncio.timeout(patience_s):
-                await done
-        except TimeoutError:
-            return 0
-        finally:
-            self._harm = None
-        return 1
+        return await self._harms.carried_out(harm, patience_s)
 
     def mangle(self, _: int, data: bytes) -> bytes | None:
         """As a proxy's `Mangle`."""
-        if self._harm is None or len(data) < LEAST_BYTES:
+        harm = self._harms.take(lambda _: True) if len(data) >= LEAST_BYTES else None
+        if harm is None:
             return data
-        harm, done = self._harm
-        self._harm = None
-        done.set_result(None)
         if harm == "cut":
             return None
         middle = len(data) // 2

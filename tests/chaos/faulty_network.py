@@ -1,14 +1,18 @@
 """A worker's network with faults: connections that can be held up, cut and tampered with while the worker uses them."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from tests.chaos.orders import Side, Tamper
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, Message
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address
+
+Harm = TypeVar("Harm")
 
 CONNECT_S = 5.0  # as long as live TCP tries
 
@@ -46,6 +50,32 @@ class Barrier:
             await self._opened.wait()
 
 
+class Waiting(Generic[Harm]):
+    """Orders that wait for something to harm."""
+
+    def __init__(self) -> None:
+        self._orders: list[tuple[Harm, asyncio.Event]] = []
+
+    async def carried_out(self, order: Harm, patience_s: float) -> int:
+        """Returns 1 once `take` gave the order to something, and 0 where nothing came in time."""
+        entry = order, asyncio.Event()
+        self._orders.append(entry)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(entry[1].wait(), patience_s)
+        if entry in self._orders:
+            self._orders.remove(entry)
+        return int(entry[1].is_set())
+
+    def take(self, fits: Callable[[Harm], bool]) -> Harm | None:
+        """The first order that fits; it is carried out with that."""
+        for entry in self._orders:
+            if fits(entry[0]):
+                self._orders.remove(entry)
+                entry[1].set()
+                return entry[0]
+        return None
+
+
 class FaultyNetwork:
     """A Network over `inner`. Whom a connection leads to is known by its Hello."""
 
@@ -53,7 +83,7 @@ class FaultyNetwork:
         self._inner = inner
         self.barriers: dict[Side, Barrier] = {"routers": Barrier(), "workers": Barrier()}
         self.connections: set[FaultyConnection] = set()
-        self._tampering: list[tuple[Tamper, asyncio.Future[None]]] = []
+        self._tampering = Waiting[Tamper]()
 
     async def connect(self, address: Address) -> Connection:
         """Workers connect to workers alone."""
@@ -82,29 +112,12 @@ class FaultyNetwork:
 
     async def tamper(self, order: Tamper, patience_s: float) -> int:
         """Returns 1 once a message was tampered with, and 0 where none came in time."""
-        done = asyncio.get_running_loop().create_future()
-        entry = order, done
-        self._tampering.append(entry)
-        try:
-            async with asyncio.timeout(patience_s):
-                await done
-        except TimeoutError:
-            return 0
-        finally:
-            if entry in self._tampering:
-                self._tampering.remove(entry)
-        return 1
+        return await self._tampering.carried_out(order, patience_s)
 
     def copies(self, message: Message) -> int:
         """How often this message is to be sent."""
-        for entry in self._tampering:
-            order, done = entry
-            if order.message == type(message).__name__:
-                self._tampering.remove(entry)
-                if not done.done():
-                    done.set_result(None)
-                return 2 if order.trick == "repeat" else 0
-        return 1
+        order = self._tampering.take(lambda order: order.message == type(message).__name__)
+        return 1 if order is None else 2 if order.trick == "repeat" else 0
 
 
 class FaultyConnection:

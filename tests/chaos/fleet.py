@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from tests.chaos.control import Control
+from tests.chaos.orders import Control
 from tests.chaos.server import ServerOrder
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports

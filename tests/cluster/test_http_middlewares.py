@@ -7,7 +7,7 @@ from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import Message, Receive, Scope, Send
 
 from twostroke.cluster.deployments.proxies import http_middlewares
-from twostroke.router.http.io import RequestIds
+from twostroke.router.http.middleware import RequestIds
 
 
 def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:

@@ -8,7 +8,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from twostroke.cluster.deployments import router as other_routers
 from twostroke.cluster.deployments.router import OtherRouters
-from twostroke.router.http.scrape import RouterReading
+from twostroke.router.observe.scrape import RouterReading
 
 
 def reading(router):

@@ -8,7 +8,7 @@ import pytest
 from tests.decode_worker.answers import a_moment, expected
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.worker_rig import BLOCK, DECODE, LAYERS, PREFILL, SECRET, Rig, a_request, begin, make_parts, play
-from twostroke.kvtransfer.receiver import IncomingTransfer
+from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.protocol.messages import Abort, Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
 from twostroke.worker.sequence import SequenceState

@@ -29,11 +29,10 @@ import yaml
 
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
-from twostroke.benchmarks.serving import stream_completion
+from twostroke.benchmarks.clients import stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess, processes_named
-from twostroke.loadtests.generator.answers import read_stream
-from twostroke.loadtests.generator.http_stream import Exchange
+from twostroke.loadtests.generator.http_stream import Exchange, read_stream
 
 MODEL = "twostroke-bundled"
 SETTINGS = {"router": {"drain_notice_s": 6.0}, "prefill": {"threads": 1}, "decode": {"threads": 1}}

@@ -5,7 +5,7 @@ python -m tests.deploy.kubernetes_haproxy      writes it into deploy/kubernetes-
 
 import re
 
-from tests.deploy.files import DEPLOY
+from tests.deploy.programs import DEPLOY
 
 MANIFEST = DEPLOY / "kubernetes-load-balancer.yaml"
 MOST_ROUTERS = 16

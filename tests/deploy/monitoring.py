@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,20 +19,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from tests.deploy.monitored import PROMETHEUS, RULES, panels
-from tests.deploy.programs import environment, find, haproxies
+from tests.deploy.programs import DEPLOY, ROOT, environment, find, haproxies
 from tests.deploy.proxies import Proxy, running
-from twostroke.benchmarks.overload import at_their_moments
-from twostroke.benchmarks.serving import stream_completion
+from twostroke.benchmarks.clients import send_at_moments, stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.ray import free_ports
 from twostroke.cluster.local.server_process import ServerProcess, processes_named
+
+PROMETHEUS = DEPLOY / "prometheus.yml"
+RULES = DEPLOY / "alerts.yml"
+RULES_TEST = ROOT / "tests/deploy/alerts_test.yml"
+DASHBOARD = DEPLOY / "grafana-dashboard.json"
 
 MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {
@@ -60,11 +65,57 @@ EMPTY_UNTIL = {
 """Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""
 
 
+_SERIES = re.compile(r"\btwostroke:[a-zA-Z0-9_]+")
+_RECORDED = re.compile(r"\b\w+:twostroke_\w+:\w+")
+
+
+@dataclass(frozen=True)
+class Query:
+    """An expression of PromQL, and where it stands."""
+
+    place: str
+    text: str
+
+    def series(self) -> set[str]:
+        """Names of our series, those of histograms with their suffixes."""
+        return set(_SERIES.findall(self.text))
+
+    def recorded(self) -> set[str]:
+        """Names of what rules record."""
+        return set(_RECORDED.findall(self.text))
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return loaded
+
+
+def panels() -> list[dict[str, Any]]:
+    """Without the rows' titles."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def panel_queries() -> Iterator[Query]:
+    for panel in panels():
+        for target in panel["targets"]:
+            yield Query(panel["title"], target["expr"])
+
+
+def rules() -> list[dict[str, Any]]:
+    loaded = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+def rule_queries() -> Iterator[Query]:
+    for rule in rules():
+        yield Query(rule.get("alert") or rule["record"], rule["expr"])
+
+
 async def load(url: str, rate: float, seconds: float) -> int:
     """Streams of two classes, some refused and some wrong; returns how many the server must have begun."""
     bodies = [_body(number) for number in range(round(rate * seconds))]
     moments = (number / rate for number in range(len(bodies)))
-    await at_their_moments(moments, lambda number, _: stream_completion(url, bodies[number]))
+    await send_at_moments(moments, lambda number, _: stream_completion(url, bodies[number]))
     return sum("temperature" not in body for body in bodies)
 
 

@@ -1,4 +1,4 @@
-"""The programs that the files in deploy/ are for: found on this machine, or in `.tools/`, or not at all.
+"""What the tests of deploy/ read, and the programs that these files are for: installed, or in `.tools/`, or not at all.
 
     python -m tests.deploy.programs       fetches Debian's packages into .tools/, which needs no root, within SECONDS
 
@@ -11,15 +11,51 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+INSTALLED = Path("/opt/twostroke")  # where the files expect the virtual environment
+SETTINGS = Path("/etc/twostroke")  # ray.env, secret.env, keys.yaml, node.env
+ROLES = ("prefill", "decode")
+LABEL = "twostroke-role"
+
 TOOLS = ROOT / ".tools"
 PACKAGES = ("nginx", "haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1", "prometheus")
 SECONDS = 15.0
 _FOLDERS = ("usr/sbin", "usr/bin")
 _LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
+
+
+def text_of(name: str) -> str:
+    """A file of deploy/."""
+    return (DEPLOY / name).read_text(encoding="utf-8")
+
+
+def ray_env() -> dict[str, str]:
+    """The lines of deploy/ray.env."""
+    return dict(line.split("=", 1) for line in text_of("ray.env").splitlines() if line and not line.startswith("#"))
+
+
+def serve_config() -> dict[str, Any]:
+    """deploy/serve.yaml."""
+    config: dict[str, Any] = yaml.safe_load(text_of("serve.yaml"))
+    return config
+
+
+def application() -> dict[str, Any]:
+    """What deploy/serve.yaml tells our application."""
+    (told,) = serve_config()["applications"]
+    arguments: dict[str, Any] = told["args"]
+    return arguments
+
+
+def run(*command: str, **more: Any) -> "subprocess.CompletedProcess[str]":
+    """A short program, with its words."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
 
 
 def find(program: str) -> str | None:

@@ -4,16 +4,16 @@ With real servers, under load and with one of them killed: python -m tests.deplo
 """
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import httpx
 import pytest
 
-from tests.deploy.programs import ROOT, environment, haproxies, needed
+from tests.deploy.programs import DEPLOY, environment, haproxies, needed, run
 from tests.deploy.proxies import Proxy, nginx_command, nginx_config, running
 from tests.deploy.stub_entry import StubEntry, two_entries
+from tests.rigs.processes import comes
 
 PATH = "/v1/completions"
 WAIT_S = 10.0  # for what must come; nothing waits so long where all is well
@@ -33,14 +33,9 @@ class Site:
     async def ask(self, **more) -> httpx.Response:
         return await self.client.post(PATH, **{"json": {"prompt": "x"}, **more})
 
-    async def until(self, condition) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110  (other processes bring it about)
-                await asyncio.sleep(0.005)
-
     async def reached(self) -> tuple[StubEntry, StubEntry]:
         """The entry point that the only request so far has reached, and the other."""
-        await self.until(lambda: self.one.asked or self.two.asked)
+        assert await comes(lambda: self.one.asked or self.two.asked, WAIT_S)
         return (self.one, self.two) if self.one.asked else (self.two, self.one)
 
 
@@ -60,18 +55,14 @@ async def site(request, tmp_path) -> AsyncIterator[Site]:
 def test_haproxy_takes_the_file_as_it_is():
     needed("haproxy")
     for program in haproxies():
-        done = subprocess.run(
-            [program, "-c", "-f", str(ROOT / "deploy/haproxy.cfg")], env=environment(), capture_output=True, text=True
-        )
+        done = run(program, "-c", "-f", str(DEPLOY / "haproxy.cfg"), env=environment())
         assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
 
 
 def test_nginx_takes_the_file(tmp_path):
     config = tmp_path / "nginx.conf"
     config.write_text(nginx_config([8001, 8002], 8080, 8081, tmp_path), encoding="utf-8")
-    done = subprocess.run(
-        nginx_command(needed("nginx"), config, "-t"), env=environment(), capture_output=True, text=True
-    )
+    done = run(*nginx_command(needed("nginx"), config, "-t"), env=environment())
     assert (done.returncode, "warn" in done.stderr) == (0, False), done.stderr
 
 
@@ -120,7 +111,7 @@ async def test_an_entry_point_that_drains_gets_nothing_new_and_its_streams_go_on
         draining.manner, draining.is_ready, other.manner = "refuse", False, "answer"
         if site.kind == "haproxy":  # it asks; nginx finds out by being refused
             checks = draining.checks
-            await site.until(lambda: draining.checks >= checks + 3)
+            assert await comes(lambda: draining.checks >= checks + 3, WAIT_S)
         answers = await asyncio.gather(*(site.ask() for _ in range(8)))
         assert [(answer.status_code, answer.text) for answer in answers] == [(200, other.name)] * 8
         if site.kind == "haproxy":

@@ -4,13 +4,12 @@ That each panel shows something when a real Prometheus scrapes a real server: py
 """
 
 import re
-import subprocess
 import time
 from collections import Counter
 
 from prometheus_client.core import Metric
 
-from tests.deploy.monitored import (
+from tests.deploy.monitoring import (
     PROMETHEUS,
     RULES,
     RULES_TEST,
@@ -20,7 +19,7 @@ from tests.deploy.monitored import (
     rule_queries,
     rules,
 )
-from tests.deploy.programs import needed
+from tests.deploy.programs import needed, run
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import ScalingCollector
 from twostroke.router.observe.worker_metrics import SLOMetrics, ejected_family, worker_families
@@ -42,7 +41,7 @@ def families() -> list[Metric]:
 
 
 def promtool(*arguments: str) -> None:
-    done = subprocess.run([needed("promtool"), *arguments], capture_output=True, text=True)
+    done = run(needed("promtool"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

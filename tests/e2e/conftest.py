@@ -1,23 +1,26 @@
 """Real servers for the tests: started by the command line, ended by their ids, and nothing may be left of them."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
+import threading
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from tests.rigs.processes import alive, eventually
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import ServerProcess
 
 MODEL = "twostroke-bundled"
-SETTLE_S = 15.0  # for what other processes bring about
+PROMPT = "import os\n\ndef list_files(path):\n"
 ENDING_S = 10.0  # from Ctrl-C to the last process's end
 # Where outputs are compared: bf16 leaves near-ties that the order of additions decides.
 EXACT = ("--dtype", "float32")
@@ -53,39 +56,52 @@ class Server:
         assert (begin["event"], begin["pairs"], end) == ("begin", len(pairs), {"event": "end", "failed": 0})
         return pairs
 
+    def greedy_tokens(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """What a request is answered with that nothing ends early, and how much of its prompt was found in caches."""
+        answer = self.client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        token_ids: list[int] = answer.choices[0].model_dump()["token_ids"]
+        return token_ids, details.cached_tokens or 0 if details else 0
+
+    def long_stream(self) -> "openai.Stream[openai.types.Completion]":
+        body = {"ignore_eos": True}
+        return self.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8000, stream=True, extra_body=body)
+
+    def read_until_cut_off(self) -> None:
+        """Read a long answer, until the server's end cuts it off."""
+        with contextlib.suppress(openai.APIError, httpx.HTTPError):
+            for _ in self.long_stream():
+                pass
+
     def processes(self) -> list[int]:
         return descendants(self.process.pid)
 
 
-def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTLE_S) -> None:
-    """Wait for something that other processes bring about, and fail where it doesn't come."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
+def serving(*arguments: str, under_a_stream: bool = False) -> Iterator[Server]:
+    """The body of a fixture: a server with these arguments; at its end none of its processes may be left.
 
-
-def alive(pids: list[int]) -> dict[int, str]:
-    """Those that still run, zombies that nobody has waited for left out."""
-    found: dict[int, str] = {}
-    for pid in pids:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue  # it has ended
-        if stat.rpartition(")")[2].split()[0] != "Z":
-            found[pid] = stat[: stat.rindex(")") + 1]
-    return found
-
-
-def serving(*arguments: str) -> Iterator[Server]:
-    """The body of a fixture: a server with these arguments; at its end none of its processes may be left."""
+    It is ended by Ctrl-C when it is idle, or by SIGTERM in the middle of an answer.
+    """
     with ServerProcess([*EXACT, *arguments]) as process:
         server = Server(process)
         yield server
-        server.client.close()
+        answering = threading.Thread(target=server.read_until_cut_off) if under_a_stream else None
+        if answering is not None:
+            answering.start()
+            eventually("the answer has begun", lambda: server.owned_blocks() > 0)
         processes = server.processes()
-        took_s = process.end()
+        assert len(processes) > 5
+        took_s = process.end(signal.SIGTERM if under_a_stream else signal.SIGINT)
+        if answering is not None:
+            answering.join()
+        server.client.close()
     assert alive(processes) == {}
     assert took_s < ENDING_S
 

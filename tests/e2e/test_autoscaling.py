@@ -6,10 +6,11 @@ import random
 import urllib.request
 from pathlib import Path
 
-from tests.e2e.conftest import MODEL, Server, eventually
-from twostroke.benchmarks.serving import random_prompt, stream_completion, whole_answer
+from tests.e2e.conftest import MODEL, Server
+from tests.rigs.processes import eventually
+from twostroke.benchmarks.clients import completion_body, random_prompt, stream_completion, whole_answer
 from twostroke.cluster.local.server_process import ServerProcess
-from twostroke.loadtests.generator.http_stream import Exchange, completion_body
+from twostroke.loadtests.generator.http_stream import Exchange
 
 CLIENTS = 24
 LONG_ANSWERS = 2

@@ -1,12 +1,19 @@
-"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated over each transport of CPUs."""
+"""The same tokens whatever way they take: the engine alone, aggregated, disaggregated over each transport of CPUs.
+
+By TCP they go to a decode worker of two ranks, the second an actor in its replica's placement group.
+"""
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.conftest import Server, serving
+from tests.rigs.processes import alive, eventually
+from twostroke.cluster.local.server_process import processes_named
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
@@ -51,16 +58,23 @@ def expected() -> list[list[int]]:
         loaded.engine.close()
 
 
+CONFIGS = {
+    # Blocks are cut into units of half their size on their way.
+    "torch_distributed": "prefill: {block_size: 16}\ndecode: {block_size: 32}\n",
+    # KV is to travel, and to two ranks.
+    "tcp": "decode: {tensor_parallel: 2, threads: 1}\nprefill: {threads: 1}\nrouter: {decodes_alone: false}\n",
+}
+
+
 @pytest.fixture(scope="module", params=["shm", "tcp", "torch_distributed", "aggregated"])
 def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if request.param == "shm":
         yield request.getfixturevalue("server")  # what is chosen on one machine
     elif request.param == "aggregated":
-        yield from serving("--prefill", "0")
+        yield from serving("--prefill", "0", under_a_stream=True)
     else:
-        # Blocks are cut into units of half their size on their way.
         config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-        config.write_text("prefill: {block_size: 16}\ndecode: {block_size: 32}\n")
+        config.write_text(CONFIGS[request.param])
         yield from serving("--transport", request.param, "--config", str(config))
 
 
@@ -82,15 +96,7 @@ def test_all_prompts_at_once_get_the_tokens_that_the_engine_alone_draws(
     any_server: Server, expected: list[list[int]]
 ) -> None:
     def complete(prompt: list[int]) -> list[int]:
-        answer = any_server.client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=NEW_TOKENS,
-            temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-        token_ids: list[int] = answer.choices[0].model_dump()["token_ids"]
-        return token_ids
+        return any_server.greedy_tokens(prompt, NEW_TOKENS)[0]
 
     with ThreadPoolExecutor(len(LENGTHS)) as clients:
         cold = list(clients.map(complete, prompts()))
@@ -100,3 +106,21 @@ def test_all_prompts_at_once_get_the_tokens_that_the_engine_alone_draws(
     if any_server.workers("prefill"):
         assert sum(worker["stats"]["transfers_failed"] for worker in any_server.status()["workers"]) == 0
         assert sum(worker["stats"]["transfers_done"] for worker in any_server.workers("decode")) > 0
+
+
+@pytest.mark.parametrize("any_server", ["tcp"], indirect=True)
+def test_a_killed_rank_takes_its_replica_with_it_and_another_is_started(
+    any_server: Server, expected: list[list[int]]
+) -> None:
+    (worker,) = [one["worker_id"] for one in any_server.workers("decode")]
+    (rank,) = processes_named("ray::RankActor", any_server.processes())
+    replicas = processes_named("ServeReplica:twostroke:DecodeWorker", any_server.processes())
+    os.kill(rank, signal.SIGKILL)
+    eventually("the replica is gone", lambda: alive([rank, *replicas]) == {})
+    eventually(
+        "another has come in its place",
+        lambda: [one["worker_id"] for one in any_server.workers("decode")] not in ([], [worker]),
+        within_s=60,
+    )
+    eventually("no rank is left over", lambda: len(processes_named("ray::RankActor", any_server.processes())) == 1)
+    assert any_server.greedy_tokens(prompts()[-1], NEW_TOKENS)[0] == expected[-1]

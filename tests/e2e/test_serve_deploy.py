@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.files import LABEL, ROLES, ray_env, serve_config
-from tests.e2e.conftest import MODEL, alive, eventually
+from tests.deploy.programs import LABEL, ROLES, ray_env, serve_config
+from tests.e2e.conftest import MODEL
+from tests.rigs.processes import alive, eventually
 from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, haproxy_binary
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.ray import haproxy_switches

@@ -3,9 +3,10 @@
 import asyncio
 
 from children import LIMIT_S, Child
-from proxy import Proxy, draw_byte
 from rig import Rig, Transfer
 from terms import CONFIG
+
+from tests.rigs.proxy import Proxy, draw_byte
 
 MID_CHUNK = CONFIG.max_chunk_bytes * 5 // 2  # of some chunk, not the first
 

@@ -36,10 +36,11 @@ import time
 
 import pytest
 from children import LIMIT_S
-from proxy import Proxy, draw_byte
 from rig import Rig
 from strikes import MOMENTS, cut_data_link, flip_a_bit, stop_at
 from terms import CONFIG
+
+from tests.rigs.proxy import Proxy, draw_byte
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,7 +10,7 @@ import torch
 from tests.model.conftest import write_checkpoint
 
 if TYPE_CHECKING:
-    from tests.kernels.reference_backend import ReferenceBackend
+    from tests.kernels.test_cuda_backend import ReferenceBackend
     from twostroke.model.cuda.backend import CudaBackend
 
 __all__ = ["write_checkpoint"]
@@ -33,6 +33,6 @@ def backend(_gpu: None) -> "CudaBackend":
 
 @pytest.fixture
 def references(_gpu: None) -> "ReferenceBackend":
-    from tests.kernels.reference_backend import ReferenceBackend
+    from tests.kernels.test_cuda_backend import ReferenceBackend
 
     return ReferenceBackend()

@@ -1,29 +1,286 @@
-"""The whole engine on CUDA against the same on a CPU."""
+"""Decode steps on CUDA: captured, launched ahead, drawn on the device; and the engine around them, beside a CPU's."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pytest
 import torch
 
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import Drawing, make_layout
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.config import Quantization
+from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
 from twostroke.model.engine_config import EngineConfig
-from twostroke.model.load import load_engine
-from twostroke.model.step import Draw, SequenceStep
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
+from twostroke.model.step import BlockCopy, Draw, SequenceStep
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
-pytestmark = pytest.mark.gpu
+if TYPE_CHECKING:
+    from twostroke.model.cuda.backend import CudaBackend
 
-BLOCK_SIZE = 16
+pytestmark = pytest.mark.gpu
+BLOCK_SIZE = 64
+MAX_CONTEXT = 1024
+MOST = 40  # sequences
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+VOCAB = 96
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=3),
+    SamplingParams(temperature=1.2, seed=4, top_k=7, top_p=0.8),
+    SamplingParams(temperature=0.9, seed=5, min_p=0.1),
+]
+
+
+@pytest.fixture
+def folder(write_checkpoint: Callable[..., Path]) -> Path:
+    return write_checkpoint(seed=2, dtype=torch.bfloat16, head_dim=64, **WIDE)
+
+
+@pytest.fixture
+def made(folder: Path, backend: "CudaBackend") -> tuple[Decoder, KVCache]:
+    """In bf16, over a cache of random values."""
+    device, config = torch.device("cuda", torch.cuda.current_device()), load_model_config(folder)
+    weights = load_decoder_weights(
+        Checkpoint(folder, config), config, torch.bfloat16, device, MAX_CONTEXT, backend, "none"
+    )
+    num_blocks = MOST * MAX_CONTEXT // BLOCK_SIZE // 4
+    cache = make_kv_cache(
+        config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device, model_digest=""
+    )
+    for layer in cache.tensors:
+        layer.normal_()
+    return Decoder(config, weights, backend, SingleRank()), cache
+
+
+def decodes(count: int, offset: int, tokens: Sequence[int] | None) -> list[SequenceStep]:
+    """Sequences at different positions in their own blocks; without tokens they follow the step before."""
+    steps = []
+    for row in range(count):
+        position = 1 + (97 * row) % (3 * BLOCK_SIZE) + offset
+        draw = Draw(SAMPLINGS[row % len(SAMPLINGS)], [1], 1)
+        table = range(4 * row, 4 * row + 4)
+        token = (row,) if tokens is None else (tokens[row],)
+        steps.append(SequenceStep(token, position, table, draw, row if tokens is None else None))
+    return steps
+
+
+def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunner:
+    from twostroke.model.cuda.sampler import DeviceSampler
+
+    decoder, cache = made
+    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST) if is_captured else None
+    return ModelRunner(decoder, DeviceSampler(VOCAB, cache.tensors[0].device), cache, MAX_CONTEXT, captured)
+
+
+def test_captured_steps_have_the_bits_of_eager_ones(made: tuple[Decoder, KVCache]) -> None:
+    """At sizes that have a graph: what rows there are beside a row decides nothing else than the kernel."""
+    decoder, cache = made
+    device = cache.tensors[0].device
+    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST)
+    for count in batch_sizes(MOST):
+        batch = decodes(count, 0, [row % VOCAB for row in range(count)])
+        with torch.inference_mode():
+            logits = captured.logits(batch)
+            assert logits is not None
+            found = logits.clone()
+            kv = [layer.clone() for layer in cache.tensors]
+            # As the graph has it: contexts are split by the longest to come.
+            layout = replace(make_layout(batch, BLOCK_SIZE, device), max_context_len=MAX_CONTEXT)
+            tokens = torch.tensor([step.token_ids[0] for step in batch], device=device)
+            rows = torch.arange(count, device=device)
+            expected = decoder.forward(tokens, layout, cache.tensors, Drawing(rows, rows))
+        assert expected is not None
+        assert torch.equal(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(kv, cache.tensors, strict=True))
+
+
+def test_padded_batches_are_close_to_eager_ones(made: tuple[Decoder, KVCache]) -> None:
+    greedy = Draw(SAMPLINGS[0], [1], 1)
+    eager, replaying = (runner_of(made, is_captured=is_captured) for is_captured in (False, True))
+    for count in (3, 5, 7, 11, 29, MOST):
+        batch = [
+            SequenceStep(step.token_ids, step.start, step.block_ids, greedy)
+            for step in decodes(count, 1, [row % VOCAB for row in range(count)])
+        ]
+        pairs = list(zip(eager.run(batch), replaying.run(batch), strict=True))
+        assert sum(one == other for one, other in pairs) >= 0.9 * count  # a tie of bf16 may go either way
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_steps_launched_ahead_draw_what_steps_one_by_one_do(made: tuple[Decoder, KVCache], is_captured: bool) -> None:
+    for count in (1, 6, 32):
+        answers = []
+        for is_ahead in (False, True):
+            for layer in made[1].tensors:
+                layer.fill_(0.25)
+            runner = runner_of(made, is_captured=is_captured)
+            tokens: list[int] = [row % VOCAB for row in range(count)]
+            drawn: list[list[int]] = []
+            earlier = runner.launch(decodes(count, 0, tokens))
+            for index in range(1, 8):
+                if is_ahead:
+                    following = runner.launch(decodes(count, index, None), None, earlier)
+                    drawn.append([token.token_id for token in earlier.result() if token is not None])
+                else:
+                    drawn.append([token.token_id for token in earlier.result() if token is not None])
+                    following = runner.launch(decodes(count, index, drawn[-1]))
+                earlier = following
+            answers.append(drawn)
+        assert answers[0] == answers[1]
+
+
+def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made: tuple[Decoder, KVCache]) -> None:
+    runner, stream = runner_of(made, is_captured=False), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    chunk = SequenceStep([1 + row % 90 for row in range(200)], 0, range(4), None)
+    for layer in made[1].tensors:
+        layer.zero_()
+    runner.run([chunk])
+    expected = made[1].tensors[-1][:4].cpu()
+    for layer in made[1].tensors:
+        layer.zero_()
+    launched = runner.launch([chunk])
+    assert not launched.is_done
+    assert launched.result() == [None]
+    with torch.cuda.stream(stream):  # which waits for no other, as KV transfers' don't
+        found = made[1].tensors[-1][:4].cpu()
+    assert torch.equal(found, expected)
+
+
+def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
+    from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+
+    cases = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.1, 1.0, 3.0)
+        for top_k in (0, 1, 40, 5000)
+        for top_p in (1.0, 0.95, 0.3, 1e-6)
+        for min_p in (0.0, 0.05, 1.0)
+    ]
+    rows, device = len(cases), "cuda"
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*cases, strict=True))
+    for vocab, grain in ((97, 0.0), (32000, 0.0), (128256, 0.0), (128256, 0.25)):
+        logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab)) * 3
+        if grain:  # many equal ones
+            logits = (logits / grain).round() * grain
+        keys = row_keys(np.arange(rows, dtype=np.uint64), np.full(rows, 7, np.uint64))
+        batch = DrawBatch(np.arange(rows), temperature, top_k.astype(np.int64), top_p, min_p, keys)
+        reference = TorchSampling()
+        best = reference.argmax(logits)[0]
+        # On the CPU: the order in which a GPU adds is its own.
+        expected = np.concatenate([reference.draw(logits, best[part.rows], part) for part in in_parts(batch, 24)])
+        parameters = DrawParameters(
+            temperature=torch.tensor(temperature, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
+            top_p=torch.tensor(top_p, device=device),
+            log_min_p=torch.tensor(min_p, device=device).log(),
+            keys=torch.from_numpy(keys.view(np.int64)).to(device),
+        )
+        tokens, broken = draw_on_device(logits.to(device), parameters)
+        assert not broken.any()
+        # A token whose mass ends where top_p cuts, to the last bit, may fall on either side.
+        assert (tokens.cpu().numpy() != expected).sum() <= 1
+
+
+def in_parts(batch: DrawBatch, size: int) -> list[DrawBatch]:
+    fields = (batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys)
+    return [DrawBatch(*(field[first : first + size] for field in fields)) for first in range(0, len(batch.rows), size)]
+
+
+def test_swapped_blocks_come_back_as_they_were(made: tuple[Decoder, KVCache]) -> None:
+    cache = made[1]
+    before = [layer.clone() for layer in cache.tensors]
+    space = SwapSpace(cache, 50)
+    rng = np.random.default_rng(0)
+    out, host = rng.permutation(cache.num_blocks)[:45].tolist(), rng.permutation(50)[:45].tolist()
+    back = rng.permutation(cache.num_blocks)[:45].tolist()
+    space.copy(BlockCopy(True, out, host))
+    for layer in cache.tensors:
+        layer[out] = float("nan")
+    space.copy(BlockCopy(False, back, host))
+    for layer, was in zip(cache.tensors, before, strict=True):
+        assert torch.equal(layer[back], was[out])
+    del space  # lets go of pinned memory, which goes back to the system
+    torch.cuda.synchronize()
+    for layer, was in zip(cache.tensors, before, strict=True):
+        layer.copy_(was)
+
+
+def test_an_engine_keeps_to_its_share_of_the_memory(folder: Path) -> None:
+    torch.cuda.empty_cache()  # of other tests
+    free, total = torch.cuda.mem_get_info()
+    share = 0.3
+    if free < 0.6 * total:
+        pytest.skip("others hold much of this GPU")
+    loaded = load_engine(EngineConfig(folder, device="cuda", block_size=BLOCK_SIZE, gpu_memory_share=share))
+    try:
+        history = [1 + row % 90 for row in range(loaded.max_context - 1)]
+        draw = Draw(SamplingParams(temperature=1.0, logprobs=20), history, len(history))
+        table = range(-(-loaded.max_context // BLOCK_SIZE))
+        asyncio.run(loaded.engine.step([SequenceStep(history, 0, table, draw)]))
+        taken = free - torch.cuda.mem_get_info()[0]
+        assert taken <= share * total
+        assert taken >= 0.9 * share * total, "room was left unused"
+    finally:
+        loaded.engine.close()
+
+
+def test_a_gpu_without_room_says_so_in_one_line(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="too little memory on cuda"):
+        load_engine(EngineConfig(folder, device="cuda", block_size=BLOCK_SIZE, gpu_memory_share=0.001))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_engines_prefer_tokens_as_bf16_does(folder: Path, quantization: Quantization) -> None:
+    """By the log-probabilities of a prompt's likeliest tokens."""
+    prompt = [3 + row % 80 for row in range(150)]
+
+    def likeliest(kind: Quantization) -> dict[int, float]:
+        loaded = load_engine(
+            EngineConfig(folder, device="cuda", quantization=kind, block_size=BLOCK_SIZE, num_blocks=32)
+        )
+        try:
+            return asyncio.run(top_of(loaded, prompt))
+        finally:
+            loaded.engine.close()
+
+    plain, quantised = likeliest("none"), likeliest(quantization)
+    shared = plain.keys() & quantised.keys()
+    assert len(shared) >= 12
+    limit = 0.15 if quantization == "int8" else 1.0
+    assert np.mean([abs(plain[token] - quantised[token]) for token in shared]) < limit
+
+
+async def top_of(loaded: LoadedEngine, prompt: list[int]) -> dict[int, float]:
+    draw = Draw(SamplingParams(temperature=0.0, logprobs=20), prompt, len(prompt))
+    (drawn,) = await loaded.engine.step([SequenceStep(prompt, 0, range(4), draw)])
+    assert drawn is not None
+    return dict(drawn.top)
+
+
+SMALL_BLOCKS = 16
 NUM_BLOCKS = 64
 NEW_TOKENS = 24
 CHUNK = 37
 
 
-async def greedy(folder: Path, device: Literal["cpu", "cuda"], prompts: list[list[int]]) -> list[list[int]]:
+async def greedy_on(folder: Path, device: Literal["cpu", "cuda"], prompts: list[list[int]]) -> list[list[int]]:
     """Greedy continuations: the prompts in chunks one after the other, then all of them decoded as one batch."""
     loaded = load_engine(
-        EngineConfig(folder, device=device, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        EngineConfig(folder, device=device, dtype="float32", block_size=SMALL_BLOCKS, num_blocks=NUM_BLOCKS)
     )
     try:
         histories = [list(prompt) for prompt in prompts]
@@ -67,4 +324,4 @@ async def test_greedy_tokens_on_cuda_equal_those_on_a_cpu(
     folder = write_checkpoint(seed=1, **fields)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 96, (n,), generator=generator).tolist() for n in (1, 15, 33, 200)]
-    assert await greedy(folder, "cuda", prompts) == await greedy(folder, "cpu", prompts)
+    assert await greedy_on(folder, "cuda", prompts) == await greedy_on(folder, "cpu", prompts)

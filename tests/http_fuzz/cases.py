@@ -15,6 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from twostroke.router.openai.schemas import LACKING
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -60,15 +62,21 @@ def run_each(check: Callable[[Case], None], cases: SearchStrategy[Case], count: 
 
 
 def _agreeing(case: Case) -> Case:
+    if case.headers:
+        case.headers.pop("x-slo-class", None)  # the document does not know which there are
     body = case.body
     if not isinstance(body, dict):
         return case
     body = dict(body)
+    for field in ("model", "service_tier", *LACKING):
+        body.pop(field, None)
     for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if body.get(field):
             body[field] = int(body[field]) % LONGEST + 1
     if body.get("n") and body["n"] % 7:
         body["n"] = int(body["n"]) % MOST_CHOICES + 1
+    if body.get("best_of"):
+        body["best_of"] = body.get("n") or 1
     if case.path == "/v1/completions":
         _agree_in_completion(body)
     if case.path == "/tokenize":
@@ -103,10 +111,6 @@ def _agree_in_completion(body: dict[str, Any]) -> None:
             one if isinstance(one, str) else [_known(token) for token in one[:64]]
             for one in body["prompt"][: 64 // int(body.get("n") or 1)]
         ]
-    if body.get("best_of"):
-        body["best_of"] = body.get("n") or 1
-    if body.get("suffix"):
-        body["suffix"] = ""
     if body.get("echo"):
         body.pop("logprobs", None)
 

@@ -91,10 +91,9 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
             clock=clock,
             wall_clock=lambda: _YEAR_2026 + clock(),
         )
-        self.app = build_app(self._service)
-        self.app.state.doctor = Doctor(
-            fleet=fleet, stats=self._channels.stats, secret=SECRET, expected=lambda: {"prefill": 1, "decode": 1}
-        )
+        expected = {"prefill": 1, "decode": 1}
+        doctor = Doctor(fleet=fleet, stats=self._channels.stats, secret=SECRET, expected=lambda: expected)
+        self.app = build_app(self._service, doctor)
         await self._service.start()
         while self._service.missing():  # noqa: ASYNC110  (virtual time)
             await asyncio.sleep(0.01)

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -15,11 +15,6 @@ from twostroke.cluster.ranks.rank_process import start_processes
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import make_transports
-from twostroke.model.engine_config import EngineConfig
-from twostroke.model.load import load_engine
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.clock import draw_epoch
@@ -31,10 +26,13 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import Stages
-from twostroke.worker.block_pool import BlockPool
 
 SECRET = b"a secret of these tests"
 HOST = "127.0.0.1"
+GREEDY = SamplingParams(temperature=0.0)
+VOCAB = 96  # of the checkpoints that tests write
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class LocalFleet:
 
     infos: list[WorkerInfo] = field(default_factory=list)
     by_peer: dict[Peer, PrefillWorker | DecodeWorker] = field(default_factory=dict)
-    parts: dict[Peer, WorkerParts] = field(default_factory=dict)  # of workers of several ranks
+    parts: dict[Peer, WorkerParts] = field(default_factory=dict)
 
     def workers(self) -> Sequence[WorkerInfo]:
         return self.infos
@@ -134,9 +132,9 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
     fleet = LocalFleet()
     network = TcpNetwork(SECRET)
     async with contextlib.AsyncExitStack() as stack:
-        await _start(stack, folder, shape, "decode", "decode", fleet)
+        await _add_worker(stack, folder, shape, "decode", "decode", fleet)
         for number in range(0 if shape.transport is None else shape.num_prefill):
-            await _start(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
+            await _add_worker(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
         router = Peer("router", draw_epoch())
         channels = TokenChannels(network=network, peer=router, clock=time.monotonic)
         stack.push_async_callback(channels.close)
@@ -151,52 +149,24 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
         yield Served(fleet, pipeline)
 
 
-async def _start(
-    stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, role: Role, name: str, fleet: LocalFleet
-) -> None:
-    """Add a worker to the fleet; the stack ends it and all that it stands on."""
-    block_size = shape.decode_block_size or shape.block_size if role == "decode" else shape.block_size
-    peer, network = Peer(name, draw_epoch()), TcpNetwork(SECRET)
-    ranks = shape.prefill_ranks if role == "prefill" else shape.decode_ranks
-    parts = await (
-        _one_rank(stack, folder, shape, block_size, peer, network)
-        if ranks == 1
-        else _several_ranks(stack, folder, shape, block_size, peer, network, ranks, fleet)
-    )
-    swap_space = parts.pop("swap_space")
-    worker: PrefillWorker | DecodeWorker
-    if role == "prefill":
-        config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(peer=peer, config=config, network=network, clock=time.monotonic, **parts)
-    else:
-        worker = DecodeWorker(
-            peer=peer,
-            config=DecodeConfig(
-                max_step_tokens=shape.decode_step_tokens,
-                max_batch=min(256, shape.decode_step_tokens),
-                router_wait_s=shape.router_wait_s,
-                **shape.decode,
-            ),
-            network=network,
-            clock=time.monotonic,
-            swap_space=swap_space,
-            **parts,
-        )
-    stack.push_async_callback(worker.stop)
-    if peer in fleet.parts:
-        fleet.parts[peer].watch(worker.engine_lost)
-    fleet.infos.append(await worker.start(HOST))
-    fleet.by_peer[peer] = worker
+def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:
+    """What `ask` gets where one worker of one rank has room for everything: the right answer."""
+
+    async def run() -> Answer:
+        async with serve(folder, shape or Shape(None, num_blocks=256)) as served:
+            return await ask(served)
+
+    return asyncio.run(run())
 
 
-def worker_settings(folder: Path, shape: Shape, block_size: int, ranks: int) -> WorkerSettings:
+def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> WorkerSettings:
     """What the ranks of a worker are told."""
     return WorkerSettings(
         model=ModelSection(path=str(folder), dtype=shape.dtype),  # type: ignore[arg-type]
         resources=WorkerResources(num_blocks=shape.num_blocks),
         max_step_tokens=shape.prefill_step_tokens,
         max_batch=64,
-        block_size=block_size,
+        block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,
         tensor_parallel=ranks,
         device="cpu",
         threads=1,
@@ -208,82 +178,39 @@ def worker_settings(folder: Path, shape: Shape, block_size: int, ranks: int) -> 
     )
 
 
-async def _several_ranks(
-    stack: contextlib.AsyncExitStack,
-    folder: Path,
-    shape: Shape,
-    block_size: int,
-    peer: Peer,
-    network: TcpNetwork,
-    ranks: int,
-    fleet: LocalFleet,
-) -> dict[str, Any]:
-    """What a worker needs, of which rank 0 is in this process, and the others in theirs."""
-    parts = await load_parts(
-        worker_settings(folder, shape, block_size, ranks),
-        peer,
-        network,
-        SECRET,
-        host=HOST,
-        start_ranks=start_processes,
-    )
-    fleet.parts[peer] = parts
+async def _add_worker(
+    stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, role: Role, name: str, fleet: LocalFleet
+) -> None:
+    """Start a worker, whose rank 0 is in this process; the stack ends it and all that it stands on."""
+    peer, network = Peer(name, draw_epoch()), TcpNetwork(SECRET)
+    ranks = shape.prefill_ranks if role == "prefill" else shape.decode_ranks
+    settings = worker_settings(folder, shape, role, ranks)
+    parts = await load_parts(settings, peer, network, SECRET, host=HOST, start_ranks=start_processes)
     stack.push_async_callback(parts.close)
-    return {
+    common: dict[str, Any] = {
+        "peer": peer,
+        "network": network,
+        "clock": time.monotonic,
         "engine": parts.engine,
         "store": parts.store,
         "pool": parts.pool,
         "sender": parts.sender,
         "receiver": parts.receiver,
         "max_context": parts.max_context,
-        "swap_space": parts.rank.loaded.swap_space,
     }
-
-
-async def _one_rank(
-    stack: contextlib.AsyncExitStack, folder: Path, shape: Shape, block_size: int, peer: Peer, network: TcpNetwork
-) -> dict[str, Any]:
-    """What a worker needs; without sender and receiver where there is no transport."""
-    loaded = load_engine(
-        EngineConfig(
-            folder,
-            dtype=shape.dtype,  # type: ignore[arg-type]
-            block_size=block_size,
-            num_blocks=shape.num_blocks,
-            swap_bytes=shape.swap_bytes,
-            threads=1,
+    worker: PrefillWorker | DecodeWorker
+    if role == "prefill":
+        config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
+        worker = PrefillWorker(config=config, **common)
+    else:
+        decode_config = DecodeConfig(
+            max_step_tokens=shape.decode_step_tokens,
+            max_batch=min(256, shape.decode_step_tokens),
+            router_wait_s=shape.router_wait_s,
+            **shape.decode,
         )
-    )
-    stack.callback(loaded.kv_cache.close)
-    stack.callback(loaded.engine.close)
-    store = loaded.kv_cache
-    sender, receiver = None, None
-    if shape.transport is not None:
-        transports = make_transports(shape.transport, store)
-        stack.push_async_callback(transports.close)
-        sender = KVSender(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=shape.transfers,
-            clock=time.monotonic,
-        )
-        receiver = KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=shape.transfers,
-            clock=time.monotonic,
-            secret=SECRET,
-        )
-    return {
-        "engine": loaded.engine,
-        "store": store,
-        "pool": BlockPool(loaded.num_blocks, block_size),
-        "sender": sender,
-        "receiver": receiver,
-        "max_context": loaded.max_context,
-        "swap_space": loaded.swap_space,
-    }
+        worker = DecodeWorker(config=decode_config, swap_space=parts.rank.loaded.swap_space, **common)
+    stack.push_async_callback(worker.stop)
+    parts.watch(worker.engine_lost)
+    fleet.infos.append(await worker.start(HOST))
+    fleet.by_peer[peer], fleet.parts[peer] = worker, parts

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostroke.model.backend import BatchLayout
+from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
@@ -35,7 +35,7 @@ from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest
 from twostroke.model.cuda.kernels.kv_units import copy_units, decode_units, encode_units, packed_places, paged_places
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
 from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
-from twostroke.model.cuda.linear import CudaLinear, CudaQuantizedLinear
+from twostroke.model.cuda.linears import CudaLinear
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
 _POINTERS = {
@@ -171,9 +171,9 @@ def projections(capability: int) -> None:
     device = torch.device("cpu")  # weights are quantised for real, and small
     target, workspace = TARGETS[capability], SplitWorkspace(device)
 
-    def linears(rows: int, columns: int) -> tuple[CudaLinear | CudaQuantizedLinear, ...]:
+    def linears(rows: int, columns: int) -> tuple[CudaLinear, ...]:
         weight = torch.zeros((rows, columns), dtype=torch.bfloat16)
-        quantized = [CudaQuantizedLinear(quantize(weight, bits), None, target, workspace) for bits in (8, 4)]
+        quantized = [CudaLinear(quantize(weight, bits), None, target, workspace) for bits in (8, 4)]
         return (CudaLinear(weight, None, target, workspace), *quantized)
 
     # Where every row would take too long, the largest tiles: they need the most registers and shared memory.
@@ -183,7 +183,7 @@ def projections(capability: int) -> None:
     if capability == 90:
         for linear in linears(1024, 128):
             linear(torch.zeros((64, 128), dtype=torch.bfloat16), torch.float32)
-            linear.rows(torch.zeros(3, dtype=torch.int64), torch.bfloat16)
+            linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
 def sampling(capability: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twostroke.model.backend import BatchLayout
+from twostroke.model.batch import BatchLayout
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of values of about 1: a few units in the last place."""

@@ -1,3 +1,5 @@
+"""The CUDA backend chooses the right kernels: against the references as a backend, in Triton's interpreter."""
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +9,18 @@ import torch
 import triton
 import triton.language as tl
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tests.kernels.paged_cases import assert_close, make_layout, paged_case
-from tests.kernels.reference_backend import ReferenceBackend
-from twostroke.model.architectures.decoder import Decoder, Drawing
-from twostroke.model.backend import Backend
+from twostroke.model import reference
+from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.backend import Backend, Linear
+from twostroke.model.batch import BatchLayout, Drawing
+from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint, expected_shapes
-from twostroke.model.config import load_model_config, parse_model_config
+from twostroke.model.config import Quantization
+from twostroke.model.cpu.linears import PlainLinear, embed
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import A100, H100
@@ -41,6 +47,26 @@ LENGTHS = {
     "decodes alone": [(1, 16), (1, 17), (1, 2)],
     "chunks alone": [(3, 3), (20, 20)],
 }
+
+
+class ReferenceBackend:
+    """Implements `Backend` in plain torch, on any device."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+        return PlainLinear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
+        return (
+            embed(token_ids, table, first, dtype) if isinstance(table, Tensor) else table.embed(token_ids, first, dtype)
+        )
+
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+
+    rms_norm = staticmethod(reference.rms_norm)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    attention = staticmethod(reference.attention)
+    silu_mul = staticmethod(reference.silu_mul)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
-from twostroke.model.sampling.device_sampler import DeviceSampler
+from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw
@@ -107,7 +107,7 @@ def test_the_device_sampler_draws_what_the_other_one_does() -> None:
     logits = torch.randn((len(REQUESTS), 200), generator=torch.Generator().manual_seed(1)) * 2
     draws = [Draw(sampling, [3, 5, 5, 9], 2, forbidden=(11,)) for sampling in REQUESTS]
     positions = [4 + i for i in range(len(REQUESTS))]
-    expected = Sampler(200, cpu).sample(logits.clone(), draws, positions)
+    expected = Sampler(200).sample(logits.clone(), draws, positions)
     drawn = DeviceSampler(200, cpu).launch(logits.clone(), draws, positions)
     assert drawn.wait() == ([token.token_id for token in expected], 0)
     assert drawn.tokens.tolist() == [token.token_id for token in expected]
@@ -123,7 +123,7 @@ def test_parameters_begin_where_no_number_of_rows_asks_for_kernels_of_its_own(
         given.append(parameters)
         return draw_on_device(logits, parameters)
 
-    monkeypatch.setattr("twostroke.model.sampling.device_sampler.draw_on_device", draw)
+    monkeypatch.setattr("twostroke.model.cuda.sampler.draw_on_device", draw)
     draws = [Draw(SamplingParams(seed=seed), [1], 1) for seed in range(rows)]
     DeviceSampler(20, torch.device("cpu")).launch(torch.randn(rows, 20), draws, [4] * rows)
     for field in dataclasses.fields(DrawParameters):
@@ -134,5 +134,5 @@ def test_log_probabilities_of_many_rows_are_those_of_each() -> None:
     cpu = torch.device("cpu")
     logits = torch.randn((37, 50), generator=torch.Generator().manual_seed(1))
     draws = [Draw(SamplingParams(seed=row, logprobs=row % 3), [1], 1) for row in range(37)]
-    expected = Sampler(50, cpu).sample(logits.clone(), draws, [9] * 37)
+    expected = Sampler(50).sample(logits.clone(), draws, [9] * 37)
     assert DeviceSampler(50, cpu).sample(logits, draws, [9] * 37) == expected

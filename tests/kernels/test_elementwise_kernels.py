@@ -1,18 +1,23 @@
+from typing import Literal
+
 import pytest
 import torch
 
 from tests.kernels.paged_cases import assert_close, make_layout
+from twostroke.model import reference
+from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
-    add_rms_norm_reference,
     rms_norm,
-    rms_norm_reference,
     rope_and_write_kv,
-    rope_and_write_kv_reference,
-    rope_reference,
     silu_mul,
-    silu_mul_reference,
+    vocab_embedding,
+    vocab_embedding_reference,
 )
+from twostroke.model.cuda.kernels.launch import H100
+from twostroke.model.cuda.kernels.quant_gemm import pack
+from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
+from twostroke.model.cuda.linears import CudaLinear
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -29,13 +34,13 @@ def angles(max_position: int, dim: int) -> torch.Tensor:
 def test_rms_norm_equals_its_reference(rows: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = (3 * torch.randn(rows, hidden)).to(dtype), torch.randn(hidden).to(dtype)
-    assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), scale=4)
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), scale=4)
 
 
 def test_rms_norm_takes_rows_that_are_part_of_wider_ones() -> None:
     wide = torch.randn(3, 200)
     x, weight = wide[:, 40:140], torch.randn(100)
-    assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 def test_rms_norm_of_zeros_is_zero() -> None:
@@ -47,7 +52,7 @@ def test_rms_norm_of_zeros_is_zero() -> None:
 def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
-    expected, expected_sum = add_rms_norm_reference(x, residual, weight, 1e-5)
+    expected, expected_sum = reference.add_rms_norm(x, residual, weight, 1e-5)
     out, total = add_rms_norm(x, residual, weight, 1e-5)
     assert_close(out, expected, scale=4)
     assert torch.equal(total, expected_sum)
@@ -58,7 +63,7 @@ def test_add_rms_norm_equals_its_reference_in_both_results(rows: int, hidden: in
 def test_silu_mul_equals_its_reference(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype)
-    assert_close(silu_mul(gate_up), silu_mul_reference(gate_up), scale=16)
+    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), scale=16)
 
 
 def test_silu_mul_stays_finite_where_the_exponential_would_overflow() -> None:
@@ -81,7 +86,7 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     cos_sin = angles(2 * block_size, dim)
     slots = layout.slots.clone()
     slots[3] = -1
-    expected = rope_and_write_kv_reference(qkv, cos_sin, expected_kv, layout.positions, slots)
+    expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots)
     assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots), expected, scale=4)
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
@@ -101,4 +106,55 @@ def test_rope_turns_each_pair_by_its_position() -> None:
     pairs = torch.complex(x[..., :4], x[..., 4:])
     turned = pairs * torch.polar(torch.ones(4), positions[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8))[:, None]
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    torch.testing.assert_close(rope_reference(x, positions, angles(31, 8)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reference.rope(x, positions, angles(31, 8)), expected, rtol=1e-5, atol=1e-5)
+
+
+# The slice holds tokens 100 to 139.
+TOKEN_IDS = torch.tensor([100, 99, 139, 140, 0, 117, 117, -1, 2**40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 64, 1024, 1030])
+def test_vocab_embedding_looks_up_its_slice_and_gives_zeros_elsewhere(hidden: int, dtype: torch.dtype) -> None:
+    table = torch.randn(40, hidden).to(dtype)
+    actual = vocab_embedding(TOKEN_IDS, table, 100, dtype)
+    assert torch.equal(actual, vocab_embedding_reference(TOKEN_IDS, table, 100, dtype))
+    assert torch.equal(actual[0], table[0])
+    assert torch.equal(actual[2], table[39])
+    assert not actual[[1, 3, 4, 7, 8]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("hidden", [1, 65, 128, 1030])
+def test_vocab_embedding_widens_quantized_rows(hidden: int, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+    table = quantize(torch.randn(40, hidden), bits)
+    actual = vocab_embedding(TOKEN_IDS, pack(table), 100, dtype)
+    assert torch.equal(actual, vocab_embedding_reference(TOKEN_IDS, pack(table), 100, dtype))
+    assert torch.equal(actual[5], table.dequantized(dtype)[17])
+    assert not actual[[1, 3, 4, 7, 8]].any()
+
+
+def test_the_slices_of_all_ranks_add_up_to_the_whole_table() -> None:
+    table = torch.randn(30, 48)
+    token_ids = torch.arange(30)
+    parts = [vocab_embedding(token_ids, table[first : first + 10], first, torch.float32) for first in (0, 10, 20)]
+    assert torch.equal(torch.stack(parts).sum(0), table)
+
+
+def test_no_token_has_no_rows() -> None:
+    assert vocab_embedding(TOKEN_IDS[:0], torch.randn(40, 8), 0, torch.float32).shape == (0, 8)
+
+
+def test_linears_give_rows_of_the_weights_that_they_multiply_with() -> None:
+    weight = torch.randn(40, 100)
+    workspace = SplitWorkspace(weight.device)
+    plain = CudaLinear(weight, None, H100, workspace)
+    assert torch.equal(plain.embed(torch.tensor([3, 39]), 0, torch.float32), weight[[3, 39]])
+    for bits in (8, 4):
+        quantized = quantize(weight, bits)
+        linear = CudaLinear(quantized, None, H100, workspace)
+        assert torch.equal(
+            linear.embed(torch.tensor([103, 1]), 100, torch.float32),
+            torch.stack((quantized.dequantized(torch.float32)[3], torch.zeros(100))),
+        )

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.kernels.test_cuda_backend import CONFIG
-from tests.model.test_cuda_graphs import Repeating
+from tests.model.test_captured_steps import Repeating
 from twostroke.benchmarks.gpu import command as gpu
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.cluster.cli import main
-from twostroke.model.config import parse_model_config
+from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.cuda.kernels.launch import H100
 
 TINY = Sizes(

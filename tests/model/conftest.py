@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, expected_shapes
-from twostroke.model.config import parse_model_config
 from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams

@@ -1,4 +1,7 @@
-"""Replayed decode steps give what the same steps give eagerly, bit for bit."""
+"""Replayed decode steps give what the same steps give eagerly, bit for bit.
+
+Which batches have a graph of their own, and what goes into it and comes out; here nothing is captured.
+"""
 
 import random
 from collections.abc import Callable
@@ -11,16 +14,18 @@ from numba import carray
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, take_items
+from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.parallel.tensor_parallel import SingleRank
-from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -140,8 +145,8 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], f
             assert logits is not None
             return logits
 
-    eager = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT)
-    replaying = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, Counting())
+    eager = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT)
+    replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Counting())
     rng = random.Random(5)
     sizes = [1, 2, 64, 7, 1, 32, 2, 63, 1]
     torch.set_num_threads(threads)
@@ -170,7 +175,7 @@ def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerl
         def logits(self, batch: Any, earlier: Tensor | None = None) -> Tensor | None:
             raise AssertionError(batch)
 
-    runner = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, Never())
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Never())
     draw = Draw(SamplingParams(temperature=0.0), [1, 2], 2)
     decode = SequenceStep([1], 3, [0], draw)
     layers: list[int] = []
@@ -189,7 +194,7 @@ def test_without_projections_that_can_be_recorded_all_steps_are_eager(
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     batch = decodes(random.Random(1), 3)
     assert captured.logits(batch) is None
-    runner = ModelRunner(decoder, Sampler(96, CPU), cache, MAX_CONTEXT, captured)
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, captured)
     assert None not in runner.run(batch)
 
 
@@ -218,3 +223,85 @@ def test_inputs_are_those_of_a_layout() -> None:
             assert torch.equal(mine.block_tables[row, :used], expected.block_tables[row, :used])
         assert inputs.token_ids[:size].tolist() == [step.token_ids[0] for step in batch]
         assert mine.num_decodes == size
+
+
+class NoEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Repeating(Recorder):
+    """Its graphs are the functions themselves."""
+
+    def __init__(self) -> None:
+        pass
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    def event(self) -> NoEvent:
+        return NoEvent()
+
+
+@pytest.fixture(scope="module")
+def runners(write_checkpoint: Callable[..., Any]) -> tuple[ModelRunner, ModelRunner, CudaGraphSteps]:
+    """One that runs eagerly and one with graphs, over the same cache; and the latter's graphs."""
+    decoder, cache = make_decoder(write_checkpoint(), CpuBackend())
+    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, 12, Repeating())
+    sampler = Sampler(96)
+    return (
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT),
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, captured),
+        captured,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 12, 13])
+def test_padded_batches_draw_what_eager_ones_do(
+    runners: tuple[ModelRunner, ModelRunner, CudaGraphSteps], count: int
+) -> None:
+    eager, replaying, captured = runners
+    rng = random.Random(count)
+    for _ in range(3):
+        batch = decodes(rng, count)
+        drawn = [token.token_id for token in replaying.run(batch) if token is not None]
+        assert drawn == [token.token_id for token in eager.run(batch) if token is not None]
+    assert (captured.logits(batch) is None) == (count > 12)
+
+
+def test_tokens_that_follow_come_from_the_step_before(
+    runners: tuple[ModelRunner, ModelRunner, CudaGraphSteps],
+) -> None:
+    captured = runners[2]
+    known = decodes(random.Random(0), 7)
+    earlier = torch.tensor([50, 51, 52, 53])
+    follows = [None, 3, None, 1, 0, 1, 2]
+    unknown = [
+        SequenceStep([0] if one is not None else step.token_ids, step.start, step.block_ids, step.draw, one)
+        for step, one in zip(known, follows, strict=True)
+    ]
+    told = [
+        SequenceStep([50 + one] if one is not None else step.token_ids, step.start, step.block_ids, step.draw)
+        for step, one in zip(known, follows, strict=True)
+    ]
+    with torch.inference_mode():
+        logits = captured.logits(unknown, earlier)
+        assert logits is not None
+        expected = logits.clone()
+        again = captured.logits(told)
+        assert again is not None
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 9, 60, 100, 256, 1000])
+def test_every_batch_finds_a_graph_that_is_little_larger(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for count in range(9, largest + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size <= max(count + 7, 1.25 * count)

@@ -16,9 +16,9 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
 from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank
@@ -75,7 +75,7 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     kv_cache = make_kv_cache(
         config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU, model_digest=""
     )
-    sampler = Sampler(config.vocab_size, CPU)
+    sampler = Sampler(config.vocab_size)
     decoder = Decoder(config, weights, backend, SingleRank())
     captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, config.max_position)
     return ModelRunner(decoder, sampler, kv_cache, config.max_position, captured)

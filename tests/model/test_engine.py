@@ -13,7 +13,7 @@ import torch
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import load_engine
-from twostroke.model.runner import DoneStep, LaunchedStep
+from twostroke.model.runner import LaunchedStep
 from twostroke.model.step import Draw, SequenceStep, with_drawn_tokens
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -50,7 +50,7 @@ class FakeRunner:
         if on_layer is not None:
             on_layer(1)
         self.ran.append(batch)
-        return DoneStep([SampledToken(len(self.ran))])
+        return LaunchedStep([SampledToken(len(self.ran))])
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
+from twostroke.model.batch import make_layout
 from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.parallel.tensor_parallel import SingleRank
-from twostroke.model.runner import ModelRunner, make_layout
+from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SampledToken, SamplingParams
 

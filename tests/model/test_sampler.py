@@ -37,10 +37,7 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
 
 
 def make_sampler(kind: str = "numba", vocab_size: int = VOCAB) -> Sampler:
-    sampler = Sampler(vocab_size, CPU)
-    if kind == "torch":
-        sampler._kernels = TorchSampling()
-    return sampler
+    return Sampler(vocab_size, TorchSampling() if kind == "torch" else CpuSampling(vocab_size))
 
 
 def draw(forbidden: tuple[int, ...] = (), history: tuple[int, ...] = HISTORY, **sampling: object) -> Draw:
@@ -317,8 +314,7 @@ def test_the_narrowest_filters_are_greedy_even_among_equals(sampler: Sampler, pa
 def test_top_k_keeps_exactly_k_tokens(sampler: Sampler, top_k: int, equals: bool) -> None:
     vocab, rows = 400, 6000
     row = torch.zeros(vocab) if equals else torch.arange(vocab, 0, -1) / 1e4
-    wide = make_sampler(vocab_size=vocab)
-    wide._kernels = CpuSampling(vocab) if isinstance(sampler._kernels, CpuSampling) else TorchSampling()
+    wide = make_sampler("numba" if isinstance(sampler._kernels, CpuSampling) else "torch", vocab)
     results = wide.sample(row.repeat(rows, 1), [draw(seed=i, top_k=top_k) for i in range(rows)], [0] * rows)
     assert {result.token_id for result in results} == set(range(top_k))
 
@@ -431,7 +427,7 @@ def test_a_cuda_device_draws_the_same_tokens() -> None:
     logits = random_logits(3, len(draws))
     positions = list(range(len(draws)))
     here = make_sampler().sample(logits.clone(), draws, positions)
-    there = Sampler(VOCAB, torch.device("cuda")).sample(logits.cuda(), draws, positions)
+    there = Sampler(VOCAB).sample(logits.cuda(), draws, positions)
     assert [result.token_id for result in here] == [result.token_id for result in there]
     for mine, its in zip(here, there, strict=True):
         assert its.logprob == pytest.approx(mine.logprob, abs=1e-9)

@@ -16,63 +16,13 @@ from typing import Any, cast
 
 import msgspec
 
+from twostroke.protocol import messages
+from twostroke.protocol import rank_messages as ranks
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.messages import (
-    Abort,
-    AskTurn,
-    Awaited,
-    BlocksChanged,
-    BlocksHeld,
-    Cancel,
-    Chunk,
-    Commit,
-    Convicted,
-    Drain,
-    EndTurn,
-    GiveTurn,
-    Grant,
-    Hello,
-    KVHello,
-    KVNotSent,
-    KVWelcome,
-    Message,
-    Offer,
-    Ping,
-    PrefillFailed,
-    Reach,
-    Refuse,
-    ReportBlocks,
-    Run,
-    SendPrefix,
-    StatsFrame,
-    TokenFrame,
-    Verified,
-    Welcome,
-    decode_message,
-    encode_message,
-)
+from twostroke.protocol.messages import Message, decode_message, encode_message
 from twostroke.protocol.network import TcpConnection
-from twostroke.protocol.rank_messages import (
-    AbortTransfer,
-    CommitTransfer,
-    DeclineTransfer,
-    ExpectTransfer,
-    KeepTransfer,
-    OpenTransfer,
-    RankCopy,
-    RankFailed,
-    RankHello,
-    RankLoaded,
-    RankSequence,
-    RankStep,
-    RefuseTransfer,
-    StepEnded,
-    TransferCounts,
-    TransferEnded,
-    TransferReady,
-)
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.protocol.verdicts import Verdict
@@ -85,61 +35,67 @@ _TICKET = Ticket(_ID, "request", _SOURCE, _TARGET, (Address("127.0.0.1", 65535),
 _LAYOUT = KVLayout("0123abcd", "bfloat16", 32, 8, 128, 16, 2)
 _PARAMS: dict[str, str | int] = {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}
 _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))
+_REACH = messages.Reach(("shm", "tcp"), "machine", "cpu")
+_SEQUENCES = ranks.RankSequence((7, 9), 70_000, (1, 2, 3), True), ranks.RankSequence(tuple(range(90)), 0, (5,), False)
 
 CORPUS: tuple[Message, ...] = (
-    Hello(_SOURCE, _TARGET),
-    Hello(_SOURCE, _TARGET, KVHello(_LAYOUT, 1, "int8", Reach(("shm", "tcp"), "machine", "cpu"))),
-    Welcome(_TARGET),
-    Welcome(_TARGET, KVWelcome(_LAYOUT, 0, "tcp", "it joins any two", ("shm: it is elsewhere",), _PARAMS)),
-    Refuse("the layouts differ: größer"),
-    Ping(),
-    TokenFrame((TokenEvent("r", 3, (_TOKEN,), "stop"), TokenEvent("s", 0, (SampledToken(5),), None, "gone"))),
-    TokenFrame(tuple(TokenEvent(f"request-{number}", number, (SampledToken(number),)) for number in range(64))),
-    StatsFrame(WorkerStats(num_running=2, step_seconds=0.25, transfer_bytes=2**40)),
-    KVNotSent("r"),
-    BlocksHeld(b"8 bytes.another.", True, False, 3),
-    BlocksChanged(4, b"8 bytes.", b""),
-    ReportBlocks(),
-    Cancel("r"),
-    Drain(),
-    PrefillFailed("r"),
-    SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
-    Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
-    AskTurn(3),
-    GiveTurn(3),
-    EndTurn(),
-    Offer(_TICKET, 17),
-    Chunk(_ID, 0, (Run(0, 1, 2), Run(31, 0, 70_000)), 2**22),
-    Chunk(_ID, 2**20, tuple(Run(layer, 0, 300) for layer in range(32)), 2**33),
-    Commit(_ID, 9, _TOKEN),
-    Commit(_ID, 0, None),
-    Grant(_ID, 4096),
-    Awaited(_ID),
-    Verified(_ID),
-    Abort(_ID, "reason"),
-    RankHello(_SOURCE, 3),
-    RankLoaded(Address("127.0.0.1", 65535)),
-    RankFailed("no memory"),
-    RankStep((RankSequence((7, 9), 70_000, (1, 2, 3), True), RankSequence(tuple(range(90)), 0, (5,), False)), True),
-    RankStep((), False, (RankCopy(True, (70_000, 5), (0, 300)), RankCopy(False, (1,), (2,)))),
-    StepEnded(),
-    OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
-    TransferReady(3, 17),
-    CommitTransfer(3, _TOKEN),
-    DeclineTransfer(_TICKET, "nothing is cached"),
-    ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
-    KeepTransfer(_TICKET),
-    RefuseTransfer(_TICKET),
-    AbortTransfer(4, "reason"),
-    TransferEnded(4, None, _TOKEN, TransferCounts(2**40, 1, 2, 3)),
-    TransferEnded(3, "the peer is gone", None, TransferCounts()),
+    messages.Hello(_SOURCE, _TARGET),
+    messages.Hello(
+        _SOURCE, _TARGET, messages.KVHello(_LAYOUT, 1, "int8", messages.Reach(("shm", "tcp"), "machine", "cpu"))
+    ),
+    messages.Welcome(_TARGET),
+    messages.Welcome(_TARGET, messages.KVWelcome(_LAYOUT, 0, "tcp", "it joins any", ("shm: elsewhere",), _PARAMS)),
+    messages.Refuse("the layouts differ: größer"),
+    messages.Ping(),
+    messages.TokenFrame((TokenEvent("r", 3, (_TOKEN,), "stop"), TokenEvent("s", 0, (SampledToken(5),), None, "gone"))),
+    messages.TokenFrame(tuple(TokenEvent(f"request-{i}", i, (SampledToken(i),)) for i in range(64))),
+    messages.StatsFrame(WorkerStats(num_running=2, step_seconds=0.25, transfer_bytes=2**40)),
+    messages.KVNotSent("r"),
+    messages.BlocksHeld(b"8 bytes.another.", True, False, 3),
+    messages.BlocksChanged(4, b"8 bytes.", b""),
+    messages.ReportBlocks(),
+    messages.Cancel("r"),
+    messages.Drain(),
+    messages.PrefillFailed("r"),
+    messages.SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
+    messages.Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
+    messages.AskTurn(3),
+    messages.GiveTurn(3),
+    messages.EndTurn(),
+    messages.Offer(_TICKET, 17),
+    messages.Chunk(_ID, 0, (messages.Run(0, 1, 2), messages.Run(31, 0, 70_000)), 2**22),
+    messages.Chunk(_ID, 2**20, tuple(messages.Run(layer, 0, 300) for layer in range(32)), 2**33),
+    messages.Commit(_ID, 9, _TOKEN),
+    messages.Commit(_ID, 0, None),
+    messages.Grant(_ID, 4096),
+    messages.Awaited(_ID),
+    messages.Verified(_ID),
+    messages.Abort(_ID, "reason"),
+    ranks.RankHello(_SOURCE, 3),
+    ranks.RankLoaded(Address("127.0.0.1", 65535)),
+    ranks.RankFailed("no memory"),
+    ranks.RankStep(
+        (ranks.RankSequence((7, 9), 70_000, (1, 2, 3), True), ranks.RankSequence(tuple(range(90)), 0, (5,), False)),
+        True,
+    ),
+    ranks.RankStep((), False, (ranks.RankCopy(True, (70_000, 5), (0, 300)), ranks.RankCopy(False, (1,), (2,)))),
+    ranks.StepEnded(),
+    ranks.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
+    ranks.TransferReady(3, 17),
+    ranks.CommitTransfer(3, _TOKEN),
+    ranks.DeclineTransfer(_TICKET, "nothing is cached"),
+    ranks.ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
+    ranks.KeepTransfer(_TICKET),
+    ranks.RefuseTransfer(_TICKET),
+    ranks.AbortTransfer(4, "reason"),
+    ranks.TransferEnded(4, None, _TOKEN, ranks.TransferCounts(2**40, 1, 2)),
+    ranks.TransferEnded(3, "the peer is gone", None, ranks.TransferCounts()),
 )
 _PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 _TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))
 _HELLOS = b"2STROKE1" + bytes(16), b"2STROKE1" + b"\xff" * 16
 
-# msgpack's ways to announce more than follows: arrays, maps, strings, bytes and extensions of 16 and 32 bits.
-_COUNTS = b"\xdc\xdd\xde\xdf\xda\xdb\xc5\xc6\xc8\xc9"
+# msgpack's ways to announce more than follows: arrays, maps, strings, bytes and extensions of 32 bits.
 _COUNT_32 = b"\xdd\xdf\xdb\xc6\xc9"
 
 

@@ -128,28 +128,20 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
     run_virtually(main())
 
 
-def test_a_router_that_asks_is_told_all_names_in_pieces_and_one_that_does_not_none():
+def test_a_router_that_asks_is_told_all_names_in_pieces_each_time_and_one_that_does_not_none():
     async def script(scene: Scene) -> None:
-        cache(scene.pool, *range(NUM_BLOCKS))
         router, other = await scene.connect(), await scene.connect("router-1")
         router.ask()
         await asyncio.sleep(0.2)
-        assert router.names == set(range(NUM_BLOCKS)) == scene.truth()
-        assert (router.pieces, router.is_whole) == (5, True)
-        cache(scene.pool, 100)
+        assert (router.names, router.pieces, router.is_whole) == (set(), 2, True)  # the cache is empty
+        cache(scene.pool, *range(NUM_BLOCKS))
         await asyncio.sleep(0.2)
-        assert router.names == scene.truth()
-        assert (other.pieces, other.changes) == (0, 0)
-
-    play(script)
-
-
-def test_of_an_empty_cache_it_is_told_that_it_is_empty():
-    async def script(scene: Scene) -> None:
-        router = await scene.connect()
+        assert router.names == set(range(NUM_BLOCKS)) == scene.truth()
+        pieces, router.names = router.pieces, {999}
         router.ask()
         await asyncio.sleep(0.2)
-        assert (router.names, router.pieces, router.is_whole) == (set(), 2, True)
+        assert (router.names, router.pieces - pieces, router.is_whole) == (scene.truth(), 5, True)
+        assert (other.pieces, other.changes) == (0, 0)
 
     play(script)
 
@@ -215,20 +207,6 @@ def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is_told(
             assert router.is_whole
             assert router.gaps == 0
             assert router.names == scene.truth()
-
-    play(script)
-
-
-def test_a_router_that_asks_again_is_told_from_the_beginning():
-    async def script(scene: Scene) -> None:
-        cache(scene.pool, *range(NUM_BLOCKS))
-        router = await scene.connect()
-        router.ask()
-        await asyncio.sleep(0.1)
-        router.names = {999}
-        router.ask()
-        await asyncio.sleep(0.1)
-        assert router.names == scene.truth()
 
     play(script)
 

@@ -13,6 +13,7 @@ import torch
 from twostroke.kvtransfer.link import DataLink
 from twostroke.kvtransfer.rules.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports.shm import ShmTransport
+from twostroke.model.architectures.llama import decoder_spec
 from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
 
@@ -33,6 +34,7 @@ def make_cache(
         max_position=64,
         rms_norm_eps=1e-5,
         rope=RopeConfig(),
+        spec=decoder_spec(),
     )
     cache = make_kv_cache(
         config,

@@ -52,6 +52,7 @@ from twostroke.router.channels.worker_channel import TokenChannelConfig
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
+from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.observe.scaling import never_scaled
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -419,8 +420,8 @@ def site_of(fleet_of, tokenizer):
                 tenants=tenants,
                 scaling=scaling,
             )
-            app = build_app()
-            app.state.service = service
+            doctor = Doctor(fleet=rig.fleet, stats=rig.channels.stats, secret=SECRET, expected=dict)
+            app = build_app(service, doctor)
             await service.start()
             transport = httpx.ASGITransport(app, raise_app_exceptions=True)
             try:

@@ -7,8 +7,8 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from twostroke.router.http.scrape import RouterReading, exposition
 from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scrape import RouterReading, exposition
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.policy import Path
 

@@ -1,8 +1,8 @@
 """What a router passes on of the autoscaler's decisions."""
 
-from twostroke.router.http.scrape import RouterReading, exposition
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import RoleScaling, Scaling, ScalingCollector, scaling_status
+from twostroke.router.observe.scrape import RouterReading, exposition
 
 SCALING = Scaling(
     policy="joint",

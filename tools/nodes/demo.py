@@ -20,9 +20,8 @@ from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError
-from twostroke.tools.nodes import machines as isolated
 from twostroke.tools.nodes.load import Answer, Request, SteadyLoad, Verdict, ask
-from twostroke.tools.nodes.machines import LoopbackMachines, Machines
+from twostroke.tools.nodes.machines import IsolatedMachine, IsolatedMachines, LoopbackMachines, Machines, why_not
 from twostroke.tools.nodes.ray_nodes import Node, NodeFailed, RayNodes
 from twostroke.tools.nodes.site import Site, Worker, WorkerRole, node_for, settings
 
@@ -77,9 +76,9 @@ def choose_machines(asked: Literal["namespaces", "loopback"] | None) -> Machines
     """Raises ConfigError for namespaces that can't be had."""
     if asked == "loopback":
         return LoopbackMachines()
-    obstacle = isolated.why_not()
+    obstacle = why_not()
     if obstacle is None:
-        return isolated.IsolatedMachines()
+        return IsolatedMachines()
     if asked == "namespaces":
         raise ConfigError(f"--machines namespaces: {obstacle}")
     return LoopbackMachines()
@@ -143,7 +142,7 @@ class _Demo:
         node = next(node for node in nodes if node.address == worker.node)
         what = "Cutting the cable of" if self._arguments.unplug else "Killing every process of"
         self._say(f"{what} the node {node.address}: {role} worker {worker.worker_id}, {worker.num_running} running ...")
-        if self._arguments.unplug and isinstance(node.machine, isolated.IsolatedMachine):
+        if self._arguments.unplug and isinstance(node.machine, IsolatedMachine):
             node.machine.unplug()
         else:
             node.machine.kill()

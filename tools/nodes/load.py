@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from twostroke.benchmarks.overload import at_their_moments
-from twostroke.benchmarks.serving import stream_completion
-from twostroke.loadtests.generator.answers import read_stream
-from twostroke.loadtests.generator.http_stream import completion_body
+from twostroke.benchmarks.clients import completion_body, send_at_moments, stream_completion
+from twostroke.loadtests.generator.http_stream import read_stream
 
 _FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 300, 700  # ordinary tokens in any vocabulary
 
@@ -105,7 +103,7 @@ class SteadyLoad:
     def _send(self) -> None:
         moments = (number / self._rate for number in itertools.count())
         until = itertools.takewhile(lambda _: not self._ending.is_set(), moments)
-        self._answers = asyncio.run(at_their_moments(until, self._ask))
+        self._answers = asyncio.run(send_at_moments(until, self._ask))
 
     async def _ask(self, number: int, _: float) -> Answer:
         return await _ask(self._url, self._request, number % self._request.num_prompts)

@@ -1,14 +1,13 @@
 """What a node runs on: a stand-in for a machine, with an address and processes of its own, that can die at once.
 
-Machines in namespaces: each has its own network, with an address on a bridge, and its own process ids. Needs root.
+In namespaces each has its own network, with an address on a bridge, and its own process ids. That needs root. Nothing
+there has a name that could be left behind: the bridge is in a network namespace that this process enters, and the
+machines' are those of their first process, which ends when its standard input does. So whichever way this process ends,
+the kernel ends the machines' processes, and takes the bridge and all interfaces down with the last of them.
 
-Nothing here has a name that could be left behind. The bridge is in a network namespace that this process enters, and
-the machines' are those of their first process, which ends when its standard input does. So whichever way this process
-ends, the kernel ends the machines' processes, and takes the bridge and all interfaces down with the last of them.
-
-Machines that are only processes: each has an address of 127.0.0.0/8, and shares all else. Needs no rights.
-
-Ports are shared, so Serve's proxy can run on one of them only; and so is memory, which workers would use between them.
+On the loopback interface machines are only processes: each has an address of 127.0.0.0/8, and shares all else. That
+needs no rights. Ports are shared, so Serve's proxy can run on one of them only; and so is memory, which workers would
+use between them.
 """
 
 import contextlib
@@ -18,41 +17,72 @@ import shutil
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from twostroke.cluster.local.processes import descendants
 
 
-class Machine(Protocol):
-    """Two kinds: in namespaces of its own (isolated.py), or a few processes on the loopback interface (loopback.py)."""
+class Machine(ABC):
+    """Two kinds: in namespaces of its own, or a few processes on the loopback interface."""
 
-    @property
-    def address(self) -> str:
-        """Its IP address, which the other machines and this process reach."""
+    def __init__(self, address: str):
+        """`address`: its IP address, which the other machines and this process reach."""
+        self.address = address
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
         """Start a process there; what it says goes to the end of `log`. It ends with its machine, or with us."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*self._inside(), *command],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is for us alone
+            )
+        self._started.append(process)
+        return process
 
+    @abstractmethod
+    def _inside(self) -> list[str]:
+        """The beginning of a command that has it run there."""
+
+    @abstractmethod
     def kill(self) -> None:
         """End all of its processes at once, as a power cut would. Returns when none is left. May be called again."""
 
 
-class Machines(Protocol):
+class Machines(ABC):
     """Where machines come from; a context manager that leaves none of them behind."""
 
-    @property
-    def has_own_ports(self) -> bool:
-        """Whether each machine has all ports for itself, so that every one can have Serve's proxy on the same."""
+    has_own_ports: bool
+    """Whether each machine has all ports for itself, so that every one can have Serve's proxy on the same."""
+
+    def __init__(self) -> None:
+        self._machines: list[Machine] = []
+
+    def __enter__(self) -> "Machines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self._machines:
+            machine.kill()
 
     def add(self) -> Machine:
-        """A new machine, with an address that none had before."""
+        """A new machine, with an address that none had before. Raises OSError where the kernel refuses, or there are
+        no addresses left."""
+        number = len(self._machines) + 1
+        if number > _MOST_MACHINES:
+            raise OSError(f"no more than {_MOST_MACHINES} machines")
+        self._machines.append(machine := self._make(number))
+        return machine
 
-    def __enter__(self) -> "Machines": ...
-
-    def __exit__(self, *_: object) -> None: ...
+    @abstractmethod
+    def _make(self, number: int) -> Machine: ...
 
 
 _CLONE_NEWNET = 0x40000000
@@ -78,13 +108,12 @@ def why_not() -> str | None:
     return None
 
 
-class IsolatedMachine:
-    """Implements Machine."""
+class IsolatedMachine(Machine):
+    """In namespaces of its own."""
 
-    def __init__(self, address: str, number: int):
+    def __init__(self, number: int):
         """Raises OSError where the kernel refuses."""
-        self._address = address
-        self._started: list[subprocess.Popen[bytes]] = []
+        super().__init__(f"{_PREFIX}{number}")
         # The pipe to it is closed with this process, and not inherited by others. Then `cat` ends, and with it, as
         # the first process of its process namespace, all that run there.
         self._unshare = subprocess.Popen(
@@ -102,26 +131,10 @@ class IsolatedMachine:
             self.kill()
             raise
 
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
-        """As Machine.start."""
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [*self._entered("--pid", "--mount"), *command],
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a terminal's Ctrl-C is for us alone
-            )
-        self._started.append(process)
-        return process
+    def _inside(self) -> list[str]:
+        return self._entered("--pid", "--mount")
 
     def kill(self) -> None:
-        """As Machine.kill."""
         for pipe in (self._unshare.stdin, self._unshare.stdout):
             assert pipe is not None  # asked for above
             pipe.close()
@@ -138,20 +151,20 @@ class IsolatedMachine:
         _run(["ip", "link", "set", f"node{number}", "master", _BRIDGE, "up"])
         inside = self._entered()
         _run([*inside, "ip", "link", "set", "lo", "up"])
-        _run([*inside, "ip", "address", "add", f"{self._address}/24", "dev", "eth0"])
+        _run([*inside, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
         _run([*inside, "ip", "link", "set", "eth0", "up"])
 
     def _entered(self, *kinds: str) -> list[str]:
         return ["nsenter", f"--target={self._first}", "--net", *kinds]
 
 
-class IsolatedMachines:
-    """Implements Machines. Inside of the context this thread, and what it starts, are in the machines' network."""
+class IsolatedMachines(Machines):
+    """Inside of the context this thread, and what it starts, are in the machines' network."""
 
     has_own_ports = True
 
     def __init__(self) -> None:
-        self._machines: list[IsolatedMachine] = []
+        super().__init__()
         self._leaving = ExitStack()
 
     def __enter__(self) -> "IsolatedMachines":
@@ -173,17 +186,10 @@ class IsolatedMachines:
 
     def __exit__(self, *_: object) -> None:
         with self._leaving:
-            for machine in self._machines:
-                machine.kill()
+            super().__exit__()
 
-    def add(self) -> Machine:
-        """As Machines.add. Raises OSError where the kernel refuses, or there are no addresses left."""
-        number = len(self._machines) + 1
-        if number > _MOST_MACHINES:
-            raise OSError(f"no more than {_MOST_MACHINES} machines")
-        machine = IsolatedMachine(f"{_PREFIX}{number}", number)
-        self._machines.append(machine)
-        return machine
+    def _make(self, number: int) -> Machine:
+        return IsolatedMachine(number)
 
 
 def _run(command: Sequence[str]) -> None:
@@ -203,66 +209,33 @@ def _system_call(name: str, *arguments: int) -> None:
 _LOOPBACK_PREFIX = "127.0.77."
 
 
-class LoopbackMachine:
-    """Implements Machine. What its processes start must stay below them, or end with them, as Ray's do."""
+class LoopbackMachine(Machine):
+    """What its processes start must stay below them, or end with them, as Ray's do."""
 
-    def __init__(self, address: str):
-        self._address = address
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
-        """As Machine.start."""
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "TERM", *command],  # on which `ray start --block` ends what it has started
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self._processes.append(process)
-        return process
+    def _inside(self) -> list[str]:
+        return ["setpriv", "--pdeathsig", "TERM"]  # on which `ray start --block` ends what it has started
 
     def kill(self) -> None:
-        """As Machine.kill."""
         stopped: list[int] = []
-        for process in self._processes:
+        for process in self._started:
             if process.poll() is None:
                 stopped += _stopped_tree(process.pid)
         for pid in stopped:
             _send(pid, signal.SIGKILL)
-        for process in self._processes:
+        for process in self._started:
             process.wait()
-        self._processes.clear()
+        self._started.clear()
         while any(_runs(pid) for pid in stopped):
             time.sleep(0.01)
 
 
-class LoopbackMachines:
-    """Implements Machines."""
+class LoopbackMachines(Machines):
+    """Of which there are as many as addresses."""
 
     has_own_ports = False
 
-    def __init__(self) -> None:
-        self._machines: list[LoopbackMachine] = []
-
-    def __enter__(self) -> "LoopbackMachines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for machine in self._machines:
-            machine.kill()
-
-    def add(self) -> Machine:
-        """As Machines.add."""
-        machine = LoopbackMachine(f"{_LOOPBACK_PREFIX}{len(self._machines) + 1}")
-        self._machines.append(machine)
-        return machine
+    def _make(self, number: int) -> Machine:
+        return LoopbackMachine(f"{_LOOPBACK_PREFIX}{number}")
 
 
 def _stopped_tree(root: int) -> list[int]:

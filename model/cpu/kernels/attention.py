@@ -6,7 +6,7 @@ In bf16, where the CPU has the instructions and the shape fits, cpu_decode does 
 few pairs for the cores, their contexts are shared in segments (cpu_segments).
 Prefill chunks, sequence by sequence: flash attention, ours in bf16 where the CPU has the instructions (cpu_prefill),
 else torch's over a gathered context.
-Reference: model/cpu/reference.py.
+Reference: model/reference.py.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from numba import carray
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import BatchLayout
+from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import decode as cpu_decode
 from twostroke.model.cpu.kernels import decode as cpu_segments
 from twostroke.model.cpu.kernels import floats as cpu_dot

@@ -2,7 +2,7 @@
 all query heads of a KV head together, so that every key and value is read from memory once. Where there are enough
 sequences, a thread takes all KV heads of one and reads whole blocks.
 
-Reference: model/cpu/reference.py.
+Reference: model/reference.py.
 
 Decode attention in segments of the context, so that few long sequences can be shared by many cores (flash-decoding,
 Dao et al. 2023).

@@ -1,13 +1,13 @@
 """Norms, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
 
-Every kernel exists for fp32 and for bf16. Reference: model/cpu/reference.py.
+Every kernel exists for fp32 and for bf16. Reference: model/reference.py.
 """
 
 import numpy as np
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.backend import BatchLayout
+from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels.floats import exponential, store, widen
 from twostroke.model.cpu.kernels.launch import (
     KernelPair,

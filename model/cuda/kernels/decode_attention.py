@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision, padded_head, power_of_two
-from twostroke.model.cuda.kernels.prefill_attention import attend_tile, paged_attention_reference
+from twostroke.model.cuda.kernels.prefill_attention import attend_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,6 @@ def _num_segments(programs: int, at_once: int, useful: int) -> int:
     times = {segments: math.ceil(programs * segments / at_once) / segments for segments in candidates}
     enough = min(times.values()) * _NEARLY
     return next(segments for segments, time in times.items() if time <= enough)
-
-
-def decode_attention_reference(q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:
-    """`paged_attention_reference` with one query a sequence: q [B, H, D] -> [B, H * D]; zeros for an empty context."""
-    query_starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return paged_attention_reference(q, kv_layer, query_starts, context_lens, block_tables)
 
 
 @triton.jit
@@ -204,7 +198,7 @@ def merge_segments_kernel(
 def decode_attention(
     q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor, config: DecodeConfig
 ) -> None:
-    """`decode_attention_reference` on the GPU, written to out [B, H * D].
+    """As in model/reference.py, written to out [B, H * D].
 
     q [B, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; context_lens int32 [B] count the query's own token; entries
     of block_tables int32 [B, any] past a context are not read.

@@ -21,18 +21,6 @@ _WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
 _MOST_WARPS = 16
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight in fp32, rounded once (Zhang & Sennrich 2019)."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-
-
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual): the sum is rounded to x's dtype, and the norm taken of what is kept."""
-    total = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm_reference(total, weight, eps), total
-
-
 @triton.jit
 def rms_norm_kernel(
     x,
@@ -67,7 +55,7 @@ def _warps(padded: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm_reference` on the GPU. x [T, hidden] with contiguous rows; a new tensor is returned."""
+    """As in model/reference.py. x [T, hidden] with contiguous rows; a new tensor is returned."""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     padded = power_of_two(hidden)
@@ -80,7 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_reference` on the GPU, in place: x becomes the norm and residual the sum; both are returned."""
+    """As in model/reference.py, in place: x becomes the norm and residual the sum; both are returned."""
     rows, hidden = x.shape
     padded = power_of_two(hidden)
     if rows:
@@ -93,12 +81,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 _BLOCK = 1024  # columns a program: 8 an element lane at 4 warps, one 16-byte access of a 16-bit type
 _SILU_MUL_WARPS = 4
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], gate first -> silu(gate) * up [T, I] in fp32, rounded once (Shazeer 2020)."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 @triton.jit
@@ -116,7 +98,7 @@ def silu_mul_kernel(gate_up, out, stride, out_stride, WIDTH: tl.constexpr, BLOCK
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul_reference` on the GPU. gate_up [T, 2 I] with contiguous rows."""
+    """As in model/reference.py. gate_up [T, 2 I] with contiguous rows."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -128,30 +110,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 _ELEMENTS = 1024  # of one program's tile: 8 a lane at 4 warps
 _ROPE_KV_WARPS = 4
-
-
-def rope_reference(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [T, heads, D] rotated by its positions [T], in the half-split form of Llama checkpoints (Su et al. 2021).
-
-    cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin. Computed in fp32, rounded once to x's dtype.
-    """
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def rope_and_write_kv_reference(
-    qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor
-) -> Tensor:
-    """As `rope_and_write_kv`, in torch."""
-    _, _, groups, block_size, dim = kv_layer.shape
-    heads = qkv.shape[1] // dim - 2 * groups
-    q, k, v = qkv.view(-1, heads + 2 * groups, dim).split((heads, groups, groups), dim=1)
-    kept = slots >= 0
-    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    kv_layer[blocks, 0, :, offsets] = rope_reference(k, positions, cos_sin)[kept]
-    kv_layer[blocks, 1, :, offsets] = v[kept]
-    return rope_reference(q, positions, cos_sin)
 
 
 @triton.jit

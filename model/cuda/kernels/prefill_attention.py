@@ -70,32 +70,6 @@ def prefill_config(
     raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
 
 
-def paged_attention_reference(
-    q: Tensor, kv_layer: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor
-) -> Tensor:
-    """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
-
-    q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
-    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context are read.
-    """
-    _, heads, dim = q.shape
-    groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
-    out = torch.zeros_like(q)
-    starts = query_starts.tolist()
-    for sequence, context_len in enumerate(context_lens.tolist()):
-        start, end = starts[sequence], starts[sequence + 1]
-        if context_len == 0 or start == end:
-            continue
-        keys = torch.arange(context_len, device=q.device)
-        blocks = block_tables[sequence, keys // block_size].long()
-        k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) / math.sqrt(dim)
-        visible = keys <= torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
-    return out.flatten(1)
-
-
 @triton.jit
 def cached_kv_offsets(
     block_table,
@@ -273,7 +247,7 @@ def prefill_attention(
     out: Tensor,
     config: PrefillConfig,
 ) -> None:
-    """`paged_attention_reference` on the GPU, written to out [T, H * D].
+    """`paged_attention` of model/reference.py, written to out [T, H * D].
 
     q [T, H, D] and out are the whole batch's: `query_starts` int32 [B + 1] count from their first rows, and rows
     outside are not touched. context_lens int32 [B] count this step's own tokens, whose KV is in the cache by now;

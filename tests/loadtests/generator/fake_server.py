@@ -6,9 +6,9 @@ from typing import Any
 
 from tests.loadtests.generator.scripted_server import HEAD, end, event, token_event
 from tests.loadtests.generator.virtual_crew import VirtualCrew
-from twostroke.loadtests.generator.conversation import Line
+from twostroke.loadtests.generator.dispatcher import Line
 from twostroke.loadtests.generator.http_stream import Exchange
-from twostroke.loadtests.records import Record
+from twostroke.loadtests.run_folder import Record
 
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
 

@@ -16,7 +16,7 @@ class ScriptedServer:
     """`answer` makes the raw pieces of a response out of a request's body; each is flushed by itself."""
 
     answer: Callable[[dict[str, Any]], Sequence[bytes]]
-    base_url: str = ""
+    url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     written_at: list[float] = field(default_factory=list)  # of each piece, by the client's clock
     open_now: int = 0
@@ -42,7 +42,7 @@ async def scripted_server(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -
     """Serves on a free port while the context lasts."""
     script = ScriptedServer(answer)
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
-    script.base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         yield script
 

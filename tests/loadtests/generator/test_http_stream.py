@@ -1,4 +1,4 @@
-"""Requests over real sockets. Without gevent's patching they just block, so each has a thread."""
+"""Requests over real sockets, the events in the bytes that come back, however cut, and what an answer says."""
 
 import asyncio
 import itertools
@@ -7,10 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.loadtests.generator.scripted_server import HEAD, end, scripted_server, token_event
+from tests.loadtests.generator.fake_server import REFUSAL, delta_event
+from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, scripted_server, token_event
 from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.answers import StreamedAnswer, read_stream
-from twostroke.loadtests.generator.http_stream import Endpoint, Exchange, endpoint_of, stream
+from twostroke.loadtests.generator.http_stream import (
+    PIECES_AT_ONCE,
+    BadResponse,
+    Endpoint,
+    Event,
+    Exchange,
+    StreamedAnswer,
+    Usage,
+    endpoint_of,
+    events_of,
+    read_stream,
+    response_of,
+    stream,
+)
 
 
 async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[Exchange, StreamedAnswer]:
@@ -23,7 +36,7 @@ async def sent(endpoint: Endpoint, limit_s: float = 10.0, **more: Any) -> tuple[
 async def test_each_piece_has_the_moment_at_which_it_came() -> None:
     ticks = itertools.count(1.0)
     async with scripted_server(lambda _: [HEAD, token_event("a"), token_event("b", "length") + end(1, 2)]) as server:
-        exchange, answer = await sent(endpoint_of(server.base_url.removesuffix("/v1")), clock=lambda: next(ticks))
+        exchange, answer = await sent(endpoint_of(server.url), clock=lambda: next(ticks))
     assert exchange.sent_at == 1.0
     times = [at for at, _ in exchange.arrivals]
     assert times == [2.0 + number for number in range(len(times))]
@@ -37,14 +50,14 @@ async def test_of_several_addresses_of_a_name_one_that_answers_is_taken(monkeypa
 
     async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
         monkeypatch.setattr(socket, "getaddrinfo", addresses)
-        endpoint = endpoint_of(server.base_url.replace("127.0.0.1", "both"))
+        endpoint = endpoint_of(server.url.replace("127.0.0.1", "both"))
     assert endpoint.address[0] == "127.0.0.1"
-    assert endpoint_of(server.base_url).address[0] == "127.0.0.2"  # none answers any more
+    assert endpoint_of(server.url).address[0] == "127.0.0.2"  # none answers any more
 
 
 async def test_a_server_may_live_under_a_path() -> None:
     async with scripted_server(lambda _: [HEAD + token_event("a", "length") + end(1, 1)]) as server:
-        _, answer = await sent(endpoint_of(server.base_url.replace("/v1", "/models/small/")))
+        _, answer = await sent(endpoint_of(server.url + "/models/small/"))
     assert answer.status == "ok"
     assert server.bodies[0]["path"] == "/models/small/v1/completions"
 
@@ -59,7 +72,7 @@ async def test_no_connection_is_a_failure_with_its_reason() -> None:
 async def test_an_answer_that_trickles_beyond_the_limit_is_given_up() -> None:
     moments = iter([0.0])  # when it is sent; whatever comes, comes too late
     async with scripted_server(lambda _: [HEAD, token_event("a"), token_event("b")]) as server:
-        exchange, answer = await sent(endpoint_of(server.base_url), clock=lambda: next(moments, 10.0))
+        exchange, answer = await sent(endpoint_of(server.url), clock=lambda: next(moments, 10.0))
     assert (answer.status, answer.error) == ("failed", "no whole answer within 10 s")
     assert len(exchange.arrivals) == 1
 
@@ -89,3 +102,146 @@ def test_an_https_server_is_spoken_to_by_tls() -> None:
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(LoadTestError, match="url"):
         endpoint_of(url)
+
+
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def events(pieces: list[tuple[float, bytes]]) -> list[Event]:
+    _, body = response_of(pieces)
+    return list(events_of(body))
+
+
+def test_an_event_has_come_when_its_last_byte_has() -> None:
+    pieces = [(1.0, PLAIN + b"data: a\n"), (2.0, b"\ndata: "), (3.0, b"b\n\ndata: c\n\n")]
+    assert events(pieces) == [Event(2.0, b"a"), Event(3.0, b"b"), Event(3.0, b"c")]
+
+
+def test_bytes_that_come_one_by_one_make_the_same_events() -> None:
+    raw = HEAD + chunk(b"data: a\n\nda") + chunk(b"ta: b\r\n\r\n") + b"0\r\n\r\n"
+    together = events([(1.0, raw)])
+    apart = events([(float(index), raw[index : index + 1]) for index in range(len(raw))])
+    assert [event.data for event in apart] == [event.data for event in together] == [b"a", b"b"]
+    assert apart[0].at == raw.index(b"\n\nda") + 1
+    assert apart[1].at == raw.index(b"\r\n\r\n", len(HEAD)) + 3
+
+
+def test_a_chunks_length_in_the_middle_of_an_event_is_no_part_of_it() -> None:
+    pieces = [(1.0, HEAD + chunk(b'data: {"te')), (2.0, chunk(b'xt":1}\n\n') + b"0\r\n\r\n")]
+    assert events(pieces) == [Event(2.0, b'{"text":1}')]
+
+
+def test_what_comes_after_the_last_chunk_is_ignored() -> None:
+    assert events([(1.0, HEAD + chunk(b"data: a\n\n") + b"0\r\nX: y\r\n\r\n")]) == [Event(1.0, b"a")]
+
+
+def test_comments_and_other_fields_are_skipped_and_lines_of_data_joined() -> None:
+    body = b": ping\n\nevent: token\nid: 7\ndata: a\ndata:b\n\n"
+    assert events([(1.0, PLAIN + body)]) == [Event(1.0, b"a\nb")]
+
+
+def test_an_event_that_is_cut_off_is_none() -> None:
+    assert events([(1.0, PLAIN + b"data: a\n\ndata: b\n")]) == [Event(1.0, b"a")]
+
+
+@pytest.mark.parametrize("pieces", [[], [(1.0, b"HTTP/1.1 200 OK\r\n")], [(1.0, HEAD + b"zz\r\nabc")]])
+def test_what_is_no_http_response_is_bad(pieces: list[tuple[float, bytes]]) -> None:
+    with pytest.raises(BadResponse):
+        events(pieces)
+
+
+HEAD_WITH_ID = HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: r7\r\n\r\n")
+
+
+def came(*pieces: tuple[float, bytes], head: bytes = HEAD_WITH_ID, broken: str | None = None) -> Exchange:
+    return Exchange(10.0, [(10.0, head), *pieces], broken)
+
+
+def test_a_whole_answer() -> None:
+    usage = {
+        "prompt_tokens": 7,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "stages": [{"prefill_s": 0.25}],
+    }
+    last = event({"choices": [], "usage": usage}) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    answer = read_stream(came((11.0, token_event("a")), (12.5, token_event("b", "length") + last)))
+    assert (answer.status, answer.error, answer.http_status, answer.request_id) == ("ok", None, 200, "r7")
+    assert (answer.token_times, answer.text) == ([11.0, 12.5], "ab")
+    assert (answer.usage.completion_tokens, answer.usage.cached_tokens) == (2, 4)
+    assert answer.usage.choice_stages == {"prefill_s": 0.25}
+
+
+def test_the_first_time_is_that_of_the_first_text_and_later_tokens_without_text_count() -> None:
+    role = event({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+    pieces = ((11.0, role), (12.0, delta_event("a")), (13.0, delta_event("")), (14.0, delta_event("b", "stop")))
+    answer = read_stream(came(*pieces, (15.0, delta_event("", "stop") + end(7, 3))))
+    assert answer.token_times == [12.0, 13.0, 14.0]
+    assert answer.text == "ab"
+
+
+def test_what_a_model_thinks_is_text() -> None:
+    thought = event({"choices": [{"delta": {"reasoning_content": "hm"}, "finish_reason": None}]})
+    assert read_stream(came((11.0, thought), (12.0, delta_event("a", "stop") + end(7, 2)))).token_times == [11.0, 12.0]
+
+
+def test_an_answer_without_any_text_has_its_end_as_its_only_time() -> None:
+    answer = read_stream(came((11.0, token_event("")), (12.0, token_event("", "length") + end(7, 2))))
+    assert (answer.status, answer.token_times) == ("ok", [12.0])
+
+
+def test_nulls_are_as_what_is_not_there() -> None:
+    nulls = event({"choices": None, "usage": None, "error": None})
+    answer = read_stream(came((11.0, token_event("a", "stop") + nulls + end(7, 1))))
+    assert (answer.status, answer.text) == ("ok", "a")
+
+
+def test_a_server_may_tell_no_usage() -> None:
+    answer = read_stream(came((11.0, token_event("a", "stop") + chunk(b"data: [DONE]\n\n"))))
+    assert (answer.status, answer.usage) == ("ok", Usage())
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(429, "refused"), (503, "refused"), (500, "failed"), (400, "failed")])
+def test_a_status_says_whether_the_server_would_not_or_could_not(status: int, verdict: str) -> None:
+    answer = read_stream(Exchange(10.0, [(10.0, REFUSAL.replace(b"429", str(status).encode()))]))
+    assert (answer.status, answer.http_status) == (verdict, status)
+    assert answer.error == f"{status} Too Many Requests: full"
+
+
+@pytest.mark.parametrize(
+    ("last", "broken", "fault"),
+    [
+        (b"", None, "the stream has no end"),
+        (b"", "the connection broke: reset by peer", "reset by peer"),
+        (event({"error": {"message": "worker\nlost"}}), None, "worker"),
+        (chunk(b"data: {broken\n\n"), None, "no chunk"),
+        (chunk(b"data: \xff\n\n"), None, "no chunk"),
+        (
+            event({"choices": "none"}),
+            None,
+            "no chunk of an answer (Expected `array | null`, got `str` - at `$.choices`",
+        ),
+        (event({"choices": [{"delta": {"content": ["a"]}}]}), None, "no chunk"),
+        (event({"usage": {"completion_tokens": "two"}}), None, "no chunk"),
+        (b"-5\r\nhello\r\n", None, "no length"),
+    ],
+)
+def test_an_answer_that_breaks_keeps_what_had_come(last: bytes, broken: str | None, fault: str) -> None:
+    answer = read_stream(came((11.0, token_event("a")), (12.0, last), broken=broken))
+    assert answer.status == "failed"
+    assert (answer.token_times, answer.text) == ([11.0], "a")
+    assert answer.error is not None
+    assert fault in answer.error
+    assert "\n" not in answer.error
+
+
+def test_no_answer_at_all_has_the_reason() -> None:
+    answer = read_stream(Exchange(10.0, [], "no connection: Connection refused"))
+    assert (answer.status, answer.error, answer.http_status) == ("failed", "no connection: Connection refused", None)
+
+
+def test_while_a_long_answer_is_read_others_may_run() -> None:
+    pauses: list[int] = []
+    pieces = [(11.0 + number, token_event("a")) for number in range(2 * PIECES_AT_ONCE)]
+    read_stream(came(*pieces, (500.0, end(7, 128))), lambda: pauses.append(1))
+    assert len(pauses) == 2

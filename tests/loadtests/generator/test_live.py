@@ -1,21 +1,36 @@
-"""Figures while a run goes on: counted by second, added up over processes."""
+"""Figures while a run goes on: counted by second, added up over processes.
+
+The page beside Locust's own, in an app like Locust's.
+
+The line that tells how a run goes.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from flask import Flask
 
+from tests.cluster.command_line import answering
+from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.live import (
     LEAST_S,
     WINDOW_S,
     Histogram,
     LiveFigures,
+    Progress,
     Second,
     count,
+    line_of,
     met,
     percentile,
     series,
 )
-from twostroke.loadtests.plan import SLO
-from twostroke.loadtests.records import Record
+from twostroke.loadtests.generator.locust_head import Head
+from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
+from twostroke.loadtests.run_folder import Record, RunFolder
 
 GOOD = Record(0, 0, 1.0, 1.01, 3.0, "ok", output_tokens=5, token_s=(1.5, 2.0, 2.5))
 REFUSED = Record(1, 0, 1.0, 1.0, 1.2, "refused")
@@ -107,3 +122,42 @@ def test_curves_are_of_a_moving_window_and_go_on_from_any_second() -> None:
     assert points[WINDOW_S]["attainment"] == [0.5]  # the first second is out of the window
     assert points[1]["ttft"][0] == pytest.approx(0.4, rel=0.0101)
     assert series(live, 2, WINDOW_S + 1) == points[2:]
+
+
+def head_of(folder: Path) -> Head:
+    with answering({"/v1/models": b'{"data": [{"id": "m"}]}'}) as url:
+        plan = Plan(url, "m", 4096, Poisson(1.0), Fixed(5, 2), SLO(ttft_s=0.5, tpot_s=0.1), 60.0, name="mine")
+        return Head(plan, RunFolder(folder), lambda *_: None, lambda _: None)
+
+
+def test_the_page_gets_what_is_new_and_locust_s_page_a_link(tmp_path: Path) -> None:
+    app = Flask(__name__)
+    app.add_url_rule("/", endpoint=live_page.LOCUST_PAGE, view_func=lambda: "<body>Locust</body>")
+    app.add_url_rule("/stats", endpoint="locust.stats", view_func=lambda: "<body>else</body>")
+    head = head_of(tmp_path)
+    live_page.add_to(SimpleNamespace(app=app, auth_required_if_enabled=lambda view: view), head)
+    browser = app.test_client()
+    assert '<a href="/twostroke"' in browser.get("/").text
+    assert browser.get("/stats").text == "<body>else</body>"
+    page = browser.get("/twostroke").text
+    assert "src=" not in page  # nothing comes from elsewhere
+    assert "http" not in page
+    head.live.add({0: Second(sent=2), 1: Second(ok=2)})
+    figures = json.loads(browser.get("/twostroke/figures/0").data)
+    assert figures["points"] == []  # no process has told of a whole second
+    assert (figures["name"], figures["progress"]["is_over"]) == ("mine", False)
+    assert figures["lag_limit_s"] == pytest.approx(0.025)
+
+
+BEGINNING = Progress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, error=None)
+
+
+def test_what_is_not_known_yet_and_what_did_not_happen_is_left_out() -> None:
+    assert line_of(BEGINNING) == "2 sent, 2 under way, 0 ok"
+
+
+def test_a_line_has_all_that_tells_whether_to_go_on() -> None:
+    progress = Progress(30.0, 50, 4, 40, 5, 1, 0.875, 0.2512, 0.00312, is_over=False, error=None)
+    assert line_of(progress) == (
+        "50 sent, 4 under way, 40 ok, 5 refused, 1 failed, SLO met by 87.5%, TTFT P50 0.251 s, lag P99 3.12 ms"
+    )

@@ -1,4 +1,7 @@
-"""Whole runs, by Locust's own processes against the stub server. Two processes, since one is the selfcheck's test."""
+"""Whole runs, by Locust's own processes against the stub server. Two processes, since one is the selfcheck's test.
+
+The server's queues, read from its metrics.
+"""
 
 import os
 import signal
@@ -11,11 +14,10 @@ import psutil
 import pytest
 
 from twostroke.loadtests.errors import LoadTestError, RunLost
-from twostroke.loadtests.generator.progress import Progress, ProgressDisplay
-from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.generator.live import Progress, ProgressDisplay
+from twostroke.loadtests.generator.runner import run_plan, samples_of
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
-from twostroke.loadtests.records import read_records
-from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.run_folder import RunFolder, Sample, read_records
 from twostroke.loadtests.selfcheck.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests.workloads.sessions import sessions
 
@@ -125,3 +127,35 @@ def test_where_no_server_answers_the_reason_is_locust_s_last_word(tmp_path: Path
     nowhere = msgspec.structs.replace(PLAN, url="http://127.0.0.1:9", num_workers=1)
     with pytest.raises(LoadTestError, match=r"no server answers at http://127\.0\.0\.1:9: Connection refused"):
         run_plan(nowhere, tmp_path / "run", show=False)
+
+
+OURS = """\
+# HELP twostroke:num_requests_running Requests that take part in steps.
+# TYPE twostroke:num_requests_running gauge
+twostroke:num_requests_running{role="prefill",worker="p1"} 1.0
+twostroke:num_requests_running{role="decode",worker="d1"} 12.0
+twostroke:num_requests_waiting{role="prefill",worker="p1"} 3.0
+twostroke:num_waiting_tokens{role="prefill",worker="p1"} 4096.0
+twostroke:kv_cache_usage_perc{role="decode",worker="d1"} 0.25
+twostroke:router_requests_in_flight{model_name="m"} 13.0
+"""
+VLLM = """\
+vllm:num_requests_running{engine="0",model_name="m"} 5.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:gpu_cache_usage_perc{engine="0",model_name="m"} 0.5
+"""
+
+
+def test_each_worker_of_ours_has_a_sample() -> None:
+    assert samples_of(OURS, 2.5) == [
+        Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25),
+        Sample(2.5, "prefill", "p1", running=1, waiting=3, waiting_tokens=4096, kv_usage=0),
+    ]
+
+
+def test_an_engine_of_vllm_is_a_worker_that_decodes() -> None:
+    assert samples_of(VLLM, 1.0) == [Sample(1.0, "decode", "0", running=5, waiting=2, waiting_tokens=0, kv_usage=0.5)]
+
+
+def test_a_server_that_tells_nothing_has_none() -> None:
+    assert samples_of("<html>not found</html>\nprocess_cpu_seconds_total 4.0\n", 1.0) == []

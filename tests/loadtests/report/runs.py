@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
-from twostroke.loadtests.records import Record, Status, line_of
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFacts, RunFolder, Sample
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample, Status, line_of
 
 
 def plan(**fields: Any) -> Plan:

@@ -23,12 +23,11 @@ from twostroke.loadtests.report.comparison import (
     over_rounds,
     verdict_of,
 )
-from twostroke.loadtests.report.comparison_report import Entry, write_comparison
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import summarise
+from twostroke.loadtests.report.pages import Entry, read_summary, write_comparison
 from twostroke.loadtests.report.run_plots import Times, tail_plot
 from twostroke.loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
-from twostroke.loadtests.report.sweep_report import read_summary
 
 
 @pytest.mark.parametrize(

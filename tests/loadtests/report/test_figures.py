@@ -1,4 +1,9 @@
-"""Each definition of docs/loadtests.md, on a few records that can be reckoned by hand."""
+"""Each definition of docs/loadtests.md, on a few records that can be reckoned by hand.
+
+When a run tells of the generator, and not of the server.
+
+Stages overlap; their parts must not.
+"""
 
 import itertools
 from pathlib import Path
@@ -12,10 +17,20 @@ from hypothesis import strategies as st
 from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Plan
-from twostroke.loadtests.records import Record
-from twostroke.loadtests.report.figures import FrequentError, Summary, num_workers, summarise, summary_of
-from twostroke.loadtests.report.observations import read_observations
-from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample
+from twostroke.loadtests.report.figures import (
+    CLIENT_PARTS,
+    SERVER_PARTS,
+    FrequentError,
+    Summary,
+    judged_rows,
+    mean_parts,
+    num_workers,
+    server_parts,
+    summarise,
+    summary_of,
+)
+from twostroke.loadtests.report.observations import Validity, judge, read_observations
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 
 def summary(
@@ -277,3 +292,159 @@ def test_sums_match_and_shares_are_shares(made: list[Record]) -> None:
 
 def sample(at_s: float, worker: str) -> Sample:
     return Sample(at_s, "decode", worker, running=1.0, waiting=0.0, waiting_tokens=0.0, kv_usage=0.5)
+
+
+def verdict(*records: Record, run_plan: Plan | None = None, **fields: Any) -> Validity:
+    run_plan, run_facts = run_plan or plan(), facts(**fields)
+    seen = read_observations(records)
+    return judge(run_plan, run_facts, seen, judged_rows(run_plan, run_facts, seen))
+
+
+def answers(count: int, **fields: Any) -> list[Record]:
+    return [answer(2.0 + 8.0 * number / count, 0.5, **fields) for number in range(count)]
+
+
+def test_a_run_that_kept_its_schedule_is_valid() -> None:
+    assert verdict(*answers(100, lag_s=0.004)) == Validity(True)
+
+
+def test_lag_may_take_a_twentieth_of_the_ttft_that_it_adds_to() -> None:
+    assert SLO(1.0, 0.1).lag_limit_s == pytest.approx(0.05)
+    assert SLO(tpot_s=0.1).lag_limit_s == pytest.approx(0.005)
+    assert SLO().lag_limit_s is None
+
+
+def test_lag_above_it_at_p99_makes_a_run_invalid() -> None:
+    found = verdict(*answers(98), *answers(2, lag_s=0.06))
+    assert not found.valid
+    assert "P99 of the lag is 60 ms, above 5% of the SLO (50 ms)" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("cpu_seconds", "advice"), [(0.5, "something else kept the machine busy"), (6.0, "more generator")]
+)
+def test_what_helps_against_lag_depends_on_who_was_busy(cpu_seconds: float, advice: str) -> None:
+    found = verdict(*answers(10, lag_s=0.1), generators=(GeneratorHealth(0, 10, cpu_seconds, 10.0),))
+    assert advice in found.reasons[0]
+
+
+def test_one_late_request_in_a_hundred_is_forgiven() -> None:
+    assert verdict(*answers(99), answer(5.0, 0.5, lag_s=0.4)).valid
+
+
+def test_lag_in_the_warm_up_does_not_count() -> None:
+    assert verdict(answer(1.0, 0.9, lag_s=0.5), *answers(10)).valid
+
+
+def test_lag_is_not_judged_without_an_slo() -> None:
+    assert verdict(*answers(10, lag_s=0.3), run_plan=plan(slo=SLO())).valid
+
+
+def test_a_saturated_generator_makes_a_run_invalid() -> None:
+    healths = (GeneratorHealth(0, 5, cpu_seconds=7.9, wall_seconds=10.0), GeneratorHealth(1, 5, 8.1, 10.0))
+    found = verdict(*answers(10), generators=healths)
+    assert found.reasons == (
+        "generator process 1 was saturated: 81% of a core, above 80%; use more generator processes",
+    )
+
+
+def test_requests_without_a_record_make_a_run_invalid() -> None:
+    found = verdict(*answers(10), generators=(GeneratorHealth(0, 12, 1.0, 10.0),))
+    assert found.reasons == ("12 requests were sent, and only 10 have a record",)
+
+
+def test_a_run_that_was_ended_early_is_invalid() -> None:
+    found = verdict(*answers(8), ended_early=True)
+    assert found.reasons == ("the run was ended early: 9 s of 10 s were sent",)
+
+
+def test_a_run_without_requests_in_its_window_is_invalid() -> None:
+    assert verdict(answer(1.0, 0.1)).reasons == ("no request was scheduled in the window, so nothing was measured",)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        answer(3.0, 0.5, 0.4, 0.6),  # tokens back in time
+        answer(3.0, 0.5, lag_s=0.6),  # a token before the request was sent
+        answer(3.0, 0.5, lag_s=-0.5),  # sent before it was scheduled
+        msgspec.structs.replace(answer(3.0, 0.5), end_s=3.2),  # over before its last token
+    ],
+)
+def test_moments_in_no_possible_order_make_a_run_invalid(record: Record) -> None:
+    found = verdict(record, *answers(100), run_plan=plan(slo=SLO()))
+    assert found.reasons == ("the moments of 1 records are in no possible order: a clock jumped",)
+
+
+def test_a_request_that_was_never_sent_contradicts_nothing() -> None:
+    assert verdict(*answers(10), miss(9.0, "unfinished")).valid
+
+
+DISAGGREGATED = {
+    "admit_s": 0.01,
+    "ttft_s": 0.5,
+    "prefill_queue_s": 0.1,
+    "prefill_s": 0.35,
+    "transfer_s": 0.47,
+    "decode_queue_s": 0.03,
+    "decode_s": 1.0,
+}
+
+
+def parts(stages: dict[str, float], ttft_s: float, e2e_s: float) -> dict[str, float]:
+    return dict(zip(SERVER_PARTS, server_parts(stages, ttft_s, e2e_s), strict=True))
+
+
+def test_of_the_transfer_only_what_prefill_did_not_hide_is_a_part() -> None:
+    found = parts(DISAGGREGATED, ttft_s=0.52, e2e_s=1.55)
+    assert found == pytest.approx(
+        {
+            "to the server and back": 0.02,
+            "admission": 0.01,
+            "prefill queue": 0.1,
+            "prefill": 0.35,
+            "handing over": 0.04,  # of 0.5 to the first token
+            "KV transfer after prefill": 0.02,  # of 0.47, 0.45 passed during queue and prefill
+            "decode queue": 0.03,
+            "decode": 0.98,  # what is left of 1.03 after the first token
+        }
+    )
+
+
+def test_a_transfer_that_prefill_hid_is_no_part() -> None:
+    assert parts(DISAGGREGATED | {"transfer_s": 0.4}, 0.5, 1.5)["KV transfer after prefill"] == 0.0
+
+
+def test_a_prompt_that_the_decode_worker_computed_waited_in_its_queue_first() -> None:
+    found = parts({"admit_s": 0.01, "ttft_s": 0.3, "decode_queue_s": 0.1, "decode_s": 1.0}, 0.3, 1.3)
+    assert (found["prefill queue"], found["prefill"]) == pytest.approx((0.1, 0.19))
+    assert (found["decode queue"], found["decode"]) == pytest.approx((0.0, 1.0))
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*DISAGGREGATED]), st.floats(0, 5)),
+    st.floats(0, 5),
+    st.floats(0, 5),
+)
+def test_parts_add_up_to_the_whole_and_none_is_negative(
+    stages: dict[str, float], ttft_s: float, after_s: float
+) -> None:
+    found = server_parts(stages, ttft_s, ttft_s + after_s)
+    assert sum(found) == pytest.approx(ttft_s + after_s)
+    assert min(found) >= -1e-9
+
+
+def test_means_are_of_all_answers() -> None:
+    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (DISAGGREGATED | {"prefill_s": 0.25}, 0.5, 1.5)])
+    assert [part.name for part in found] == list(SERVER_PARTS)
+    assert next(part.mean_s for part in found if part.name == "prefill") == pytest.approx(0.3)
+
+
+def test_a_server_that_tells_no_stages_has_two_parts() -> None:
+    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (None, 0.3, 0.8)])
+    assert [(part.name, part.mean_s) for part in found] == [
+        (CLIENT_PARTS[0], pytest.approx(0.4)),
+        (CLIENT_PARTS[1], pytest.approx(0.75)),
+    ]
+    assert mean_parts([]) == []

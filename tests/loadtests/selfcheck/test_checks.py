@@ -1,9 +1,17 @@
-"""The real generator, in a process of its own, against the stub server. No timing is asserted: delays are generous."""
+"""The real generator, in a process of its own, against the stub server. No timing is asserted: delays are generous.
+
+The generator's records against the stub's log, and what a script's answer is worth.
+"""
 
 from pathlib import Path
 
-from twostroke.loadtests.run_folder import RunFolder
-from twostroke.loadtests.selfcheck.checks import MIXED_RATE, check_attainment, scripts
+import pytest
+
+from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests.plan import SLO
+from twostroke.loadtests.run_folder import Record, RunFolder
+from twostroke.loadtests.selfcheck.checks import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
+from twostroke.loadtests.selfcheck.stub_server import SCENARIOS, Script, Served, key_of, script_of
 from twostroke.loadtests.workloads.sessions import sessions
 
 
@@ -27,3 +35,79 @@ def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent
     assert {record.status for record in records} == {"ok", "refused", "failed"}
     assert {script.ending for script in played} == {"whole", "broken", "silent"}
     assert 1 in {record.output_tokens for record in records}
+
+
+SLO_OF_BOTH = SLO(ttft_s=1.0, tpot_s=0.1)
+
+
+def record(
+    token_s: tuple[float, ...], *, request_id: str = "ff", scheduled_s: float = 0.0, lag_s: float = 0.0
+) -> Record:
+    return Record(
+        session=0,
+        turn=0,
+        scheduled_s=scheduled_s,
+        sent_s=scheduled_s + lag_s,
+        end_s=9.0,
+        status="ok",
+        output_tokens=len(token_s),
+        token_s=token_s,
+        request_id=request_id,
+    )
+
+
+def test_errors_are_those_of_durations_whatever_the_clocks_begin_with() -> None:
+    served = Served(0xFF, arrived_s=1000.0, token_s=[1000.5, 1000.7, 1000.8])
+    errors = timing_errors([record((2.51, 2.70, 2.83), scheduled_s=2.0)], [served])
+    assert errors.ttft_s == pytest.approx([0.01])
+    assert errors.itl_s == pytest.approx([0.01, 0.03])
+
+
+def test_late_sending_is_an_error_of_ttft() -> None:
+    served = Served(0xFF, arrived_s=1000.3, token_s=[1000.8, 1000.9])  # sent 0.3 s after it was due
+    late = record((2.8, 2.9), scheduled_s=2.0, lag_s=0.3)
+    assert timing_errors([late], [served]).ttft_s == pytest.approx([0.3])
+
+
+def test_without_whole_answers_there_is_no_error_of_0_but_none_at_all() -> None:
+    failed = Record(session=0, turn=0, scheduled_s=0.0, sent_s=0.0, end_s=1.0, status="failed", error="broke")
+    with pytest.raises(LoadTestError, match="no times to compare"):
+        timing_errors([failed], [])
+
+
+@pytest.mark.parametrize("served", [Served(0xFE, 0.0, [1.0]), Served(0xFF, 0.0, [1.0, 2.0])], ids=["unknown", "lost"])
+def test_a_token_that_was_lost_is_no_timing_error_but_a_wrong_generator(served: Served) -> None:
+    with pytest.raises(LoadTestError, match="another number of tokens"):
+        timing_errors([record((1.0,))], [served])
+
+
+def test_the_rate_is_that_of_the_gaps() -> None:
+    assert rate_error(10.0, [Served(index, index / 10) for index in range(11)]) == pytest.approx(0)
+    assert rate_error(10.0, [Served(index, index / 9) for index in range(11)]) == pytest.approx(0.1)
+    with pytest.raises(LoadTestError, match="got 1 requests"):
+        rate_error(10.0, [Served(0, 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("script", "meets"),
+    [
+        (Script(ttft_s=1.0, gaps_s=(0.1, 0.1)), True),
+        (Script(ttft_s=1.1, gaps_s=(0.1,)), False),
+        (Script(ttft_s=0.1, gaps_s=(0.0, 0.3)), False),
+        (Script(ttft_s=0.1, gaps_s=(0.0, 0.19)), True),
+        (Script(ttft_s=0.1), True),
+        (Script(ttft_s=0.1, ending="broken"), False),
+        (Script(ttft_s=0.1, ending="silent"), False),
+        (Script(status=429), False),
+    ],
+    ids=str,
+)
+def test_what_meets_an_slo(script: Script, meets: bool) -> None:
+    assert script.meets(SLO_OF_BOTH) is meets
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_script_follows_from_the_prompt_alone(scenario: str) -> None:
+    key = key_of(list(range(100)))
+    assert key == key_of(list(range(16))) != key_of(list(range(1, 17)))
+    assert script_of(scenario, key, 20) == script_of(scenario, key, 20)

@@ -1,4 +1,7 @@
-"""From plans to sessions: lengths, shared prefixes, and that every machine gets the same."""
+"""From plans to sessions: lengths, shared prefixes, and that every machine gets the same.
+
+Pieces made into token ids and words.
+"""
 
 from collections.abc import Iterable
 from itertools import islice, pairwise
@@ -7,6 +10,8 @@ from statistics import mean
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import (
@@ -26,6 +31,7 @@ from twostroke.loadtests.plan import (
     TraceFile,
     Workload,
 )
+from twostroke.loadtests.workloads.prompts import WORDS, text, token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
 WORKLOADS: list[Workload] = [
@@ -163,3 +169,39 @@ def test_a_trace_is_replayed_at_its_own_times_and_again_from_the_beginning(tmp_p
     at_a_rate = list(sessions(plan_of(TraceFile(str(path)), arrivals=Constant(1.0), seconds=5.0)))
     assert [session.at_s for session in at_a_rate] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert [session.turns for session in at_a_rate] == [session.turns for session in replay]
+
+
+pieces = st.lists(st.builds(Piece, st.integers(0, 2**63 - 1), st.integers(1, 200)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(pieces, st.integers(16, 200_000))
+def test_ids_are_as_many_as_planned_and_within_the_vocabulary(prompt: list[Piece], vocabulary: int) -> None:
+    ids = token_ids(prompt, vocabulary)
+    assert len(ids) == sum(piece.tokens for piece in prompt)
+    assert all(min(1000, vocabulary // 4) <= each < vocabulary for each in ids)
+
+
+@settings(deadline=None)
+@given(pieces, pieces, pieces)
+def test_prompts_that_begin_with_equal_pieces_share_their_beginning(
+    common: list[Piece], one: list[Piece], other: list[Piece]
+) -> None:
+    length = sum(piece.tokens for piece in common)
+    assert token_ids(common + one, 4096)[:length] == token_ids(common + other, 4096)[:length] == token_ids(common, 4096)
+    assert text(common + one).split()[:length] == text(common + other).split()[:length] == text(common).split()
+
+
+def test_other_seeds_give_other_tokens() -> None:
+    assert token_ids([Piece(1, 50)], 4096) != token_ids([Piece(2, 50)], 4096)
+    assert text([Piece(1, 50)]) != text([Piece(2, 50)])
+
+
+def test_the_same_seed_gives_the_same_tokens_on_every_machine() -> None:
+    assert token_ids([Piece(5, 8)], 4096) == [2615, 1986, 1399, 3750, 1133, 3466, 3945, 1954]
+    assert text([Piece(5, 8)]) == "time win after they open if under as"
+
+
+def test_there_is_a_word_for_each_token() -> None:
+    assert len(text([Piece(1, 10), Piece(2, 20)]).split()) == 30
+    assert len(set(WORDS)) == len(WORDS) > 100

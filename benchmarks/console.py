@@ -1,0 +1,38 @@
+"""What all benches take from the command line, and how they speak: progress on stderr, the last line of stdout is JSON.
+
+A file of its own, and short, since all of them use it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError, which argparse shows with the option's name."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, *, prompt_tokens: int, max_tokens: int) -> None:
+    """How long requests are, and what else `twostroke serve` is given where a bench starts it."""
+    for name, default, what in (("prompt", prompt_tokens, "a prompt"), ("max", max_tokens, "an answer")):
+        parser.add_argument(
+            f"--{name}-tokens", type=positive, default=default, help=f"tokens {what} (default: %(default)s)"
+        )
+    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
+
+
+def say(line: str) -> None:
+    """Tell the people who wait."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def conclude(figures: Mapping[str, Any]) -> None:
+    """A line each for people, then all as one JSON object."""
+    for name, value in figures.items():
+        print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
+    print(json.dumps(figures))

@@ -1,0 +1,180 @@
+"""Parts of serving on a GPU: attention, packing KV, drawing tokens, and the start of a worker.
+
+Attention of prompts is held against torch's, of scattered blocks and cached prefixes against that of blocks in order,
+of decodes against the bandwidth.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from twostroke.benchmarks.engine import write_random_model
+from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
+from twostroke.model.batch import make_layout
+from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units
+from twostroke.model.cuda.kernels.kv_units import address_tensor, packed_places, paged_places
+from twostroke.model.cuda.sampler import DeviceSampler
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
+
+_PEERS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION), ("plain", SDPBackend.MATH))
+
+
+def measure_prefill_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """Causal, of whole prompts, with blocks one after the other; torch's has its heads repeated beforehand."""
+    return [_against_torch(sizes, place, length) for length in sizes.attention_lengths]
+
+
+def measure_prefix(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """A chunk after a cached prefix, in blocks in any order, by the rate of a whole prompt in order."""
+    whole = sizes.prefix + sizes.chunk
+    in_order = _operations(sizes, 0, whole) / place.clock.seconds(_ours(sizes, place, [(whole, whole)], False))
+    rows = []
+    for name, first in (("paged", 0), ("paged, after a prefix", sizes.prefix)):
+        run = _ours(sizes, place, [(whole - first, whole)], True)
+        rate = _operations(sizes, first, whole) / place.clock.seconds(run)
+        figure = f"{rate / 1e12:.0f} TFLOP/s, {whole - first} of {whole} tokens"
+        rows.append(Row(f"prefill attention, {name}", rate / in_order, 0.95, figure, "contiguous"))
+    return rows
+
+
+def measure_decode_attention(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """One token a sequence: all that it must read is its context's keys and values."""
+    rows = []
+    for batch, context in sizes.long_decodes:
+        run = _ours(sizes, place, [(1, context)] * batch, True)
+        read = batch * context * 2 * sizes.model.kv_size * 2 / place.clock.seconds(run)
+        name = f"decode attention, batch {batch}, context {context}"
+        rows.append(Row(name, read / limits.read, 0.9, f"{read / 1e12:.2f} TB/s", "read bandwidth"))
+    return rows
+
+
+def _against_torch(sizes: Sizes, place: GpuPlace, length: int) -> Row:
+    config, batch = sizes.model, max(1, sizes.attention_tokens // length)
+    ours_s = place.clock.seconds(_ours(sizes, place, [(length, length)] * batch, False))
+    shape = (batch, config.num_heads, length, config.head_dim)
+    q, k, v = (torch.randn(shape, device=place.device).to(torch.bfloat16) for _ in range(3))
+    peer, torch_s = _fastest(place, q, k, v)
+    figure = f"{batch * _operations(sizes, 0, length) / ours_s / 1e12:.0f} TFLOP/s"
+    return Row(f"prefill attention, {batch} x {length}", torch_s / ours_s, 1.0, figure, f"torch, {peer}")
+
+
+def _fastest(place: GpuPlace, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, float]:
+    """The first of torch's implementations that takes these, cuDNN's before others, and its seconds."""
+    for name, backend in _PEERS:
+        try:
+            with sdpa_kernel([backend]):
+                return name, place.clock.seconds(
+                    lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                )
+        except RuntimeError:  # torch's word for one that is not built in, or doesn't take this
+            if backend is SDPBackend.MATH:
+                raise
+    raise AssertionError("the last of them was raised")
+
+
+def _ours(
+    sizes: Sizes, place: GpuPlace, lengths: Sequence[tuple[int, int]], is_scattered: bool
+) -> Callable[[], Tensor]:
+    """Attention of sequences (query length, context length) over a cache of random values."""
+    config, size = sizes.model, sizes.block_size
+    widths = [-(-context // size) for _, context in lengths]
+    blocks = torch.randperm(sum(widths)).tolist() if is_scattered else list(range(sum(widths)))
+    steps, used = [], 0
+    for (query, context), width in zip(lengths, widths, strict=True):
+        steps.append(SequenceStep([0] * query, context - query, blocks[used : used + width], None))
+        used += width
+    layout = make_layout(steps, size, place.device)
+    shape = (used, 2, config.num_kv_heads, size, config.head_dim)
+    kv_layer = torch.empty(shape, dtype=torch.bfloat16, device=place.device).normal_()
+    tokens = sum(query for query, _ in lengths)
+    q = torch.empty((tokens, config.num_heads, config.head_dim), dtype=torch.bfloat16, device=place.device).normal_()
+    backend = CudaBackend(place.target)
+    return lambda: backend.attention(q, kv_layer, layout)
+
+
+def _operations(sizes: Sizes, first: int, end: int) -> float:
+    """Of the queries from `first` to `end` over all keys that they see, about: two products of each pair."""
+    return 4.0 * sizes.model.q_size * math.fsum((end * end / 2, -first * first / 2))
+
+
+SEAL = 12345
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "top_p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    "top_k 50": SamplingParams(temperature=0.8, top_k=50, seed=1),
+}
+COLD_START_S = 20.0
+
+
+def measure_packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """Whole blocks in any order to one buffer and back, with their digest, against a plain copy."""
+    return [row for block_size in sizes.pack_blocks for row in _packing(sizes, place, limits, block_size)]
+
+
+def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """Drawing from logits of the whole vocabulary, against reading them once."""
+    sampler = DeviceSampler(sizes.model.vocab_size, place.device)
+    rows = []
+    for count in sizes.sampled_rows:
+        logits = torch.randn(count, sizes.model.vocab_size, device=place.device)
+        for name, sampling in SAMPLINGS.items():
+            launch = partial(sampler.launch, logits, [Draw(sampling, [1], 1)] * count, [1] * count)
+            launch()  # compiles
+            taken_s = place.clock.queued_seconds(launch)
+            share = logits.nbytes / limits.read / taken_s
+            rows.append(Row(f"sampling {count} rows, {name}", share, None, f"{taken_s * 1e6:.0f} us", "one read"))
+    return rows
+
+
+def measure_start(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> list[Row]:
+    """A process's way to an engine that has drawn a token, of the 1.2B shape; before and after kernels are compiled."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_model(Path(folder), "1.2b")
+        cache = Path(folder, "triton")
+        for name in ("kernels to compile", "kernels compiled"):
+            begin = time.perf_counter()
+            command = [sys.executable, "-m", "twostroke.benchmarks.gpu.start", folder, place.device.type]
+            subprocess.run(command, check=True, env={**os.environ, "TRITON_CACHE_DIR": str(cache)})
+            taken_s = time.perf_counter() - begin
+            rows.append(Row(f"start, {name}", COLD_START_S / taken_s, 1.0, f"{taken_s:.1f} s", "20 s"))
+    return rows
+
+
+def _packing(sizes: Sizes, place: GpuPlace, limits: GpuLimits, block_size: int) -> list[Row]:
+    config, device = sizes.model, place.device
+    paged = paged_places(
+        row_bytes=config.head_dim * 2,
+        heads_per_block=config.num_kv_heads,
+        block_size=block_size,
+        first_head=0,
+        num_heads=config.num_kv_heads,
+        unit_tokens=block_size,
+    )
+    flat, units = packed_places(paged), max(1, sizes.pack_bytes // paged.unit_bytes)
+    cache, buffer = (torch.zeros(units * paged.unit_bytes // 8, dtype=torch.int64, device=device) for _ in range(2))
+    there = np.random.default_rng(0).permutation(units)
+    scattered = address_tensor(paged.addresses(np.int64(cache.data_ptr()), there), device)
+    packed = address_tensor(flat.addresses(np.int64(buffer.data_ptr()), np.arange(units)), device)
+    digest = torch.zeros(2, dtype=torch.int64, device=device)
+    ways = {"pack": (paged, scattered, flat, packed), "unpack": (flat, packed, paged, scattered)}
+    rows = []
+    for name, way in ways.items():
+        rate = units * paged.unit_bytes / place.clock.seconds(partial(copy_and_digest_units, *way, SEAL, digest))
+        figure = f"{rate / 1e12:.2f} TB/s"
+        rows.append(Row(f"KV {name}, blocks of {block_size}", rate / limits.copy, 0.85, figure, "copy rate"))
+    return rows

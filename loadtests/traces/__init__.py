@@ -1,1 +1,0 @@
-"""Readers of request traces, a module each format."""

@@ -1,0 +1,111 @@
+"""A step's batch as tensors: where its tokens stand in their sequences and in the cache, and which of them draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from twostroke.model.step import SequenceStep
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the tokens of a step stand. Tensors are on the engine's device.
+
+    Sequences that bring exactly one token (decodes) come first, then the others (prefill chunks): so that each kind
+    is one kernel call. The runner sorts the batch and puts the results back in the caller's order.
+    """
+
+    positions: Tensor  # int64 [T]: position of each token in its sequence
+    slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset
+    query_starts: Tensor  # int32 [B + 1]: token range of sequence b is [query_starts[b], query_starts[b + 1])
+    context_lens: Tensor  # int32 [B]: tokens of context including this step's own
+    block_tables: Tensor  # int32 [B, blocks of the longest]: padded with 0
+    num_decodes: int  # the first `num_decodes` sequences have one token each
+    max_query_len: int
+    max_context_len: int
+
+    @classmethod
+    def of_decodes(
+        cls, positions: Tensor, slots: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> "BatchLayout":
+        """The layout of sequences that bring one token each."""
+        starts = torch.arange(positions.numel() + 1, dtype=torch.int32, device=positions.device)
+        return cls(positions, slots, starts, context_lens, block_tables, positions.numel(), 1, max_context_len)
+
+    def of_last_tokens(self, drawing: "Drawing") -> "BatchLayout":
+        """The layout of the tokens that draw alone, whose KV is in the cache: all are decodes."""
+        return BatchLayout.of_decodes(
+            self.positions[drawing.rows],
+            self.slots[drawing.rows],
+            self.context_lens[drawing.sequences],
+            self.block_tables[drawing.sequences],
+            self.max_context_len,
+        )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Which tokens of a step are drawn after: at most one of a sequence, its last."""
+
+    rows: Tensor  # int64 [N]: ascending, of T
+    sequences: Tensor  # int64 [N]: theirs
+
+
+def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, in the order of the current stream; on a CPU a tensor over the same memory.
+
+    Nothing waits for what the device is still doing. A copy out of ordinary memory would: torch ends it with a
+    synchronisation. One out of pinned memory is queued, and torch keeps that memory until it has been made.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
+    """Raises ValueError where following the batch would read or write where it must not."""
+    if not batch:
+        raise ValueError("an engine step needs at least one sequence")
+    for step in batch:
+        end = step.start + len(step.token_ids)
+        if not len(step.token_ids) or step.start < 0:
+            raise ValueError(f"a sequence step of {len(step.token_ids)} tokens at position {step.start}")
+        if end > max_context:
+            raise ValueError(f"a sequence of {end} tokens is over the context of {max_context}")
+        if len(step.block_ids) * block_size < end:
+            raise ValueError(f"{len(step.block_ids)} blocks of {block_size} tokens don't hold {end} tokens")
+        if min(step.block_ids) < 0 or max(step.block_ids) >= num_blocks:
+            raise ValueError(f"a block table names a block outside the {num_blocks} of the cache")
+
+
+def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchLayout:
+    """The layout of a batch whose single-token sequences come first."""
+    lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
+    starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
+    context_lens = starts + lengths
+    num_blocks = -(-context_lens // block_size)  # a table may hold more, for tokens to come
+    tables = np.zeros((len(steps), int(num_blocks.max())), np.int32)
+    used = chain.from_iterable(step.block_ids[:n] for step, n in zip(steps, num_blocks.tolist(), strict=True))
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(used, np.int32, int(num_blocks.sum()))
+
+    query_starts = np.zeros(len(steps) + 1, np.int64)
+    np.cumsum(lengths, out=query_starts[1:])
+    sequence_of = np.repeat(np.arange(len(steps)), lengths)
+    positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
+    slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    return BatchLayout(
+        positions=place(positions, device),
+        slots=place(slots, device),
+        query_starts=place(query_starts.astype(np.int32), device),
+        context_lens=place(context_lens.astype(np.int32), device),
+        block_tables=place(tables, device),
+        num_decodes=int((lengths == 1).sum()),
+        max_query_len=int(lengths.max()),
+        max_context_len=int(context_lens.max()),
+    )

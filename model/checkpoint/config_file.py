@@ -1,0 +1,46 @@
+"""A Hugging Face folder's `config.json`: which family it is of, and what it says. No torch here."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from twostroke.model.architectures import FAMILIES
+from twostroke.model.architectures.family import ConfigFields, Family
+from twostroke.model.config import ModelConfig
+from twostroke.protocol.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read `folder`/config.json. Raises ConfigError naming file and field."""
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist or is no folder")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: {folder} is not a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return parse_model_config(cast("dict[str, Any]", raw), str(path))
+
+
+def parse_model_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """The ModelConfig in a parsed config.json; `source` names it in errors. Raises ConfigError."""
+    return _family(raw, source).read_config(ConfigFields(raw, source))
+
+
+def _family(raw: Mapping[str, Any], source: str) -> Family:
+    architectures = raw.get("architectures")
+    for family in FAMILIES.values():
+        if architectures == [family.architecture] or (
+            architectures is None and raw.get("model_type") == family.model_type
+        ):
+            return family
+    found = architectures if architectures is not None else f"model_type {raw.get('model_type')!r}"
+    are = "is" if len(FAMILIES) == 1 else "are"
+    raise ConfigError(f"{source}: architectures: {found} is not supported, only {', '.join(FAMILIES)} {are}")

@@ -1,0 +1,191 @@
+"""Projections on CPUs: packed for our kernels where the CPU has the instructions for them, else torch's.
+
+Each holds one copy of its weights that serves every number of rows, and a row's result does not depend on the other
+rows, nor on how many there are.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twostroke.model.backend import Linear
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
+from twostroke.model.config import Quantization
+from twostroke.model.cpu.kernels import floats, gemm, quant, quant_tile
+from twostroke.model.cpu.kernels.program import Launcher
+
+ROWS_AN_ITEM = 256  # of activations that a thread multiplies at a time, and of weights that torch widens
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, launcher: Launcher) -> Linear:
+    """The fastest that this CPU has for activations of the weight's dtype. weight [out, in], bias [out].
+
+    CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is faster, but no row can be read
+    from it, as tied embeddings must.
+    """
+    if quantization == "none":
+        return CpuLinear(weight, bias, launcher) if is_supported(weight.dtype) else PlainLinear(weight, bias)
+    bits: Literal[8, 4] = 8 if quantization == "int8" else 4
+    if is_quantized_supported(weight.dtype, weight.shape[1]):
+        return CpuQuantizedLinear(weight, bias, bits, launcher)
+    return TorchQuantizedLinear(weight, bias, bits)
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether this CPU has what CpuLinear's kernels are made of: AVX512-BF16 for bf16, AVX-512 for fp32."""
+    if dtype == torch.bfloat16:
+        return floats.is_supported()
+    return dtype == torch.float32 and bool(torch.cpu._is_avx512_supported())
+
+
+def is_quantized_supported(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether CpuQuantizedLinear's kernels take such activations, on this CPU."""
+    return dtype == torch.bfloat16 and in_features % 8 == 0 and quant_tile.is_supported()
+
+
+class CpuLinear:
+    """bf16 or fp32 weights, packed. Implements model.backend.Linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, launcher: Launcher):
+        """weight [out, in], of a dtype that `is_supported`; bias [out]. Both are copied."""
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        self._launcher = launcher
+        self._packed = gemm.pack(weight.contiguous())
+        self._bias = torch.zeros(self.out_features) if bias is None else bias.to(torch.float32, copy=True)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear, for contiguous x of the weights' dtype; gives bf16 or fp32."""
+        return gemm.multiply(self._launcher, x, self._packed, self._bias, out_dtype or x.dtype)
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed."""
+        shape = (self.out_features, self.in_features)
+        return gemm.look_up_packed(self._launcher, token_ids, self._packed, self._dtype, shape, first, dtype)
+
+
+class CpuQuantizedLinear:
+    """int8 or int4 weights for bf16 activations, packed. Implements model.backend.Linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], launcher: Launcher):
+        """weight [out, in], bias [out]."""
+        self.out_features, self.in_features = weight.shape
+        self._bits = bits
+        self._launcher = launcher
+        self._values, self._scales = quant.quantize_and_pack(weight.contiguous(), bits)
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear, for contiguous bf16 x; gives bf16 or fp32."""
+        dtype, rows, panels = out_dtype or x.dtype, x.shape[0], len(self._values)
+        out = self._launcher.empty((rows, self.out_features), dtype)
+        arguments = (
+            x.data_ptr(),
+            self._values.data_ptr(),
+            self._scales.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            self.in_features,
+            self.out_features,
+            int(dtype == torch.float32),
+            panels,
+            rows,
+        )
+        if rows <= quant.DIRECT_MOST_ROWS:
+            self._launcher.run(quant.direct_kernel(self._bits), panels, 1, *arguments)
+        else:
+            items = panels * -(-rows // ROWS_AN_ITEM)
+            self._launcher.run(quant.unpacked_kernel(self._bits), items, 1, *arguments, ROWS_AN_ITEM)
+        return out
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed. Raises ValueError for int4, of which no embedding is made."""
+        if self._bits != 8:
+            raise ValueError("an embedding is held in 8 bits, not in 4")
+        rows = token_ids.numel()
+        out = self._launcher.empty((rows, self.in_features), dtype)
+        self._launcher.run(
+            quant.look_up_int8_kernel(),
+            rows,
+            1,
+            token_ids.data_ptr(),
+            self._values.data_ptr(),
+            self._scales.data_ptr(),
+            out.data_ptr(),
+            first,
+            self.out_features,
+            self.in_features,
+            int(dtype == torch.float32),
+        )
+        return out
+
+
+class PlainLinear:
+    """torch's own, over weights as the checkpoint lays them out. Implements model.backend.Linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        """weight [out, in] and bias [out], which are copied: a view would keep the whole checkpoint mapped."""
+        self._weight = weight.clone()
+        self._bias = None if bias is None else bias.clone()
+        self.out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear."""
+        return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed."""
+        return embed(token_ids, self._weight, first, dtype)
+
+
+class TorchQuantizedLinear:
+    """int8 or int4 weights for any activations, in torch, on any CPU. Implements model.backend.Linear.
+
+    Weights are widened a slice of rows at a time, which stays in the cache while it is multiplied. Of four bits two
+    neighbouring columns are a byte, each with 8 added, the first one low.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]):
+        """weight [out, in], bias [out]."""
+        self.out_features, self.in_features = weight.shape
+        starts = range(0, self.out_features, ROWS_AN_ITEM)
+        self._slices = [_nibbles_joined(quantize(weight[first : first + ROWS_AN_ITEM], bits)) for first in starts]
+        self._bias = None if bias is None else bias.clone()
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear."""
+        out = torch.cat([functional.linear(x, self._widened(part, x.dtype)) for part in self._slices], dim=1)
+        return (out if self._bias is None else out + self._bias).to(out_dtype or x.dtype)
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed."""
+        out = torch.zeros((token_ids.numel(), self.in_features), dtype=dtype)
+        indices = token_ids - first
+        parts = indices.where((indices >= 0) & (indices < self.out_features), -1) // ROWS_AN_ITEM
+        for number in torch.unique(parts[parts >= 0]).tolist():
+            ours = parts == number
+            out[ours] = self._widened(self._slices[number], dtype)[indices[ours] % ROWS_AN_ITEM]
+        return out
+
+    def _widened(self, part: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        if part.bits == 8:
+            return part.dequantized(dtype)
+        nibbles = torch.stack((part.values & 15, part.values >> 4), dim=2).flatten(1)[:, : self.in_features]
+        return QuantizedWeight(nibbles.char() - 8, part.scales, part.group_size, 4).dequantized(dtype)
+
+
+def _nibbles_joined(weight: QuantizedWeight) -> QuantizedWeight:
+    """Four-bit values two a byte: uint8 [rows, in / 2 rounded up]; eight-bit ones as they are."""
+    if weight.bits == 8:
+        return weight
+    nibbles = functional.pad(weight.values + 8, (0, weight.values.shape[1] % 2)).view(torch.uint8)
+    return QuantizedWeight(nibbles[:, 0::2] | nibbles[:, 1::2] << 4, weight.scales, weight.group_size, 4)
+
+
+def embed(token_ids: Tensor, table: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+    """As Backend.embed, in torch."""
+    indices = token_ids - first
+    inside = (indices >= 0) & (indices < len(table))
+    return table[indices.where(inside, 0)].to(dtype) * inside[:, None]

@@ -1,0 +1,108 @@
+"""The sampler of GPUs: tokens are drawn and stay there, and come to the host when somebody asks for them.
+
+So the next step can be launched before this one's tokens are known. Same draws as model/sampling/sampler.py.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+from twostroke.model.sampling.draws import row_keys
+from twostroke.model.sampling.sampler import Sampler, adjust, is_adjusted
+from twostroke.model.step import Draw
+from twostroke.protocol.requests import SampledToken, SamplingParams
+
+_WORD = (1 << 64) - 1
+_ROW_BYTES = 36  # of a row's DrawParameters
+_ROWS_AT_ONCE = 16  # with log-probabilities, whose float64 temporaries would else take gigabytes in a large batch
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """One step's tokens, on the device and on their way to the host."""
+
+    tokens: Tensor  # int64 [N], on the device
+    _on_host: Tensor  # int64 [2, N]: tokens, and whether their rows were broken; pinned
+    _arrived: torch.cuda.Event | None  # None where nothing is asynchronous
+
+    def wait(self) -> tuple[list[int], int]:
+        """(token ids, number of broken rows); blocks the calling thread, without the interpreter's lock."""
+        if self._arrived is not None:
+            with torch.cuda.device(self.tokens.device):  # or waiting would make this thread a context on the first GPU
+                self._arrived.synchronize()
+        return self._on_host[0].tolist(), int(self._on_host[1].sum())
+
+
+class DeviceSampler:
+    """Draws for batches of rows over `vocab_size` on `device`, a GPU. Belongs to one thread, but for `collect`."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._with_logprobs = Sampler(vocab_size)
+        self._num_broken_rows = 0
+
+    @property
+    def num_broken_rows(self) -> int:
+        """Rows so far that held NaN or +inf, of the tokens that have been collected."""
+        return self._num_broken_rows + self._with_logprobs.num_broken_rows
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+        """As Sampler.sample: with log-probabilities, and waiting for the device."""
+        tokens: list[SampledToken] = []
+        for first in range(0, len(draws), _ROWS_AT_ONCE):
+            some = slice(first, first + _ROWS_AT_ONCE)
+            tokens += self._with_logprobs.sample(logits[some], draws[some], positions[some])
+        return tokens
+
+    def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> DrawnTokens:
+        """Draw one token for each row of logits fp32 [N, V], changed in place; no log-probabilities. Never waits."""
+        adjusted = [i for i, draw in enumerate(draws) if is_adjusted(draw)]
+        if adjusted:
+            adjust(logits, adjusted, [draws[i] for i in adjusted])
+        tokens, broken = draw_on_device(logits, self._parameters(draws, positions))
+        both = torch.stack((tokens, broken.long()))
+        if not self._is_cuda:
+            return DrawnTokens(tokens, both, None)
+        on_host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(both, non_blocking=True)
+        return DrawnTokens(tokens, on_host, torch.cuda.current_stream(self._device).record_event())
+
+    def collect(self, drawn: DrawnTokens) -> list[int]:
+        """The tokens of `launch`; blocks until they are here. May be called on one other thread."""
+        tokens, num_broken = drawn.wait()
+        self._num_broken_rows += num_broken
+        return tokens
+
+    def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
+        """All fields travel in one copy out of pinned memory.
+
+        Each begins at a multiple of 16 bytes: for any other place Triton would compile the kernels anew.
+        """
+        count = len(draws) + len(draws) % 2
+        sampling = [draw.sampling for draw in draws]
+        sampling += [SamplingParams()] * (count - len(draws))
+        positions = [*positions, *[0] * (count - len(draws))]
+        staged = torch.empty(count * _ROW_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
+        columns = staged.numpy()
+        seeds = np.fromiter((one.seed & _WORD for one in sampling), np.uint64, count)
+        columns[: 8 * count].view(np.uint64)[:] = row_keys(seeds, np.array(positions, np.uint64))
+        reals = columns[8 * count : 32 * count].view(np.float64).reshape(3, count)
+        reals[0] = [0.0 if one.top_k == 1 else one.temperature for one in sampling]
+        reals[1] = [one.top_p for one in sampling]
+        reals[2] = [math.log(min(one.min_p, 1.0)) if one.min_p > 0 else -math.inf for one in sampling]
+        columns[32 * count :].view(np.int32)[:] = [min(one.top_k, 2**31 - 1) for one in sampling]
+        placed = staged.to(self._device, non_blocking=True)
+        on_device = placed[8 * count : 32 * count].view(torch.float64).view(3, count)
+        return DrawParameters(
+            temperature=on_device[0],
+            top_k=placed[32 * count :].view(torch.int32),
+            top_p=on_device[1],
+            log_min_p=on_device[2],
+            keys=placed[: 8 * count].view(torch.int64),
+        )

@@ -1,0 +1,90 @@
+"""A decoder layer's operations in plain torch: what the kernels of both devices must compute, and are tested against.
+
+They are plain and slow, run on any device, and take the shapes of model/backend.py: statistics, sums and rotation in
+fp32, one rounding at the end.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twostroke.model.batch import BatchLayout
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, hidden] -> x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019)."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual): the sum is rounded to x's dtype, and the norm taken of what is kept."""
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm(total, weight, eps), total
+
+
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, D] rotated by its positions [T], in the half-split form of Llama checkpoints (Su et al. 2021).
+
+    cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_and_write_kv(qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    """Rotated Q [T, H, D]; rotated K and V go into `kv_layer` at `slots`, but for negative ones."""
+    _, _, groups, block_size, dim = kv_layer.shape
+    heads = qkv.shape[1] // dim - 2 * groups
+    q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    kv_layer[blocks, 0, :, offsets] = rope(k, positions, cos_sin)[kept]
+    kv_layer[blocks, 1, :, offsets] = v[kept]
+    return rope(q, positions, cos_sin)
+
+
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor
+) -> Tensor:
+    """Causal softmax attention in fp32, sequence by sequence (Vaswani et al. 2017; GQA: Ainslie et al. 2023).
+
+    q [T, H, D]; kv_layer [num_blocks, 2, G, block_size, D]; the last of a sequence's queries stands at the last
+    position of its context. Returns [T, H * D], rounded once to q's dtype. Only slots within the context are read.
+    """
+    _, heads, dim = q.shape
+    groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    out = torch.zeros_like(q)
+    starts = query_starts.tolist()
+    for sequence, context_len in enumerate(context_lens.tolist()):
+        start, end = starts[sequence], starts[sequence + 1]
+        if context_len == 0 or start == end:
+            continue
+        keys = torch.arange(context_len, device=q.device)
+        blocks = block_tables[sequence, keys // block_size].long()
+        k, v = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2).unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) / math.sqrt(dim)
+        visible = keys <= torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    """`paged_attention` of a layout's sequences."""
+    return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables)
+
+
+def decode_attention(q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:
+    """`paged_attention` with one query a sequence: q [B, H, D] -> [B, H * D]; zeros for an empty context."""
+    query_starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I], gate first -> silu(gate) * up [T, I] (Shazeer 2020)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)

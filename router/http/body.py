@@ -1,0 +1,154 @@
+"""The one reader of request bodies: bounded in bytes, depth and members, before FastAPI and pydantic look at them."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from twostroke.protocol.errors import RequestError, TwostrokeError
+from twostroke.router.http.responses import ClientGone
+from twostroke.router.openai.answers import internal_error
+from twostroke.router.openai.parsing import shown
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
+
+MAX_NESTING = 64
+MAX_MEMBERS = 4096  # of one object: more than any field takes
+MAX_CONTAINERS = 65536  # objects and lists of one body: every one costs time and memory, far more than its bytes
+
+_log = logging.getLogger(__name__)
+
+# Also matches a string without an end, so that no body is scanned twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+
+
+class BoundedRoute(APIRoute):
+    """A path whose body FastAPI gets from `read_object`. A bug in its endpoint is logged, and told as an error.
+
+    `app.state.max_body_bytes` bounds the body.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            try:
+                if self.body_field is not None:
+                    request = _ReadRequest(request, await read_object(request, request.app.state.max_body_bytes))
+                return await handle(request)
+            except (TwostrokeError, RequestValidationError, HTTPException, ClientGone):
+                raise
+            except Exception:
+                _log.exception("a request to %s met a bug", request.url.path)
+                raise internal_error() from None
+
+        return bounded
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read. Clients that name another content type, as curl does, mean JSON too."""
+
+    def __init__(self, request: Request, content: dict[str, Any]):
+        super().__init__(request.scope, request.receive)
+        MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+        self._content = content
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI looks whether there is any
+
+    async def json(self) -> dict[str, Any]:
+        return self._content
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientGone."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > MAX_DISCARDED_BYTES:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > MAX_DISCARDED_BYTES or not message.get("more_body", False):
+            break
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return parse_object(b"".join(parts))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The body's JSON object. Raises RequestError.
+
+    NaN and lone surrogates, which are no JSON, pass here where they can: the field that has them is named later.
+    """
+    if _num_containers(body) > MAX_CONTAINERS:
+        raise RequestError(f"the JSON has more than {MAX_CONTAINERS} objects and lists", param="body")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            value = json.loads(body)
+        except RecursionError:
+            raise RequestError("the JSON is nested too deeply", param="body", code="invalid_json") from None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise RequestError(f"the body is not valid JSON: {error}", param="body", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", param="body", code="invalid_json")
+    if len(value) > MAX_MEMBERS:
+        raise _too_wide("body")
+    for name, one in value.items():
+        _check_shape(one, shown(name))
+    return value
+
+
+def _num_containers(body: bytes) -> int:
+    """Objects and lists in the body, told without building them."""
+    num = body.count(b"{") + body.count(b"[")
+    if num <= MAX_CONTAINERS:
+        return num
+    bare = _STRING.sub(b"", body)  # a text may have any number of brackets
+    return bare.count(b"{") + bare.count(b"[")
+
+
+def _check_shape(value: Any, param: str) -> None:
+    """Raises RequestError for containers nested too deeply and for objects too wide; without recursion."""
+    layer = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_NESTING):
+        inner: list[Any] = []
+        for one in layer:
+            if isinstance(one, dict):
+                if len(one) > MAX_MEMBERS:
+                    raise _too_wide(param)
+                inner += [member for member in one.values() if isinstance(member, dict | list)]
+            elif not {dict, list}.isdisjoint(map(type, one)):  # a long prompt of token ids has none, told at once
+                inner += [member for member in one if isinstance(member, dict | list)]
+        layer = inner
+        if not layer:
+            return
+    raise RequestError(f"{param} is nested too deeply", param=param)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
+
+
+def _too_wide(param: str) -> RequestError:
+    return RequestError(f"{param}: an object has more than {MAX_MEMBERS} members", param=param)

@@ -1,0 +1,95 @@
+"""What every request passes before its endpoint: `RequestIds` labels it, `Authentication` finds out who asks."""
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twostroke.protocol.errors import RequestError
+from twostroke.router.http.responses import error_response
+from twostroke.router.http.tenants import Tenant, Tenants
+from twostroke.router.observe.exchange import exchange_of
+from twostroke.router.observe.log_format import REQUEST_ID
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Answer everybody, with or without a key."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TENANT = "twostroke.tenant"
+
+
+class RequestIds:
+    """Middleware: echoes a sound `X-Request-Id`, mints one otherwise; logs tell it.
+
+    It is a label; nothing inside is named by it.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        MutableHeaders(scope=scope)["x-request-id"] = request_id  # whoever is further inside takes the same
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        label = REQUEST_ID.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            REQUEST_ID.reset(label)
+
+
+class Authentication:
+    """Middleware: where there are keys, nobody without one gets further than the open paths.
+
+    Paths that don't exist say so to those with a key alone. What a key sends is counted here. For an app with
+    `Exchanges`.
+    """
+
+    def __init__(self, app: ASGIApp, tenants: Tenants | None):
+        self._app = app
+        self._tenants = tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not self._tenants:
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        if path not in OPEN_PATHS:
+            exchange = exchange_of(HTTPConnection(scope))
+            try:
+                tenant = scope[_TENANT] = self._tenants.of(Headers(scope=scope).get("authorization"))
+                exchange.tenant = tenant.name
+                if scope["method"] == "POST":
+                    tenant.limits.count_request()
+            except RequestError as error:
+                exchange.refuses(error)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def tenant_of(request: HTTPConnection) -> Tenant | None:
+    """Who asks; None on open paths, and where no keys are configured."""
+    tenant: Tenant | None = request.scope.get(_TENANT)
+    return tenant
+
+
+async def admins_only(request: HTTPConnection) -> None:
+    """Dependency. Raises RequestError (403) where a key is needed that may look after the server, and this is none."""
+    tenant = tenant_of(request)
+    if tenant is not None and not tenant.is_admin:
+        raise RequestError("this path is for API keys with `admin: true`", code="not_allowed", status=403)

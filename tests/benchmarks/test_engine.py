@@ -1,0 +1,58 @@
+"""The work that the engine bench holds against the machine's limits, counted another way."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from twostroke.benchmarks.engine import MODELS, Limits, Work, decode_work, prefill_work, write_random_model
+from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
+from twostroke.model.checkpoint.weights import Checkpoint, expected_shapes
+from twostroke.model.config import ModelConfig
+
+
+def config_of(name: str) -> ModelConfig:
+    return parse_model_config({**MODELS[name], "max_position_embeddings": 4096}, "test")
+
+
+def weights_of(config: ModelConfig) -> int:
+    """All that every decode step multiplies by: matrices, and a tied embedding once."""
+    return sum(
+        math.prod(shape)
+        for name, shape in expected_shapes(config)
+        if len(shape) == 2 and (config.tie_word_embeddings or "embed" not in name)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
+    config = config_of(name)
+    weights, kv = weights_of(config), 8 * 300 * 2 * config.kv_size * config.num_layers
+    work = decode_work(config, 8, 300, "none")
+    assert work.bytes == 2 * (weights + kv)
+    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * 2 * config.q_size * config.num_layers
+    head = config.hidden_size * config.vocab_size
+    assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv
+    assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv
+
+
+def test_a_prompt_leaves_out_of_the_last_layer_what_only_other_rows_would_read() -> None:
+    config = config_of("160m")
+    everything = 2 * 1024 * (weights_of(config) - config.hidden_size * config.vocab_size)
+    work = prefill_work(config, 1024, "none")
+    last_layer = everything / config.num_layers
+    assert everything - last_layer < work.operations - 2 * config.num_layers * config.q_size * 1024**2 < everything
+
+
+def test_the_floor_is_the_slower_of_reading_and_computing() -> None:
+    assert Work(1, operations=8.0, bytes=3.0).floor_s(Limits(gemm=2.0, read=1.0)) == 4.0
+    assert Work(1, operations=8.0, bytes=5.0).floor_s(Limits(gemm=2.0, read=1.0)) == 5.0
+
+
+def test_the_random_model_is_a_checkpoint_of_its_shape(tmp_path: Path) -> None:
+    write_random_model(tmp_path, max_position=77)
+    config = load_model_config(tmp_path)
+    assert config.max_position == 77
+    tensor = Checkpoint(tmp_path, config).tensor("model.layers.11.mlp.down_proj.weight")
+    assert tensor.shape == (768, 2048)
+    assert 0.01 < tensor.float().std() < 0.03

@@ -1,0 +1,279 @@
+"""KV that is pulled, and KV that can't be sent: what one worker has computed is not computed by another, a fault on the
+way costs time alone, and no answer changes by any of it. Real engines, sockets and transfers.
+"""
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.integration.local_fleet import GREEDY, HOST, SECRET, VOCAB, Served, Shape, of_one_worker, serve
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.observe.stages import Stages
+
+FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
+WAYS = [  # (transport, block size of the source, of the target)
+    ("tcp", 16, 16),
+    ("tcp", 16, 32),
+    ("tcp", 32, 16),
+    ("shm", 16, 32),
+    ("torch_distributed", 32, 16),
+]
+SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64, decodes_alone=False))
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(count)]
+
+
+async def two_turns(served: Served, stages: Stages | None = None) -> tuple[list[int], list[int]]:
+    """The answers of a chat's first turn and of its second."""
+    prompt = some_tokens(FIRST, seed=1)
+    first = await served.generate(prompt, ANSWER, GREEDY)
+    second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY, stages)
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> tuple[list[int], list[int]]:
+    """The right ones, of a single worker."""
+    return of_one_worker(folder, two_turns)
+
+
+@pytest.mark.parametrize(("transport", "theirs", "ours"), WAYS)
+async def test_the_second_turn_computes_only_what_is_new(
+    transport: str, theirs: int, ours: int, folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    shape = replace(SHAPE, transport=transport, num_prefill=1, block_size=ours, decode_block_size=theirs)
+    async with serve(folder, shape) as served:
+        stages = Stages(time.monotonic())
+        assert await two_turns(served, stages) == answers
+        stats = served.fleet.stats("prefill")
+        held = (FIRST + ANSWER - 1) // theirs * theirs
+        assert stats.pulled_tokens == held - FIRST // ours * ours
+        assert stats.computed_tokens == FIRST + (FIRST + ANSWER + MORE - held)
+        assert stages.num_cached_tokens == held
+        assert stats.transfers_failed == served.fleet.stats("decode").transfers_failed == 0
+        await served.idle()
+
+
+async def test_without_pulls_the_second_turn_computes_the_answer_again(
+    folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    shape = replace(SHAPE, num_prefill=1, pipeline=PipelineConfig(pulls=False, decodes_alone=False))
+    async with serve(folder, shape) as served:
+        assert await two_turns(served) == answers
+        stats = served.fleet.stats("prefill")
+        assert stats.pulled_tokens == 0
+        assert stats.computed_tokens == FIRST + (FIRST + ANSWER + MORE - FIRST // 16 * 16)
+
+
+async def prefix_elsewhere(served: Served, tokens: Sequence[int]) -> WorkerInfo:
+    """Have the prefill worker compute so much, and take it from the router's sight; D alone serves what comes."""
+    (source,) = [info for info in served.fleet.infos if info.role == "prefill"]
+    await served.fleet.prefill(
+        source.peer, GenerateRequest("held", "router", tuple(tokens), len(tokens), GREEDY, 1), None
+    )
+    served.fleet.infos.remove(source)
+    return source
+
+
+def pull_from(served: Served, source: WorkerInfo) -> None:
+    """Have the decode worker pull whatever it is to compute."""
+    decode, worker = served.fleet.decode, served.fleet.by_peer[source.peer]
+
+    async def decode_and_pull(
+        target: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ):
+        assert ticket is None
+        pull = mint_ticket(SECRET, request.request_id, source.peer, target, served.fleet.infos[0].transfer_addresses)
+        worker._send_prefix(pull, request.token_ids, request.cache_salt)
+        return await decode(target, request, None, pull)
+
+    served.fleet.decode = decode_and_pull  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("transport", "theirs", "ours"), WAYS)
+async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
+    transport: str, theirs: int, ours: int, folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    first, second = answers
+    shape = replace(
+        SHAPE,
+        transport=transport,
+        num_prefill=1,
+        block_size=theirs,
+        decode_block_size=ours,
+        decode={"pull_wait_s": 30.0},
+    )
+    async with serve(folder, shape) as served:
+        said = [*some_tokens(FIRST, seed=1), *first]
+        pull_from(served, await prefix_elsewhere(served, said))
+        stages = Stages(time.monotonic())
+        again = [*said, *some_tokens(MORE, seed=2)]
+        assert await served.generate(again, REPLY, GREEDY, stages) == second
+        stats = served.fleet.stats("decode")
+        held = (FIRST + ANSWER) // theirs * theirs
+        assert (stats.pulled_tokens, stats.computed_tokens) == (held, len(again) - held)
+        assert stages.num_cached_tokens == held
+        assert stats.transfers_failed == 0
+        await served.idle()
+
+
+async def test_a_prompt_that_another_prefill_worker_has_read_is_pulled_from_there(folder: Path) -> None:
+    async with serve(folder, SHAPE) as served:
+        prompt = some_tokens(400, seed=1)
+        first = await served.generate(prompt, 4, GREEDY)
+        busy = asyncio.create_task(served.generate(some_tokens(900, seed=9), 1, GREEDY))
+        await asyncio.sleep(0)  # it has chosen the first prefill worker, so that what comes next goes to the second
+        assert await served.generate(prompt, 4, GREEDY) == first
+        await busy
+        assert served.fleet.stats("prefill", 1).pulled_tokens == 384
+        assert served.fleet.stats("prefill", 1).computed_tokens == 16
+        await served.idle()
+
+
+Spoil = Callable[[Served], None]
+
+
+def source_forgets(served: Served) -> None:
+    pool = served.fleet.worker("decode")._pool
+    pool.release(pool.allocate(pool.free_blocks))  # which evicts all that is cached
+
+
+def source_never_hears(served: Served) -> None:
+    served.fleet.worker("decode")._transfers._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
+
+
+def source_breaks_off(served: Served) -> None:
+    """Its side of the transfers closes as soon as the first is under way."""
+    worker = served.fleet.worker("decode")
+    exports, sender = worker._transfers._exports, worker._sender  # type: ignore[union-attr]
+    send, tasks = exports.send, set()  # type: ignore[union-attr]
+
+    def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
+        sent = send(ticket, token_ids, cache_salt)
+        tasks.add(asyncio.create_task(sender.close()))  # type: ignore[union-attr]
+        return sent
+
+    exports.send = send_and_close  # type: ignore[method-assign,union-attr]
+
+
+def target_gives_up(served: Served) -> None:
+    """The pull is aborted right after it was granted."""
+    worker = served.fleet.worker("prefill")
+    assert isinstance(worker, PrefillWorker)
+    expect = worker._receiver.expect  # type: ignore[union-attr]
+
+    def expect_and_abort(*args: Any, **kwargs: Any) -> Any:
+        incoming = expect(*args, **kwargs)
+        incoming.abort("a test wants it")
+        return incoming
+
+    worker._receiver.expect = expect_and_abort  # type: ignore[method-assign,union-attr]
+
+
+@pytest.mark.parametrize(
+    ("transport", "spoil"),
+    [("shm", source_forgets), ("tcp", source_never_hears), ("shm", source_breaks_off), ("tcp", target_gives_up)],
+)
+async def test_a_pull_that_fails_changes_no_answer_and_keeps_no_block(
+    transport: str, spoil: Spoil, folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    shape = replace(SHAPE, transport=transport, num_prefill=1)
+    if spoil in (source_never_hears, source_breaks_off):  # no offer comes
+        shape = replace(shape, pull_wait_s=0.2)
+    async with serve(folder, shape) as served:
+        prompt = some_tokens(FIRST, seed=1)
+        first = await served.generate(prompt, ANSWER, GREEDY)
+        await served.idle()
+        spoil(served)
+        second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY)
+        assert (first, second) == answers
+        assert served.fleet.stats("prefill").pulled_tokens == 0
+        await served.idle()
+
+
+async def test_a_client_that_leaves_during_a_pull_leaves_no_block_behind(
+    folder: Path, answers: tuple[list[int], list[int]]
+) -> None:
+    async with serve(folder, replace(SHAPE, num_prefill=1)) as served:
+        prompt = some_tokens(FIRST, seed=1)
+        first = await served.generate(prompt, ANSWER, GREEDY)
+        await served.idle()
+        again = (*prompt, *first, *some_tokens(MORE, seed=2))
+        worker = served.fleet.worker("prefill")
+        pulling = asyncio.Event()
+        expect = worker._receiver.expect  # type: ignore[union-attr]
+
+        def expect_and_tell(*args: Any, **kwargs: Any) -> Any:
+            pulling.set()
+            return expect(*args, **kwargs)
+
+        worker._receiver.expect = expect_and_tell  # type: ignore[method-assign,union-attr]
+        request = GenerateRequest("", "", again, len(again), GREEDY, REPLY)
+        events = served.pipeline.generate(request, Stages(0.0))
+        reading = asyncio.ensure_future(anext(events))
+        await pulling.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await events.aclose()
+        await served.idle()
+        assert (first, await served.generate(again, REPLY, GREEDY)) == answers
+        await served.idle()
+
+
+@pytest.fixture
+def refusing() -> Iterator[Address]:
+    """Where connections are refused: the port is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        yield Address(HOST, taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("transport", "fault"), [("tcp", "refused"), ("shm", "a lease too short for anything")])
+async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is_decoded(
+    transport: str,
+    fault: str,
+    folder: Path,
+    answers: tuple[list[int], list[int]],
+    refusing: Address,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The decode worker would wait an hour by itself: an answer that comes at all shows that it was told."""
+    prompt, answer = some_tokens(FIRST, seed=1), answers[0][:20]
+    is_refused = fault == "refused"
+    transfers = TransferConfig() if is_refused else TransferConfig(lease_s=1e-6)
+    shape = Shape(transport, num_blocks=256, router_wait_s=3600.0, transfers=transfers)
+    async with serve(folder, shape) as served, asyncio.timeout(60):
+        if is_refused:
+            (decode,) = (index for index, info in enumerate(served.fleet.infos) if info.role == "decode")
+            unreachable = msgspec.structs.replace(served.fleet.infos[decode], transfer_addresses=(refusing,))
+            served.fleet.infos[decode] = unreachable
+        for count in (1, 2):  # the second finds what the first has learned of the pair: nothing
+            stages = Stages(time.monotonic())
+            assert await served.generate(prompt, 20, GREEDY, stages) == answer
+            await served.idle()
+            assert (stages.attempts, stages.prefill_failures) == (1, 1)
+            assert served.fleet.stats("prefill").transfers_failed == count
+        assert served.fleet.stats("decode").transfers_failed == 0, "it never saw an offer"
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "twostroke.prefill_worker.calls" and record.levelno == logging.WARNING
+    ]
+    assert len(lines) == 2
+    assert all("was not sent" in line for line in lines)

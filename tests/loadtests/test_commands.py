@@ -1,0 +1,241 @@
+"""`twostroke loadtest report` and `compare`: their arguments, and what they say.
+
+The sweep's arguments, and the SLO that is measured before it.
+
+A run that is lost on its way.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.loadtests.report.runs import drawn, facts, plan, write_run
+from tests.loadtests.test_capacity import PLAN, summary_of
+from twostroke.loadtests import capacity as slowdown
+from twostroke.loadtests.commands import arguments as slo_multiple
+from twostroke.loadtests.commands import compare, report, run, sweep
+from twostroke.loadtests.errors import LoadTestError, RunLost
+from twostroke.loadtests.plan import SLO, Closed, Plan
+from twostroke.loadtests.report.estimates import Estimate
+from twostroke.loadtests.report.figures import Counts, Spread, Summary, summarise
+from twostroke.loadtests.report.observations import Validity
+from twostroke.loadtests.report.sweep import read_sweep
+from twostroke.loadtests.run_folder import RunFolder
+
+
+def parsed(command: str, *arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    {"report": report, "compare": compare}[command].add_arguments(parser)
+    return parser.parse_args([str(each) for each in arguments])
+
+
+def test_report_says_the_verdict_and_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, drawn(20, 10.0), run_facts=facts(ended_early=True))
+    assert report.run(parsed("report", tmp_path)) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("INVALID: the run was ended early")
+    (figures,) = json.loads(last)["reports"]
+    assert (figures["folder"], figures["valid"]) == (str(tmp_path), False)
+    assert figures["attainment"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give either two NAME=FOLDER or more, or --urls"),
+        (["a=x"], "two servers or more"),
+        (["a=x", "a=y"], "two servers or more"),
+        (["a=x", "b"], "'b' is not NAME=FOLDER"),
+        (["--urls", "a=http://x", "b=http://y", "--rounds", "0"], "--rounds 0"),
+        (["--urls", "a=http://x", "a=http://y"], "a name of its own"),
+        (["--urls", "../a=http://x", "b=http://y"], "is not NAME=URL"),
+    ],
+)
+def test_compare_names_the_argument_that_is_wrong(arguments: list[str], words: str) -> None:
+    with pytest.raises(LoadTestError, match=words):
+        compare.run(parsed("compare", *arguments))
+
+
+def test_servers_are_asked_the_same_in_turns_and_then_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Plan] = []
+
+    def pretend(made: Plan, folder: Path) -> RunFolder:
+        asked.append(made)
+        return write_run(folder, drawn(40, 10.0, made.seed), made)
+
+    monkeypatch.setattr(compare, "run_plan", pretend)
+    monkeypatch.setattr(compare, "write_report", summarise)
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan(seed=5)))
+    urls = ["a=http://127.0.0.1:1", "b=http://127.0.0.1:2"]
+    out = tmp_path / "out"
+    code = compare.run(
+        parsed("compare", "--urls", *urls, "--rounds", 2, "--output", out, "--plan", tmp_path / "plan.json")
+    )
+    assert code == 0
+    assert [(each.name, each.url[-1], each.seed) for each in asked] == [
+        ("a", "1", 5),
+        ("b", "2", 5),
+        ("b", "2", 6),
+        ("a", "1", 6),
+    ]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["names"], result["valid"]) == (["a", "b"], True)
+    assert result["figures"]["attainment"]["ratios"] == [1.0]
+    assert (out / "comparison.html").exists()
+
+
+def test_all_servers_are_kept_within_what_each_of_them_can_take() -> None:
+    ours = plan(max_context=8000, prompts="ids", vocabulary=4096)
+    theirs = plan(max_context=2000, prompts="text", vocabulary=0)
+    found = compare.alike([ours, theirs])
+    assert {(each.max_context, each.prompts, each.vocabulary) for each in found} == {(2000, "text", 0)}
+    assert {each.slo for each in found} == {SLO(1.0, 0.1)}
+
+
+NO_SLO = Plan("http://127.0.0.1:1", "m", 4096, PLAN.arrivals, PLAN.workload, SLO(), seconds=20.0, seed=100)
+
+
+def parsed_sweep(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    return parser.parse_args(["--url", "http://127.0.0.1:1", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--rates", "1,many"), "--rates 1,many: write rates with commas between"),
+        (("--rates", "1,0"), "give rates above 0"),
+        (("--start", "0"), "--start 0: give more than 0"),
+        (("--precision", "-1"), "--precision -1: give more than 0"),
+        (("--repeats", "0"), "--repeats 0: give 1 to 11"),
+        (("--repeats", "12"), "--repeats 12: give 1 to 11"),
+        (("--budget", "nan"), "--budget nan: give more than 0"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_refused_before_the_server_is_asked(given: tuple[str, ...], message: str) -> None:
+    with pytest.raises(LoadTestError, match=message):
+        sweep.run(parsed_sweep(*given))
+
+
+def test_the_folder_of_another_sweep_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(LoadTestError, match="has a sweep already; name another folder"):
+        sweep.run(parsed_sweep("--output", str(tmp_path)))
+
+
+def test_a_sweep_without_an_slo_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "plan_of", lambda arguments, arrivals: NO_SLO)
+    with pytest.raises(LoadTestError, match="give --slo or --slo-multiple"):
+        sweep.run(parsed_sweep("--output", str(tmp_path)))
+
+
+def test_a_server_that_goes_away_ends_the_sweep_with_a_report_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([summary_of(1.0, Validity(True))])
+
+    def run_at(plan: Plan, folder: Path) -> Summary:
+        if (summary := next(found, None)) is None:
+            raise LoadTestError("no server answers")
+        return summary
+
+    monkeypatch.setattr(sweep, "plan_of", lambda arguments, arrivals: PLAN)
+    monkeypatch.setattr(sweep, "_run_at", run_at)
+    monkeypatch.setattr(sweep, "write_sweep_report", read_sweep)
+    assert sweep.run(parsed_sweep("--output", str(tmp_path))) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["valid"], said["ended_early"]) == (True, "no server answers")
+    assert said["capacity"]["0.9"] == {"value": 1.0, "low": None, "high": None, "is_lower_bound": True}
+    with pytest.raises(LoadTestError, match="nothing was measured: no server answers"):
+        sweep.run(parsed_sweep("--output", str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=fast", "itl=2", "ttft=0", "tpot=-1"])
+def test_multiples_are_of_ttft_and_tpot(text: str) -> None:
+    with pytest.raises(LoadTestError, match=f"--slo-multiple {text}: "):
+        slowdown.parse_multiples(text)
+
+
+def spread(p50: float) -> Spread:
+    return Spread(9, p50, Estimate(p50), p50, p50, Estimate(p50), p50)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, summary: Summary) -> list[Plan]:
+    """The plans of uncontended runs; each has this result."""
+    plans: list[Plan] = []
+
+    def run_plan(plan: Plan, folder: Path, *, show: bool) -> RunFolder:
+        plans.append(plan)
+        return RunFolder(folder)
+
+    monkeypatch.setattr(slowdown, "run_plan", run_plan)
+    monkeypatch.setattr(slowdown, "summarise", lambda folder: summary)
+    return plans
+
+
+def result(ok: int) -> Summary:
+    fields = {"counts": Counts(ok, ok, 0, 0, 0, ok, ok, ok), "ttft": spread(0.2), "tpot": spread(0.01)}
+    whole = summary_of(1.0, Validity(True))
+    return Summary(**({name: getattr(whole, name) for name in Summary.__struct_fields__} | fields))
+
+
+def test_an_slo_is_multiples_of_one_users_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = measured(monkeypatch, result(9))
+    plan = slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5,tpot=2"), tmp_path)
+    assert plan.slo == SLO(ttft_s=1.0, tpot_s=0.02)
+    assert (plans[0].arrivals, plans[0].seconds, plans[0].workload) == (Closed(1), 20.0, NO_SLO.workload)
+    assert plans[0].seed != NO_SLO.seed
+    only = slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "tpot=3"), tmp_path)
+    assert only.slo == SLO(tpot_s=0.03)
+
+
+def test_too_few_answers_make_no_slo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, result(4))
+    with pytest.raises(LoadTestError, match="had 4 whole answers in 20 s, too few for an SLO: give more --seconds"):
+        slo_multiple.with_slo_multiple(NO_SLO, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
+
+
+def test_an_slo_and_a_multiple_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(LoadTestError, match="there is an SLO already"):
+        slo_multiple.with_slo_multiple(PLAN, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
+    assert slo_multiple.with_slo_multiple(PLAN, parsed_sweep(), tmp_path) == PLAN
+
+
+def lose_after(monkeypatch: pytest.MonkeyPatch, num_requests: int, folder: Path) -> argparse.Namespace:
+    """Have a run end after so many requests. Returns the command's arguments."""
+
+    def run_plan(run_plan: Plan, folder: Path, **_: Any) -> None:
+        write_run(folder, drawn(num_requests, 10.0), run_facts=facts(ended_early=True))
+        raise RunLost("sending process 0 was killed by SIGKILL")
+
+    monkeypatch.setattr(run, "plan_of", lambda arguments: plan())
+    monkeypatch.setattr(run, "run_plan", run_plan)
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return parser.parse_args(["--output", str(folder)])
+
+
+def test_a_lost_run_has_a_report_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.run(lose_after(monkeypatch, 50, tmp_path / "run")) == 1
+    told = capsys.readouterr()
+    assert "killed by SIGKILL" in told.err
+    said = json.loads(told.out.splitlines()[-1])
+    assert (said["valid"], said["lost"]) == (False, "sending process 0 was killed by SIGKILL")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_that_is_lost_before_its_first_answer_has_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunLost):
+        run.run(lose_after(monkeypatch, 0, tmp_path / "run"))

@@ -1,0 +1,215 @@
+"""The cache as a transfer sees it: bytes of blocks, which another process can map."""
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.model.architectures.llama import decoder_spec
+from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
+from twostroke.model.config import ModelConfig, RopeConfig
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import KVLayout
+
+CONFIG = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    spec=decoder_spec(),
+)
+
+
+def make_cache(**changes: Any) -> KVCache:
+    settings: dict[str, Any] = {
+        "num_blocks": 5,
+        "block_size": 4,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "model_digest": "d",
+    }
+    return make_kv_cache(CONFIG, **{**settings, **changes})
+
+
+def shared_cache(**changes: Any) -> SharedKVCache:
+    cache = make_cache(**changes)
+    assert isinstance(cache, SharedKVCache)
+    return cache
+
+
+def open_memfds() -> int:
+    gc.collect()
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum("memfd:kv-cache" in link for link in links)
+
+
+def mapped() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kv-cache")
+
+
+def test_a_block_of_a_layer_is_one_piece_of_bytes() -> None:
+    cache = shared_cache()
+    assert (cache.num_layers, cache.num_blocks, cache.block_size) == (3, 5, 4)
+    assert cache.block_bytes * cache.num_layers == kv_block_bytes(CONFIG, 4, torch.bfloat16)
+    view = cache.layer_bytes(1)
+    assert view.nbytes == cache.num_blocks * cache.block_bytes
+    assert not view.readonly
+    cache.tensors[1][3] = torch.arange(128).view(2, 2, 4, 8)
+    block = bytes(view[3 * cache.block_bytes : 4 * cache.block_bytes])
+    assert block == cache.tensors[1][3].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_bytes_written_through_the_view_are_in_the_cache() -> None:
+    cache, other = shared_cache(), shared_cache()
+    cache.tensors[2].copy_(torch.randn(cache.tensors[2].shape))
+    np.asarray(other.layer_bytes(2))[:] = np.asarray(cache.layer_bytes(2))
+    assert torch.equal(cache.tensors[2], other.tensors[2])
+    assert not other.tensors[1].any()
+
+
+def test_the_layout_says_all_that_peers_must_agree_on() -> None:
+    layout = make_cache().layout
+    assert layout == KVLayout("d", "bfloat16", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
+    assert make_cache(dtype=torch.float32).layout.dtype == "float32"
+
+
+def test_a_rank_holds_its_share_of_the_heads() -> None:
+    cache = make_cache(tp_size=2, rank=1)
+    assert (cache.rank, cache.layout.tp_size) == (1, 2)
+    assert cache.tensors[0].shape == (5, 2, 1, 4, 8)
+    assert cache.block_bytes == cache.tensors[0][0].nbytes
+    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+        make_cache(tp_size=2, rank=2)
+
+
+def test_each_kind_of_cache_is_the_kind_of_store_that_it_claims_to_be() -> None:
+    shared = make_cache()
+    assert isinstance(shared, SharedStore)
+    assert not isinstance(shared, DeviceStore)
+    device = make_cache(device=torch.device("meta"))
+    assert isinstance(device, DeviceStore)
+    assert not isinstance(device, HostStore)
+    assert device.layer_tensor(2) is device.tensors[2]
+    assert device.device == "meta"
+
+
+def test_another_process_reads_the_cache_through_its_descriptor() -> None:
+    cache = shared_cache()
+    for layer, tensor in enumerate(cache.tensors):
+        tensor.fill_(layer + 1)
+        assert cache.layer_offset(layer) % mmap.PAGESIZE == 0
+    code = (
+        "import mmap, os, sys; m = mmap.mmap({0}, os.fstat({0}).st_size, prot=mmap.PROT_READ); print(m[{1}:{2}].hex())"
+    )
+    start = cache.layer_offset(2)
+    code = code.format(cache.memory_fd, start, start + cache.block_bytes)
+    done = subprocess.run(
+        [sys.executable, "-c", code], pass_fds=[cache.memory_fd], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == bytes(cache.layer_bytes(2)[: cache.block_bytes]).hex()
+
+
+def test_nobody_shrinks_grows_or_writes_the_memory_that_others_may_have_mapped() -> None:
+    cache = shared_cache()
+    size = os.fstat(cache.memory_fd).st_size
+    for other in (0, 2 * size):
+        with pytest.raises(PermissionError):
+            os.ftruncate(cache.memory_fd, other)
+    with pytest.raises(PermissionError):
+        os.pwrite(cache.memory_fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(cache.memory_fd, size)
+    seals = fcntl.fcntl(cache.memory_fd, fcntl.F_GET_SEALS)
+    assert seals & fcntl.F_SEAL_SHRINK
+    assert seals & fcntl.F_SEAL_GROW
+    assert not os.get_inheritable(cache.memory_fd)
+    assert os.fstat(cache.memory_fd).st_blocks * 512 >= size, "no page is left to be found missing later"
+
+
+def test_descriptor_and_mapping_end_with_the_cache() -> None:
+    before = (open_memfds(), mapped())
+    cache = shared_cache()
+    assert open_memfds() > before[0]
+    cache.close()
+    cache.close()
+    assert (open_memfds(), mapped()) == before
+    with pytest.raises(ValueError, match="closed"):
+        _ = cache.memory_fd
+    forgotten = shared_cache()
+    del forgotten
+    assert (open_memfds(), mapped()) == before
+
+
+def test_a_tensor_that_outlives_the_cache_keeps_its_memory_and_nothing_else() -> None:
+    before = (open_memfds(), mapped())
+    cache = shared_cache()
+    tensor = cache.tensors[1]
+    cache.close()
+    tensor.fill_(7)
+    assert tensor.sum() == 7 * tensor.numel()
+    del tensor
+    assert (open_memfds(), mapped()) == before
+
+
+def failing(code: int) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EMFILE, errno.EPERM])
+def test_without_memfds_the_cache_is_in_ordinary_memory_and_the_log_says_so(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", failing(code))
+    cache = make_cache()
+    assert isinstance(cache, HostStore)
+    assert not isinstance(cache, SharedStore)
+    assert not cache.tensors[0].any()
+    assert os.strerror(code) in caplog.text
+    assert "can't be shared" in caplog.text
+
+
+def test_a_system_that_knows_no_memfds_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert not isinstance(make_cache(), SharedStore)
+
+
+def test_a_memfd_that_cannot_be_filled_or_sealed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_memfds()
+    monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
+    assert not isinstance(make_cache(), SharedStore)
+    assert open_memfds() == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
+def test_a_cache_that_does_not_fit_is_a_setting_to_change(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_memfds()
+    monkeypatch.setattr(os, "posix_fallocate", failing(code))
+    with pytest.raises(ConfigError, match=r"KV cache of .* use a smaller KV cache"):
+        make_cache()
+    assert open_memfds() == before
+
+
+def test_a_cache_larger_than_any_machine_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="use a smaller KV cache") as caught:
+        make_cache(num_blocks=2**48)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,133 @@
+"""How much memory a CPU engine may take, by the host and by its cgroups' limits.
+
+What is left for the KV cache, and what is said where nothing is.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from twostroke.model.batch import check_batch
+from twostroke.model.cache import memory
+from twostroke.model.cache.memory import (
+    CUDA_CONTEXT_BYTES,
+    GpuMemory,
+    MemoryNeed,
+    StepBounds,
+    cache_bytes_on_gpu,
+    check_memory,
+    check_memory_of_all,
+    describe_cache,
+)
+from twostroke.model.load import largest_batch
+from twostroke.protocol.errors import ConfigError
+
+GIB = 2**30
+
+
+def cgroup(folder: Path, most: str, used: int, *, cached: int = 0, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, text in zip(names, (most, str(used)), strict=True):
+        (folder / name).write_text(f"{text}\n")
+    field = "inactive_file" if version == 2 else "total_inactive_file"
+    (folder / "memory.stat").write_text(f"anon 5\n{field} {cached}\n")
+
+
+def own(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "self-cgroup"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_host_without_limits_gives_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "cgroup"
+    assert memory._cgroup_bytes(root, own(tmp_path, "0::/")) == []
+    cgroup(root, "max", GIB)
+    assert memory._cgroup_bytes(root, own(tmp_path, "0::/")) == []
+    assert memory._cgroup_bytes(root, tmp_path / "none") == []
+    monkeypatch.setattr(memory, "_cgroup_bytes", list)
+    assert memory.available_bytes(torch.device("cpu")) > 0
+
+
+def test_a_services_limit_counts_and_so_do_those_around_it(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    cgroup(root / "system.slice", str(8 * GIB), 6 * GIB)
+    cgroup(root / "system.slice" / "a.service", str(4 * GIB), 3 * GIB, cached=GIB)
+    found = memory._cgroup_bytes(root, own(tmp_path, "0::/system.slice/a.service"))
+    assert found == [2 * GIB, 2 * GIB]
+
+
+def test_limits_of_the_first_version_count(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    cgroup(root / "memory", str(4 * GIB), GIB, cached=GIB, version=1)
+    assert memory._cgroup_bytes(root, own(tmp_path, "4:memory:/x")) == [4 * GIB]
+    cgroup(root / "memory" / "x", str(2 * GIB), GIB, version=1)
+    assert memory._cgroup_bytes(root, own(tmp_path, "4:cpu,memory:/x")) == [4 * GIB, GIB]
+
+
+def test_a_full_group_leaves_nothing(tmp_path: Path) -> None:
+    cgroup(tmp_path / "cgroup", str(GIB), 2 * GIB)
+    assert memory._cgroup_bytes(tmp_path / "cgroup", own(tmp_path, "0::/")) == [0]
+
+
+def test_the_cache_gets_the_share_less_weights_step_and_cuda() -> None:
+    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
+    assert cache_bytes_on_gpu(memory) == 72 * GIB - 18 * GIB - CUDA_CONTEXT_BYTES
+
+
+def test_the_cache_leaves_room_for_the_step_beside_what_others_hold() -> None:
+    memory = GpuMemory(total=80 * GIB, free=10 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB)
+    assert cache_bytes_on_gpu(memory) == 8 * GIB
+
+
+def test_captured_steps_keep_their_memory_beside_the_largest_step() -> None:
+    memory = GpuMemory(total=80 * GIB, free=60 * GIB, share=0.9, weights=16 * GIB, peak_step=2 * GIB, graphs=GIB)
+    assert cache_bytes_on_gpu(memory) == 72 * GIB - 19 * GIB - CUDA_CONTEXT_BYTES
+
+
+def test_where_nothing_is_left_one_line_has_the_arithmetic() -> None:
+    memory = GpuMemory(total=24 * GIB, free=6 * GIB, share=0.5, weights=11 * GIB, peak_step=1 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"0\.50 of 24\.00 GiB = 12\.00 GiB .* 11\.00 GiB, the largest step 1\.00 GiB"
+    ):
+        cache_bytes_on_gpu(memory)
+
+
+def test_a_sum_that_just_fits_is_taken() -> None:
+    check_memory("cpu", weights=5, cache=3, step=2, free=10)
+    with pytest.raises(ConfigError, match=r"only 0\.0 MiB are free"):
+        check_memory("cpu", weights=5, cache=3, step=2, free=9)
+
+
+def test_a_cache_is_described_in_full_requests() -> None:
+    said = describe_cache(num_blocks=1024, block_size=16, block_bytes=2**20, max_context=8192)
+    assert said == (
+        "KV cache 1.00 GiB: 1024 blocks of 16 tokens, room for 2.0 requests of the full context of 8192 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "max_context"),
+    [(StepBounds(2048, 256), 8192), (StepBounds(100, 256), 64), (StepBounds(5000, 3), 1024), (StepBounds(7, 3), 1024)],
+)
+def test_the_largest_batch_is_one_that_a_cache_of_one_block_takes(bounds: StepBounds, max_context: int) -> None:
+    batch = largest_batch(bounds, 16, max_context)
+    check_batch(batch, 16, 1, max_context)
+    assert len(batch) == min(bounds.max_sequences, bounds.max_tokens)
+    tokens = sum(len(step.token_ids) for step in batch)
+    assert tokens == min(bounds.max_tokens, len(batch) * (max_context - 1))
+
+
+def test_where_all_workers_need_too_much_each_part_is_named() -> None:
+    prefill = MemoryNeed("prefill", 2, weights=GIB, cache=2 * GIB, step=GIB // 2, swap=0, processes=GIB)
+    decode = MemoryNeed("decode", 1, weights=GIB, cache=GIB, step=0, swap=3 * GIB, processes=GIB)
+    check_memory_of_all([prefill, decode], rest=GIB, free=16 * GIB)
+    with pytest.raises(ConfigError) as told:
+        check_memory_of_all([prefill, decode], rest=GIB, free=16 * GIB - 1)
+    assert str(told.value).startswith(
+        "too little memory: 2 prefill of 4.50 GiB (weights 1.00 GiB, KV cache 2.00 GiB, largest step 512.0 MiB, "
+        "processes 1.00 GiB) + 1 decode of 6.00 GiB (weights 1.00 GiB, KV cache 1.00 GiB, swap 3.00 GiB, processes "
+        "1.00 GiB) + Ray and routers 1.00 GiB = 16.00 GiB, but only 16.00 GiB are free: lower kv_cache_gib"
+    )

@@ -1,0 +1,95 @@
+"""What of config.json is read, and what is refused by name of file and field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
+from twostroke.model.config import RopeConfig
+from twostroke.protocol.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def test_fields_left_out_have_transformers_defaults() -> None:
+    config = parse_model_config(LLAMA, "config.json")
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert (config.rms_norm_eps, config.rope, config.tie_word_embeddings) == (1e-6, RopeConfig(), False)
+
+
+def test_an_explicit_head_dim_wins_over_the_derived_one() -> None:
+    config = parse_model_config(LLAMA | {"head_dim": 40, "num_key_value_heads": 1}, "config.json")
+    assert (config.q_size, config.kv_size) == (160, 40)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"])
+def test_a_missing_field_is_named(name: str) -> None:
+    raw = {key: value for key, value in LLAMA.items() if key != name}
+    with pytest.raises(ConfigError, match=f"some/config.json: {name}: is missing"):
+        parse_model_config(raw, "some/config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
+        ({"architectures": None, "model_type": "qwen2"}, "architectures"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"hidden_size": 66}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config.json: {named}: "):
+        parse_model_config(LLAMA | change, "config.json")
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = parse_model_config(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | scaling}, "c")
+    new = parse_model_config(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | scaling}, "c")
+    assert old == new
+    assert old.rope.original_max_position == 64
+
+
+def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_model_config(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_an_unreadable_config_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        load_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model_config(tmp_path) == parse_model_config(LLAMA, "config.json")

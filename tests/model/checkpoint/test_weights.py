@@ -1,0 +1,131 @@
+"""Checkpoints: sharded or not, and every way in which a folder does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
+from twostroke.protocol.errors import ConfigError
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, load_model_config(folder))
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def test_shards_hold_what_the_single_file_holds(write_checkpoint: Any) -> None:
+    single, sharded = open_checkpoint(write_checkpoint()), open_checkpoint(write_checkpoint(shards=3))
+    assert single.shapes.keys() == sharded.shapes.keys()
+    assert all(torch.equal(single.tensor(name), sharded.tensor(name)) for name in single.shapes)
+    assert single.digest() == sharded.digest()
+
+
+def test_the_digest_tells_models_apart(write_checkpoint: Any) -> None:
+    digests = [
+        open_checkpoint(write_checkpoint(**fields)).digest()
+        for fields in ({}, {"seed": 1}, {"dtype": torch.bfloat16}, {"rope_theta": 20000.0})
+    ]
+    assert len(set(digests)) == 4
+    assert open_checkpoint(write_checkpoint()).digest() == digests[0]
+
+
+def test_the_digest_sees_a_single_changed_number(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    before = open_checkpoint(folder).digest()
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][17, 5] += 1
+
+    rewrite(folder, change)
+    assert open_checkpoint(folder).digest() != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_keep_the_checkpoints_dtype(dtype: torch.dtype, write_checkpoint: Any) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(dtype=dtype))
+    assert checkpoint.dtype == checkpoint.tensor("model.norm.weight").dtype == dtype
+
+
+def test_a_missing_tensor_is_named(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        open_checkpoint(folder)
+
+
+def test_an_unknown_tensor_is_named(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+    with pytest.raises(ConfigError, match=rf"{SINGLE_FILE}: tensor model\.layers\.0\.self_attn\.q_norm\.weight"):
+        open_checkpoint(folder)
+
+
+def test_buffers_and_tied_heads_of_older_checkpoints_are_let_pass(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(tie_word_embeddings=True)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    assert "lm_head.weight" not in open_checkpoint(folder).shapes
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[31\], config.json asks for \[32\]"):
+        open_checkpoint(folder)
+
+
+def test_an_integer_tensor_is_refused(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is I32"):
+        open_checkpoint(folder)
+
+
+def test_a_missing_shard_is_named(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors is missing"):
+        open_checkpoint(folder)
+
+
+def test_a_shard_without_a_promised_tensor_is_named(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(shards=2)
+    shard = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    name, _ = tensors.popitem()
+    save_file(tensors, shard)
+    with pytest.raises(ConfigError, match=f"{shard.name}: tensor {name} is missing"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "model.bin", 3])
+def test_an_index_may_only_name_safetensors_of_its_folder(file: object, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(shards=2)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ConfigError, match="is no safetensors file of this folder"):
+        open_checkpoint(folder)
+
+
+def test_pickle_files_are_refused_unread(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle file"):
+        open_checkpoint(folder)
+
+
+def test_a_damaged_file_is_named(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    data = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=rf"{SINGLE_FILE} can't be read as safetensors"):
+        open_checkpoint(folder)

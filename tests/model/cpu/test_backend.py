@@ -1,0 +1,82 @@
+"""Each CPU kernel against its plain torch reference, in fp32 and bf16."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from twostroke.model import reference
+from twostroke.model.batch import BatchLayout, make_layout
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.step import SequenceStep
+
+DTYPES = [torch.float32, torch.bfloat16]
+BACKEND = CpuBackend()
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    # bf16: one unit in the last place, where the orders of addition fall on two sides of a rounding
+    tolerance = 1e-5 if actual.dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def layout_of(spans: list[tuple[int, int]], block_size: int) -> tuple[BatchLayout, int]:
+    """A layout of (start, tokens) sequences with their blocks dealt out in turn; and how many blocks there are."""
+    width = max(-(-(start + count) // block_size) for start, count in spans)
+    tables = [[i * len(spans) + row for i in range(width)] for row in range(len(spans))]
+    steps = [SequenceStep([0] * count, start, table, None) for (start, count), table in zip(spans, tables, strict=True)]
+    return make_layout(steps, block_size, torch.device("cpu")), width * len(spans)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 32), (7, 33), (1000, 72)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    total = x + residual
+    torch.set_num_threads(threads)
+    try:
+        close(BACKEND.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        normed, new_residual = BACKEND.add_rms_norm(x, residual, weight, 1e-5)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(new_residual, total)
+    close(normed, reference.rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gated_activation_equals_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = (torch.randn(70, 2 * 51) * 10).to(dtype)
+    close(BACKEND.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("gate", [-1e30, -200.0, -90.0, 0.0, 90.0, 1e30])
+def test_the_gated_activation_stays_finite_at_the_ends(gate: float) -> None:
+    gate_up = torch.tensor([[gate, 2.0]])
+    torch.testing.assert_close(BACKEND.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 40), (3, 1, 72)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_and_kv_write_equal_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    torch.manual_seed(0)
+    layout, num_blocks = layout_of([(9, 1), (0, 1), (0, 21), (13, 8)], block_size=5)
+    qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
+    cos_sin = torch.randn(64, dim)
+    written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
+    close(
+        BACKEND.rope_and_write_kv(qkv, cos_sin, written, layout),
+        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots),
+    )
+    close(written, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mixed_batch_attends_as_the_reference_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layout, num_blocks = layout_of([(40, 1), (0, 1), (0, 30), (17, 9)], block_size=8)
+    q = torch.randn(41, 6, 24).to(dtype)
+    kv_layer = torch.randn(num_blocks, 2, 2, 8, 24).to(dtype)
+    close(BACKEND.attention(q, kv_layer, layout), reference.attention(q, kv_layer, layout))

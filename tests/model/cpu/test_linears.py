@@ -1,0 +1,244 @@
+"""CPU projections against fp64, at sizes that fill no panel, tile or pair, and with numbers that must not leak.
+
+Quantised projections against the weight that they say they compute with.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from numba import cfunc, types
+from torch import Tensor
+
+from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.config import Quantization
+from twostroke.model.cpu import linears as cpu_linear
+from twostroke.model.cpu import linears as cpu_quant_linear
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.kernels import gemm as cpu_gemm
+from twostroke.model.cpu.kernels import gemm as cpu_gemm_tile
+from twostroke.model.cpu.kernels.launch import WORDS, compiled
+from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear
+
+needs_packing = pytest.mark.skipif(
+    not cpu_linear.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"
+)
+
+FORMATS = [
+    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
+    pytest.param(torch.bfloat16, torch.float32, id="bf16-to-fp32"),
+    pytest.param(torch.float32, torch.float32, id="fp32"),
+    pytest.param(torch.float32, torch.bfloat16, id="fp32-to-bf16"),
+]
+DTYPES = [torch.bfloat16, torch.float32]
+SIZES = [(64, 64), (1, 1), (65, 3), (200, 1501), (70, 2052), (7, 66)]  # (out, in); blocks are 1024 bf16, 512 fp32
+
+
+class PoisonedLauncher(Launcher):
+    """What a kernel does not write, stays NaN."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def random_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    y = CpuLinear(weight, bias, PoisonedLauncher())(x, out_dtype)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert y.dtype == out_dtype
+    relative = 4e-3 if out_dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y.double(), expected, rtol=relative, atol=2e-6 * weight.shape[1])
+
+
+@needs_packing
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_projections_equal_fp64(
+    dtype: torch.dtype, out_dtype: torch.dtype, out_features: int, in_features: int, threads: int
+) -> None:
+    weight, bias = random_weights(out_features, in_features, dtype)
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 2, 7, 64, 300):
+            check(torch.randn(rows, in_features).to(dtype), weight, bias, out_dtype)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_packing
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_any_number_of_rows_can_be_projected(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    weight, _ = random_weights(130, 77, dtype)
+    for rows in range(71):
+        check(torch.randn(rows, 77).to(dtype), weight, None, out_dtype)
+
+
+@needs_packing
+@pytest.mark.parametrize(("dtype", "out_dtype"), FORMATS)
+def test_a_row_has_the_same_result_in_every_batch(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    weight, bias = random_weights(100, 1501, dtype)
+    linear = CpuLinear(weight, bias, Launcher())
+    x = torch.randn(300, 1501).to(dtype)
+    whole = linear(x, out_dtype)
+    for start, end in [(0, 1), (5, 13), (7, 70), (299, 300)]:
+        assert torch.equal(linear(x[start:end], out_dtype), whole[start:end])
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    weight, bias = random_weights(70, 33, dtype)
+    linear = CpuLinear(weight, bias, Launcher())
+    x = torch.randn(9, 33).to(dtype)
+    expected = linear(x)
+    x[4] = torch.nan
+    x[5] = torch.inf
+    y = linear(x)
+    assert y[4].isnan().all()
+    assert not y[5].isfinite().any()
+    others = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(y[others], expected[others])
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(("count", "hidden"), [(130, 34), (5, 7), (64, 1)])
+def test_embeddings_are_rows_of_a_slice_of_the_vocabulary(
+    dtype: torch.dtype, out_dtype: torch.dtype, count: int, hidden: int, is_packed: bool
+) -> None:
+    weight, _ = random_weights(count, hidden, dtype)
+    backend = CpuBackend()
+    backend.launcher = PoisonedLauncher()
+    table = CpuLinear(weight, None, backend.launcher) if is_packed else weight
+    token_ids = torch.tensor([100, 99 + count, 102, 0, 99, 100 + count, 102])
+    expected = torch.zeros(7, hidden, dtype=out_dtype)
+    expected[[0, 1, 2, 6]] = weight[[0, count - 1, 2, 2]].to(out_dtype)
+    assert torch.equal(backend.embed(token_ids, table, 100, out_dtype), expected)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_projection_are_its_weights(dtype: torch.dtype) -> None:
+    weight, _ = random_weights(90, 51, dtype)
+    indices = torch.tensor([89, 0, 64, 63])
+    assert torch.equal(CpuLinear(weight, None, Launcher()).embed(indices, 0, torch.float32), weight[indices].float())
+
+
+@needs_packing
+def test_other_formats_are_left_to_torch() -> None:
+    weight, bias = random_weights(90, 51, torch.float16)
+    linear = CpuBackend().make_linear(weight, bias, "none")
+    x = torch.randn(3, 51).half()
+    torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, bias))
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, quantization: Quantization) -> None:
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((40, 24), (40,), (3, 24)))
+    linear = CpuBackend().make_linear(weight, bias, quantization)
+    before = linear(x).clone()
+    weight.zero_()
+    bias.zero_()
+    assert torch.equal(linear(x), before)
+
+
+@needs_packing
+@pytest.mark.parametrize("kernel", [cpu_gemm._multiply_floats, cpu_gemm._multiply_pairs])
+def test_a_start_finds_the_machine_code_of_the_last_one(kernel: Callable[[Any], None]) -> None:
+    assert kernel.__closure__ is None, "numba's cache does not know a closure again in another process"
+
+
+@needs_packing
+@pytest.mark.parametrize("combine", [cpu_gemm_tile._dot_pairs, cpu_gemm_tile._multiply_add])
+def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(combine: Callable[..., Any]) -> None:
+    """As happens to it on its way into a kernel: each function that it becomes a part of is optimised as a whole."""
+    tile = cpu_gemm_tile._make_tile(cpu_gemm_tile.TILE_ROWS, combine)
+
+    @compiled
+    def once(words):
+        tile(words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
+
+    @compiled
+    def twice(words):
+        once(words)
+
+    kernel = cfunc(types.void(WORDS), error_model="numpy")(lambda words: twice(words))
+    code = kernel._library.get_asm_str().splitlines()
+    assert not [line for line in code if "zmm" in line and "(%rsp)" in line], "sums go to memory and back"
+
+
+needs_avx512_bf16 = pytest.mark.skipif(
+    not cpu_quant_linear.is_quantized_supported(torch.bfloat16, 64), reason="needs AVX512-BF16 and AVX512-VBMI"
+)
+# Full and part panels of 64 outputs, groups of 64 inputs, chunks of 256.
+SHAPES = [(1, 8), (64, 64), (65, 72), (200, 328), (48, 840)]
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_projections_compute_with_the_dequantised_weight(
+    bits: Literal[8, 4], outputs: int, inputs: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
+    linear = CpuQuantizedLinear(weight, bias, bits, Launcher())
+    meant = quantize(weight, bits).dequantized(torch.float32).double()
+    for tokens in (1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 257):
+        x = torch.randn(tokens, inputs, generator=generator).bfloat16()
+        expected = x.double() @ meant.T + (bias.double() if bias is not None else 0)
+        torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(linear(x).double(), expected, rtol=5e-3, atol=1e-4)
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rows_result_does_not_depend_on_the_others(bits: Literal[8, 4]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = CpuQuantizedLinear(torch.randn(100, 600, generator=generator).bfloat16(), None, bits, Launcher())
+    x = torch.randn(40, 600, generator=generator).bfloat16()
+    together = linear(x, torch.float32)
+    for first, count in ((0, 1), (3, 2), (5, 4), (2, 7), (10, 9), (20, 17)):
+        assert torch.equal(linear(x[first : first + count], torch.float32), together[first : first + count])
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_int8_head_serves_as_embedding(dtype: torch.dtype) -> None:
+    weight = torch.randn(150, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = CpuQuantizedLinear(weight, None, 8, Launcher())
+    expected = quantize(weight, 8).dequantized(dtype)
+    assert torch.equal(linear.embed(torch.arange(150), 0, dtype), expected)
+    found = linear.embed(torch.tensor([99, 100, 249, 250]), 100, dtype)
+    zeros = torch.zeros(72, dtype=dtype)
+    assert torch.equal(found, torch.stack((zeros, expected[0], expected[149], zeros)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(3, 7), (600, 130)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_any_cpu_computes_with_the_dequantised_weight(
+    bits: Literal[8, 4], outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    linear = TorchQuantizedLinear(weight, bias, bits)
+    meant = quantize(weight, bits).dequantized(dtype)
+    x = torch.randn(5, inputs, generator=generator).to(dtype)
+    torch.testing.assert_close(linear(x), x @ meant.T + bias, rtol=2e-2, atol=2e-2)
+    chosen = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(linear.embed(chosen, 0, dtype), meant[chosen])

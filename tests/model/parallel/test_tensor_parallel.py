@@ -1,0 +1,181 @@
+"""Ranks together compute what one rank computes alone. Here they are threads of this process, joined by gloo."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twostroke.model.architectures.decoder import Decoder, DecoderWeights
+from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.memory import CUDA_CONTEXT_BYTES, GpuMemory, StepBounds
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
+from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import largest_batch, load_engine
+from twostroke.model.parallel.tensor_parallel import (
+    DrawnElsewhere,
+    GroupRanks,
+    RankPlace,
+    Rendezvous,
+    Shard,
+    SingleRank,
+    TensorParallel,
+    check_size,
+)
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.step import SequenceStep
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import SampledToken
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, NEW_TOKENS = 8, 128, 16
+LENGTHS = (1, 7, 8, 9, 40, 90)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "fewer KV heads than ranks": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "one KV head": {"num_key_value_heads": 1},
+    "tied, an odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 99},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+class Ranks:
+    """Runs each step on all ranks at once. Looks like rank 0's runner."""
+
+    def __init__(self, runners: list[ModelRunner], threads: ThreadPoolExecutor):
+        self._runners = runners
+        self._threads = threads
+
+    def run(self, batch: Sequence[SequenceStep]) -> list[SampledToken | None]:
+        drawn, *_ = list(self._threads.map(lambda runner: runner.run(batch), self._runners))
+        return drawn
+
+
+def runner(folder: Path, parallel: TensorParallel) -> ModelRunner:
+    config = load_model_config(folder)
+    shard, backend = parallel.shard, CpuBackend()
+    weights = load_decoder_weights(
+        Checkpoint(folder, config), config, torch.float32, CPU, config.max_position, backend, shard=shard
+    )
+    cache = make_kv_cache(
+        config,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        device=CPU,
+        model_digest="",
+        tp_size=shard.size,
+        rank=shard.rank,
+    )
+    sampler = Sampler(config.vocab_size) if shard.rank == 0 else DrawnElsewhere()
+    return ModelRunner(Decoder(config, weights, backend, parallel), sampler, cache, config.max_position)
+
+
+@contextmanager
+def ranks(folder: Path, size: int) -> Iterator[Ranks]:
+    rendezvous = Rendezvous("127.0.0.1")
+    with ThreadPoolExecutor(size) as threads:
+        groups = threads.map(lambda rank: GroupRanks(Shard(rank, size), rendezvous.address, CPU), range(size))
+        yield Ranks([runner(folder, group) for group in groups], threads)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_several_ranks_draw_the_tokens_that_one_draws(shape: str, write_checkpoint: Any, generate: Any) -> None:
+    folder = write_checkpoint(seed=3, **SHAPES[shape])
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(90, (length,), generator=generator).tolist() for length in LENGTHS]
+
+    def tokens(runner: Any) -> list[list[int]]:
+        answers: list[list[int]] = generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=BLOCK_SIZE)
+        return answers
+
+    expected = tokens(runner(folder, SingleRank()))
+    for size in (2, 4, 8)[: 3 if SHAPES[shape].get("num_attention_heads") == 8 else 2]:
+        with ranks(folder, size) as together:
+            assert tokens(together) == expected
+
+
+def held_bytes(weights: DecoderWeights) -> int:
+    """Of all projections, the embedding and the LM head."""
+    embedding = weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    linears = [weights.lm_head]
+    for layer in weights.layers:
+        linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    held = [linear.embed(torch.arange(linear.out_features), 0, torch.float32) for linear in linears]
+    return sum(tensor.numel() * 4 for tensor in (embedding, *held))
+
+
+def test_a_rank_holds_its_share_of_the_weights(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(num_key_value_heads=4)
+    config = load_model_config(folder)
+    checkpoint = Checkpoint(folder, config)
+
+    def load(shard: Shard) -> DecoderWeights:
+        return load_decoder_weights(checkpoint, config, torch.float32, CPU, 64, CpuBackend(), shard=shard)
+
+    whole = held_bytes(load(Shard()))
+    for size in (2, 4):
+        assert [held_bytes(load(Shard(rank, size))) * size for rank in range(size)] == [whole] * size
+
+
+def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoint: Any) -> None:
+    folder = write_checkpoint()
+    checkpoint = Checkpoint(folder, load_model_config(folder))
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = checkpoint.tensor(name)
+    part = checkpoint.tensor(name, slice(2, 5), slice(8, 16))
+    assert torch.equal(part, whole[2:5, 8:16])
+    assert part.stride() == whole.stride()
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "named"),
+    [
+        (3, {}, "3 is none of 1, 2, 4, 8"),
+        (8, {}, "4 attention heads"),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, "3 KV heads"),
+        (4, {"intermediate_size": 50}, "50 features"),
+        (8, {"num_attention_heads": 8, "vocab_size": 9}, "9 tokens"),
+    ],
+)
+def test_a_model_that_ranks_can_not_share_is_refused_with_both_numbers(
+    size: int, fields: dict[str, Any], named: str, write_checkpoint: Any
+) -> None:
+    config = load_model_config(write_checkpoint(**fields))
+    with pytest.raises(ConfigError, match=rf"tensor_parallel: (?={size} ).*{named}"):
+        check_size(config, size)
+
+
+def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[int] = []
+
+    def measure(decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, max_context: int) -> GpuMemory:
+        ModelRunner(decoder, sampler, kv_cache, 64).run(largest_batch(config.bounds, kv_cache.block_size, 64))
+        heads.append(kv_cache.tensors[0].shape[2])
+        kv_cache.close()
+        return GpuMemory(CUDA_CONTEXT_BYTES + 2**20, free=2**30, share=1.0, weights=0, peak_step=0)
+
+    # As on a GPU, whose step is measured where the cache has no size.
+    monkeypatch.setattr("twostroke.model.load.measure_gpu", measure)
+    monkeypatch.setattr("twostroke.model.load.resolve_num_blocks", lambda *_: None)
+    folder = write_checkpoint(num_attention_heads=8, num_key_value_heads=4)
+    config = EngineConfig(folder, tensor_parallel=2, threads=1, bounds=StepBounds(16, 4))
+    rendezvous = Rendezvous("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))
+    assert heads == [2, 2]
+    for rank in loaded:
+        assert 0 < rank.num_blocks * rank.kv_cache.block_bytes * rank.kv_cache.num_layers <= 2**20
+        rank.engine.close()
+        rank.kv_cache.close()

@@ -1,0 +1,376 @@
+import asyncio
+import json
+
+import httpx
+import pytest
+
+
+async def complete(site, **asked):
+    response = await site.http.post(
+        "/v1/completions", json={"model": "fake", "prompt": "import os", "max_tokens": 24, "seed": 5, **asked}
+    )
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def events(site, path="/v1/completions", **asked):
+    """The data of each server-sent event, decoded; [DONE] as None."""
+    body = {"model": "fake", "max_tokens": 24, "seed": 5, "stream": True, **asked}
+    if path == "/v1/completions":
+        body = {"prompt": "import os", **body}
+    response = await site.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") for block in blocks)
+    return [None if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
+
+
+async def test_the_app_says_what_it_is(site_of):
+    async with site_of(1, 1) as site:
+        assert (await site.http.get("/health")).json() == {"status": "ok"}
+        assert (await site.http.head("/health")).status_code == 200
+        assert (await site.http.get("/version")).json() == {"version": site.service.config.version}
+        models = (await site.http.get("/v1/models")).json()
+        assert models["object"] == "list"
+        assert models["data"][0]["id"] == "fake"
+        assert models["data"][0]["max_model_len"] == 512
+        assert (await site.http.get("/v1/models/fake")).json() == models["data"][0]
+        assert (await site.http.get("/v1/models/other/name")).status_code == 404
+
+
+@pytest.mark.parametrize(("lost", "ready"), [("p0", False), ("d0", False), (None, True)])
+async def test_ready_means_that_a_whole_path_is_there(site_of, until, lost, ready):
+    async with site_of(1, 1) as site:
+        if lost:
+            await site.rig[lost].die()
+        peers = [site.rig[name].info.peer for name in ("p0", "d0") if name != lost]
+        await until(lambda: all(site.rig.channels.is_connected(peer) for peer in peers))
+        await until(lambda: lost is None or not site.rig.channels.is_connected(site.rig[lost].info.peer))
+        assert ((await site.http.get("/ready")).status_code == 200) == ready
+
+
+async def test_aggregated_mode_is_ready_without_prefill_workers(site_of, until):
+    async with site_of(0, 1) as site:
+        await until(lambda: site.rig.channels.is_connected(site.rig["d0"].info.peer))
+        assert (await site.http.get("/ready")).status_code == 200
+
+
+async def test_status_lists_the_workers_and_their_numbers(site_of, until):
+    async with site_of(1, 1) as site:
+        await until(lambda: not site.service.missing())
+        await complete(site)
+        status = (await site.http.get("/status")).json()
+        assert status["ready"]
+        assert status["places_held"] == 0
+        assert [worker["role"] for worker in status["workers"]] == ["prefill", "decode"]
+        assert [worker["node"] for worker in status["workers"]] == ["127.0.0.1", "127.0.0.1"]
+        assert status["workers"][1]["stats"]["total_blocks"] == 100
+
+
+async def test_metrics_count_requests_and_show_the_workers(site_of, until):
+    async with site_of(1, 1) as site:
+        await until(lambda: not site.service.missing())
+        await complete(site, ignore_eos=True)
+        await site.http.post("/v1/completions", content=b"{")
+        text = (await site.http.get("/metrics")).text
+        for line in (
+            'twostroke:request_success_total{finished_reason="length",model_name="fake",router="router"} 1.0',
+            'twostroke:generation_tokens_total{model_name="fake",router="router"} 24.0',
+            'twostroke:time_to_first_token_seconds_count{model_name="fake",router="router"} 1.0',
+            'twostroke:request_prefill_time_seconds_sum{model_name="fake",router="router"} 0.02',
+            'twostroke:requests_refused_total{code="invalid_json",model_name="fake",router="router",status="400"} 1.0',
+            'twostroke:router_requests_in_flight{model_name="fake",router="router"} 0.0',
+            'twostroke:router_decision_time_seconds_count{model_name="fake",router="router"} 1.0',
+            'twostroke:kv_blocks_total{role="decode",worker="d0"} 100.0',
+            'twostroke:kv_cache_usage_perc{role="prefill",worker="p0"} 0.0',
+        ):
+            assert line in text.splitlines(), line
+
+
+@pytest.mark.parametrize(("given", "echoed"), [("abc-1.2:3", True), ("bad id", False), ("x" * 129, False)])
+async def test_a_sound_request_id_is_echoed_and_another_is_minted(site_of, given, echoed):
+    async with site_of(0, 1) as site:
+        ids = [
+            (await site.http.request(method, path, headers={"x-request-id": given})).headers["x-request-id"]
+            for method, path in (("GET", "/health"), ("POST", "/v1/completions"), ("GET", "/nowhere"))
+        ]
+        assert all((one == given) == echoed and one for one in ids)
+
+
+async def test_echo_puts_the_prompt_first_streamed_or_not(site_of):
+    async with site_of(1, 1) as site:
+        plain = (await complete(site))["choices"][0]["text"]
+        echoed = (await complete(site, echo=True))["choices"][0]["text"]
+        assert echoed == "import os" + plain
+        chunks = await events(site, echo=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk) == echoed
+
+
+async def test_the_default_is_sixteen_tokens_for_completions_and_the_context_for_chat(site_of):
+    async with site_of(0, 1) as site:
+        await complete(site, max_tokens=None)
+        assert site.rig["d0"].seen[-1].max_tokens == 16
+        await complete(site, max_tokens=None, prompt=[7] * 505)
+        assert site.rig["d0"].seen[-1].max_tokens == 7
+        await site.http.post(
+            "/v1/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "a"}], "seed": 1}
+        )
+        asked = site.rig["d0"].seen[-1]
+        assert asked.max_tokens == 512 - asked.num_prompt_tokens
+
+
+async def test_a_stop_string_ends_the_choice_and_the_workers_are_told(site_of, until):
+    async with site_of(1, 1) as site:
+        whole = await complete(site, ignore_eos=True)
+        text = whole["choices"][0]["text"]
+        stop = text[5:8]
+        site.rig["d0"].gate = asyncio.Semaphore(20)
+        stopped = await complete(site, ignore_eos=True, stop=[stop, "never to be seen"], max_tokens=200)
+        assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert stopped["usage"]["completion_tokens"] < 24
+        await until(lambda: site.rig["d0"].cancelled)
+        site.rig["d0"].gate = None
+        chunks = await events(site, ignore_eos=True, stop=stop)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk) == text[: text.index(stop)]
+
+
+async def test_the_token_that_stops_is_counted_but_not_shown(site_of):
+    async with site_of(1, 1) as site:
+        asked = {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
+        whole = (await complete(site, **asked))["choices"][0]
+        stop_id = whole["token_ids"][6]
+        first = whole["token_ids"].index(stop_id)
+        stopped = await complete(site, **asked, stop_token_ids=[stop_id])
+        choice = stopped["choices"][0]
+        assert choice["token_ids"] == whole["token_ids"][: first + 1]
+        assert choice["prompt_token_ids"] == list(site.rig["d0"].seen[-1].token_ids)
+        assert stopped["usage"]["completion_tokens"] == first + 1
+        assert choice["logprobs"]["tokens"] == whole["logprobs"]["tokens"][:first]
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_usage_tells_the_stages_on_request(site_of):
+    async with site_of(1, 1) as site:
+        assert "stages" not in (await complete(site))["usage"]
+        usage = (await complete(site, return_stages=True, n=2))["usage"]
+        assert len(usage["stages"]) == 2
+        assert usage["stages"][0]["prefill_s"] == 0.02
+        assert usage["stages"][0]["transfer_s"] == 0.03
+        assert 0 < usage["stages"][0]["ttft_s"] <= usage["stages"][0]["e2e_s"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_the_first_choice_has_its_first_token_before_the_others_start(site_of, until):
+    async with site_of(1, 1) as site:
+        site.rig["p0"].prefill_gate = asyncio.Event()
+        asking = asyncio.create_task(complete(site, n=3))
+        await until(lambda: site.rig["p0"].owned)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(site.rig["p0"].seen) == 1
+        site.rig["p0"].prefill_gate.set()
+        answer = await asking
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        seeds = [request.sampling.seed for request in site.rig["p0"].seen]
+        assert seeds[0] == 5
+        assert len(set(seeds)) == 3
+
+
+async def test_a_stream_of_several_choices_ends_each_once(site_of):
+    async with site_of(1, 2) as site:
+        asked = {"prompt": ["a", "b"], "n": 2}
+        whole = await complete(site, **asked)
+        chunks = await events(site, **asked, stream_options={"include_usage": True})
+        assert chunks.pop() is None
+        usage = chunks.pop()
+        assert usage["choices"] == []
+        assert usage["usage"] == whole["usage"]
+        for index in range(4):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
+            assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == [
+                whole["choices"][index]["finish_reason"]
+            ]
+            assert own[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(site_of, path):
+    async with site_of(1, 1) as site:
+        asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last, done = await events(site, path, **asked, ignore_eos=True, stream_options=options)
+        assert done is None
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 2
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == counts[-1] == 24
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        chunks = await events(site, path, **asked, stream_options={"continuous_usage_stats": True})
+        assert all("usage" not in chunk for chunk in chunks[:-1])  # as in vLLM, it needs include_usage
+
+
+async def test_chat_opens_each_choice_with_the_role(site_of):
+    async with site_of(1, 1) as site:
+        messages = [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]},
+        ]
+        chunks = await events(site, "/v1/chat/completions", messages=messages, n=2, logprobs=True, top_logprobs=2)
+        assert chunks.pop() is None
+        for index in range(2):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "role" not in own[1]["delta"]
+            assert len(own[1]["logprobs"]["content"][0]["top_logprobs"]) == 2
+        prompt = site.service.tokenizer.decode(site.rig["p0"].seen[0].token_ids, skip_special_tokens=False)
+        assert prompt == "<|begin|><|system|>\nbe brief<|end|><|user|>\nhello\nthere<|end|><|assistant|>\n"
+
+
+async def test_one_failing_choice_fails_the_request_and_ends_the_others(site_of):
+    async with site_of(0, 1) as site:
+        site.rig["d0"].gate = asyncio.Semaphore(5)
+        original = site.rig.fleet.decode
+
+        async def second_fails(worker, request, ticket, pull):
+            if site.rig["d0"].seen:
+                from twostroke.protocol.errors import RequestError
+
+                raise RequestError("not this one", param="seed")
+            return await original(worker, request, ticket, pull)
+
+        site.rig.fleet.decode = second_fails
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "n": 4})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "not this one"
+        assert not site.rig.fleet.owned
+        assert site.rig.pipeline.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_places_are_taken_before_the_choices_start_and_given_back(site_of, until, stream):
+    async with site_of(1, 1, max_choices_in_flight=4) as site:
+        site.rig["p0"].prefill_gate = asyncio.Event()
+        asked = {"model": "fake", "prompt": "x", "n": 4, "max_tokens": 2, "stream": stream}
+        first = asyncio.create_task(site.http.post("/v1/completions", json=asked))
+        await until(lambda: site.rig["p0"].owned)
+        assert (await site.http.post("/v1/completions", json={**asked, "n": 1})).status_code == 429
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        assert (await site.http.post("/v1/chat/completions", json=chat)).status_code == 429
+        site.rig["p0"].prefill_gate.set()
+        assert (await first).status_code == 200
+        assert (await site.http.post("/v1/completions", json={**asked, "max_tokens": 10**6})).status_code == 400
+        assert (await site.http.post("/v1/completions", json=asked)).status_code == 200
+
+
+async def test_a_client_that_leaves_gives_its_places_back(site_of, until):
+    async with site_of(0, 1, max_choices_in_flight=1, listen=True) as site:
+        site.rig["d0"].gate = asyncio.Semaphore(1)
+        asked = {
+            "model": "fake",
+            "prompt": "x",
+            "max_tokens": 5,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        async with httpx.AsyncClient(base_url=site.url) as http:
+            async with http.stream("POST", "/v1/completions", json=asked) as response:
+                assert response.status_code == 200
+                assert (await site.http.post("/v1/completions", json=asked)).status_code == 429
+            await until(lambda: not site.rig.fleet.owned)
+        site.rig["d0"].gate = None
+
+        async def answered() -> bool:
+            return (await site.http.post("/v1/completions", json=asked)).status_code == 200
+
+        async with asyncio.timeout(5):
+            while not await answered():  # noqa: ASYNC110  (nothing tells when a place is free)
+                await asyncio.sleep(0.005)
+
+
+async def test_more_than_the_router_takes_is_429(site_of):
+    async with site_of(0, 1, max_choices_in_flight=3) as site:
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "n": 4})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        await complete(site, n=3)
+        await complete(site, n=3)
+
+
+async def test_a_bug_is_a_500_with_fixed_words(site_of, monkeypatch, caplog):
+    async with site_of(0, 1) as site:
+
+        def bug(*_):
+            raise ZeroDivisionError("the insides")
+
+        monkeypatch.setattr(site.service, "max_context", bug)
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a"})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "insides" not in response.text
+        assert "x-request-id" in response.headers
+        assert "the insides" in caplog.text
+
+
+async def test_a_bug_before_a_stream_began_is_a_500(site_of, monkeypatch):
+    async with site_of(0, 1) as site:
+
+        async def buggy(job, stages):
+            raise ZeroDivisionError("the insides")
+            yield
+
+        monkeypatch.setattr(site.service.runner, "deltas", buggy)
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "stream": True})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+
+
+async def test_a_bug_in_a_stream_is_an_error_event(site_of, monkeypatch):
+    async with site_of(0, 1) as site:
+        original = site.service.runner.deltas
+
+        async def buggy(job, stages):
+            async for delta in original(job, stages):
+                yield delta
+                raise ZeroDivisionError("the insides")
+
+        monkeypatch.setattr(site.service.runner, "deltas", buggy)
+        chunks = await events(site)
+        assert chunks[-1]["error"]["code"] == "internal_error"
+
+
+async def test_text_goes_to_tokens_and_back(site_of):
+    async with site_of(0, 1) as site:
+        there = (await site.http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})).json()
+        assert there["count"] == len(there["tokens"]) == len(there["token_strs"])
+        assert there["max_model_len"] == 512
+        bare = (await site.http.post("/tokenize", json={"prompt": "héllo", "add_special_tokens": False})).json()
+        assert there["tokens"] == [0, *bare["tokens"]]
+        back = await site.http.post("/detokenize", json={"tokens": bare["tokens"]})
+        assert back.json() == {"prompt": "héllo"}
+        chat = await site.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+        assert chat.json()["tokens"][0] == 0
+        none = await site.http.post("/tokenize", json={"prompt": ""})
+        assert none.json()["tokens"] == [0]
+
+
+async def test_a_long_prompt_is_tokenised_off_the_loop(site_of, monkeypatch):
+    import threading
+
+    async with site_of(0, 1) as site:
+        threads = []
+        original = site.service.tokenizer._encode
+
+        def spy(text, add_special_tokens):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return original(text, add_special_tokens)
+
+        monkeypatch.setattr(site.service.tokenizer, "_encode", spy)
+        await site.http.post("/tokenize", json={"prompt": "short"})
+        await site.http.post("/tokenize", json={"prompt": "long " * 2000})
+        assert threads == [True, False]

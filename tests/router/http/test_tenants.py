@@ -1,0 +1,188 @@
+"""API keys: who is known, what tells tenants apart, and a key's limits on a clock that a test sets."""
+
+import hashlib
+
+import pytest
+
+from twostroke.protocol.errors import ConfigError, RequestError
+from twostroke.router.http.tenants import (
+    AuthConfig,
+    KeyConfig,
+    KeyLimits,
+    NotYet,
+    RateLimited,
+    Tenants,
+    TokenBucket,
+    new_key,
+)
+
+SECRET = b"the cluster's secret"
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+ALICE = KeyConfig("alice", hashed("key-a"), slo_class="interactive", max_in_flight=5, requests_per_minute=60)
+BOB = KeyConfig("bob", hashed("key-b"), admin=True)
+
+
+def tenants(secret: bytes = SECRET, num_routers: int = 1) -> Tenants:
+    return Tenants([ALICE, BOB], secret=secret, clock=lambda: 0.0, num_routers=num_routers)
+
+
+def test_a_key_names_its_tenant() -> None:
+    alice = tenants().of("Bearer key-a")
+    assert (alice.name, alice.slo_class, alice.is_admin) == ("alice", "interactive", False)
+    assert tenants().of("bearer  key-b ").is_admin
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "key-a",
+        "Basic key-a",
+        "Bearer",
+        "Bearer ",
+        "Bearer key-c",
+        "Bearer KEY-A",
+        f"Bearer {hashed('key-a')}",
+    ],
+)
+def test_anything_else_is_unauthorized(header: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        tenants().of(header)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_a_given_key_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        return one == other
+
+    monkeypatch.setattr("twostroke.router.http.tenants.hmac.compare_digest", compare)
+    tenants().of("Bearer key-a")
+    assert len(compared) == 2
+
+
+def test_salts_differ_by_tenant_and_by_secret_and_stay() -> None:
+    salts = [tenants().of("Bearer key-a").cache_salt, tenants().of("Bearer key-b").cache_salt]
+    salts.append(tenants(b"another secret").of("Bearer key-a").cache_salt)
+    assert len(set(salts)) == 3
+    assert tenants().of("Bearer key-a").cache_salt == salts[0]
+    assert all(len(salt) == 16 for salt in salts)
+
+
+def test_each_of_many_routers_gives_its_part_of_a_limit() -> None:
+    limits = tenants(num_routers=2).of("Bearer key-a").limits
+    with limits.in_flight(3), pytest.raises(RequestError), limits.in_flight(1):
+        raise AssertionError("has no place")
+    for _ in range(30):
+        limits.count_request()
+    with pytest.raises(RequestError):
+        limits.count_request()
+
+
+def test_a_fresh_key_is_known_by_its_hash_and_never_twice_the_same() -> None:
+    key, sha256 = new_key()
+    assert sha256 == hashed(key)
+    assert len(key) > 40
+    assert new_key()[0] != key
+    assert Tenants([KeyConfig("new", sha256)], secret=SECRET, clock=lambda: 0.0).of(f"Bearer {key}").name == "new"
+
+
+def test_keys_that_are_alike_are_refused() -> None:
+    with pytest.raises(ConfigError, match="name alice is there twice"):
+        AuthConfig((ALICE, KeyConfig("alice", hashed("x"))))
+    with pytest.raises(ConfigError, match="sha256"):
+        AuthConfig((ALICE, KeyConfig("carol", ALICE.sha256)))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def limits(clock: Clock, **given: float) -> KeyLimits:
+    all_given = {"requests_per_minute": None, "tokens_per_minute": None, "max_in_flight": None} | given
+    return KeyLimits(clock=clock, **all_given)
+
+
+def test_a_bucket_holds_a_minutes_worth_and_is_refilled_steadily() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    for _ in range(60):
+        bucket.take(1)
+    with pytest.raises(NotYet) as caught:
+        bucket.take(1)
+    assert caught.value.wait_s == pytest.approx(1)
+    clock.now += 1
+    bucket.take(1)
+    clock.now += 600
+    assert bucket.take(1000) == 60  # all there is, and no more
+
+
+def test_what_was_set_aside_and_not_used_comes_back_and_what_was_used_beyond_is_owed() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    bucket.settle(bucket.take(60), used=20)
+    assert bucket.take(40) == 40
+    bucket.settle(40, used=100)
+    with pytest.raises(NotYet) as caught:
+        bucket.take(1)
+    assert caught.value.wait_s == pytest.approx(61)
+
+
+def test_requests_over_the_limit_are_told_when_the_next_may_come() -> None:
+    clock = Clock()
+    own = limits(clock, requests_per_minute=2)
+    own.count_request()
+    own.count_request()
+    with pytest.raises(RateLimited, match="used up its requests; try again in 30 s") as caught:
+        own.count_request()
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 30)
+    clock.now += 30
+    own.count_request()
+
+
+def test_tokens_are_set_aside_while_a_request_runs() -> None:
+    clock = Clock()
+    own = limits(clock, tokens_per_minute=600)
+    with own.tokens(500, lambda: 50), pytest.raises(RateLimited, match="tokens"), own.tokens(200, lambda: 0):
+        raise AssertionError("has no tokens")
+    with own.tokens(550, lambda: 550):
+        pass
+    with pytest.raises(RateLimited) as caught, own.tokens(100, lambda: 0):
+        raise AssertionError("has no tokens")
+    assert caught.value.retry_after_s == 10
+
+
+def test_places_come_back_however_a_request_ends() -> None:
+    own = limits(Clock(), max_in_flight=2)
+    with own.in_flight(2), pytest.raises(RateLimited, match="2 choices"), own.in_flight(1):
+        raise AssertionError("has no place")
+    with pytest.raises(ZeroDivisionError), own.in_flight(2):
+        raise ZeroDivisionError
+    with own.in_flight(2):
+        pass
+
+
+def test_more_choices_than_a_key_may_ever_have_are_not_told_to_try_again() -> None:
+    own = limits(Clock(), max_in_flight=2)
+    with pytest.raises(RequestError, match="3 choices, and the API key may have 2") as caught, own.in_flight(3):
+        raise AssertionError("has no place")
+    assert (caught.value.status, caught.value.param, caught.value.retry_after_s) == (400, "n", None)
+
+
+def test_without_limits_everything_goes() -> None:
+    own = limits(Clock())
+    for _ in range(1000):
+        own.count_request()
+    with own.in_flight(10**6), own.tokens(10**9, lambda: 10**9):
+        pass

@@ -1,0 +1,160 @@
+"""Log lines: one for each request, sound in both formats, and never a word of what clients wrote or got."""
+
+import json
+import logging
+import time
+from contextlib import aclosing
+
+import pytest
+
+from twostroke.protocol.errors import RequestError
+from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
+from twostroke.router.observe.log_format import FIELDS, REQUEST_ID, JsonLines, TextLines
+
+SECRET = "the princess's whereabouts"
+ASKED = {"model": "fake", "prompt": SECRET, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+
+
+class _Lines(logging.Handler):
+    """Keeps lines as they are written."""
+
+    def __init__(self):
+        super().__init__()
+        self.setFormatter(JsonLines({}))
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def logged(caplog):
+    """The JSON lines of all that our packages log."""
+    handler = _Lines()
+    caplog.set_level("DEBUG", logger="twostroke")
+    logging.getLogger("twostroke").addHandler(handler)
+    yield handler.lines
+    logging.getLogger("twostroke").removeHandler(handler)
+
+
+def access(lines):
+    return [line for line in map(json.loads, lines) if line["logger"] == "twostroke.router.observe.access_log"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(site_of, logged, stream):
+    async with site_of(1, 1) as site:
+        answer = await site.http.post(
+            "/v1/completions",
+            json={**ASKED, "stream": stream, "n": 2},
+            headers={"x-request-id": "label-1", "authorization": "Bearer a-key"},
+        )
+        assert answer.status_code == 200
+    (line,) = access(logged)
+    assert line["message"] == "POST /v1/completions"
+    assert (line["status"], line["choices"], line["output_tokens"], line["attempts"]) == (200, 2, 16, 1)
+    assert line["slo_class"] == "standard"
+    assert 0 < line["ttft_s"] <= line["e2e_s"]
+    everything = "\n".join(logged)
+    for private in (SECRET, "whereabouts", "a-key"):
+        assert private not in everything
+
+
+async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not(site_of, logged):
+    async with site_of(1, 1) as site:
+        await site.http.post("/v1/completions", json={**ASKED, SECRET: 1, "n": SECRET})
+        await site.http.get("/nowhere%0a%1b[31m")
+        await site.http.get("/health")
+    lines = access(logged)
+    told = [(line["status"], line.get("code"), line["level"]) for line in lines]
+    assert told == [(400, "invalid_value", "info"), (404, "not_found", "info"), (200, None, "debug")]
+    assert SECRET not in "\n".join(logged)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_for_overload_is_told_by_its_code(site_of, logged, stream):
+    async with site_of(0, 1, max_choices_in_flight=1) as site:
+        answer = await site.http.post("/v1/completions", json={**ASKED, "stream": stream, "n": 2})
+        assert answer.status_code == 429
+    (line,) = access(logged)
+    assert (line["status"], line["code"]) == (429, "overloaded")
+
+
+async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(site_of, logged, monkeypatch):
+    failure = RequestError("the request took too long", code="timeout", status=504)
+
+    async def failing(num_deltas):
+        async with site_of(0, 1) as site:
+            whole = site.service.runner.deltas
+
+            async def generate(job, stages):
+                async with aclosing(whole(job, stages)) as deltas:
+                    for _ in range(num_deltas):
+                        yield await anext(deltas)
+                raise failure
+
+            monkeypatch.setattr(site.service.runner, "deltas", generate)
+            await site.http.post("/v1/completions", json={**ASKED, "stream": True, "return_token_ids": True})
+
+    await failing(num_deltas=0)
+    await failing(num_deltas=1)
+    assert [(line["status"], line["code"]) for line in access(logged)] == [(504, "timeout"), (200, "timeout")]
+
+
+async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
+    key, sha256 = new_key()
+    alice = KeyConfig("alice", sha256, requests_per_minute=1)
+    async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
+        for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
+            await site.http.post("/v1/completions", json=ASKED, headers={"authorization": authorization})
+    told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged)]
+    assert told == [(200, "alice", None), (429, "alice", "rate_limit_exceeded"), (401, None, "invalid_api_key")]
+    assert key not in "\n".join(logged)
+
+
+async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
+    async with site_of(0, 1) as site:
+        site.rig["d0"].refusal = RequestError("no", status=400)
+        answer = await site.http.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 400
+    assert any(json.loads(line)["level"] == "warning" for line in logged)
+    assert SECRET not in "\n".join(logged)
+
+
+async def test_lines_of_a_request_have_its_id(site_of, logged):
+    async with site_of(1, 1) as site:
+        await site.http.post("/v1/completions", json=ASKED, headers={"x-request-id": "label-2"})
+    (line,) = access(logged)
+    assert line["request_id"] == "label-2"
+    assert REQUEST_ID.get() == ""
+
+
+def record(message, *values, **extra):
+    made = logging.LogRecord("router.x", logging.WARNING, "x.py", 1, message, values, None)
+    vars(made).update(extra)
+    return made
+
+
+def test_nothing_from_outside_can_break_a_line_or_paint_a_terminal():
+    evil = "a\nb\x1b[31m\x00\u2028\x85\ud800"
+    as_json = JsonLines({"worker_id": "w1"}).format(record("said %s", evil, **{FIELDS: {"who": evil}}))
+    assert as_json.isascii()
+    assert as_json.isprintable()
+    assert json.loads(as_json)["who"] == evil
+    assert json.loads(as_json)["worker_id"] == "w1"
+    as_text = TextLines().format(record("said %s", evil, **{FIELDS: {"who": evil}}))
+    assert as_text.isprintable()
+    assert r"a\nb\x1b[31m\x00\u2028\x85\ud800" in as_text
+
+
+def test_a_traceback_stays_one_line_of_json_and_is_indented_in_text():
+    try:
+        raise ValueError("first\nsecond\x1b[31m")
+    except ValueError as error:
+        failed = record("failed")
+        failed.exc_info = (ValueError, error, error.__traceback__)
+    assert "\n" not in JsonLines({}).format(failed)
+    assert "second" in json.loads(JsonLines({}).format(failed))["exception"]
+    first, *frames = TextLines().format(failed).splitlines()
+    assert "failed" in first
+    assert all(frame.startswith("    ") and frame.isprintable() for frame in frames)

@@ -1,0 +1,192 @@
+"""Traces: the spans of a request, made of its stamps, under the client's own context."""
+
+import http.server
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, Peer
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.observe.exchange import Exchange
+from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces
+from twostroke.router.observe.stages import Stages
+from twostroke.router.observe.tracing import TracingConfig, request_traces
+from twostroke.router.routing.policy import Path
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+ASKED = {"model": "fake", "prompt": "the princess's whereabouts", "max_tokens": 8, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture
+def exporter():
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def traces(exporter):
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return OpenTelemetryTraces(provider, wall_clock=lambda: 1000.0)
+
+
+def by_name(exporter):
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def seconds(span):
+    return span.start_time / 1e9, span.end_time / 1e9
+
+
+async def test_a_request_has_a_span_for_every_stage_under_the_clients_own(site_of, traces, exporter):
+    async with site_of(1, 1) as site:
+        site.service.traces = traces
+        await site.http.post("/v1/completions", json=ASKED, headers={"traceparent": PARENT, "x-request-id": "label"})
+        site.service.traces = None  # to look at what is there
+    spans = by_name(exporter)
+    root = spans["POST /v1/completions"]
+    assert root.parent.span_id == 0xB7AD6B7169203331
+    assert {span.context.trace_id for span in spans.values()} == {0x0AF7651916CD43DD8448EB211C80319C}
+    assert root.attributes["gen_ai.operation.name"] == "text_completion"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 8
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert root.attributes["twostroke.request_id"] == "label"
+    attempt = spans["router/attempt"]
+    assert attempt.parent.span_id == root.context.span_id
+    for name, worker in {
+        "prefill_worker/queue": "p0",
+        "prefill_worker/prefill": "p0",
+        "decode_worker/transfer": "d0",
+        "decode_worker/queue": "d0",
+        "decode_worker/decode": "d0",
+    }.items():
+        assert spans[name].parent.span_id == attempt.context.span_id
+        assert spans[name].attributes["twostroke.worker_id"] == worker
+    assert "princess" not in "".join(span.to_json() for span in spans.values())
+
+
+async def test_refusals_have_the_root_span_alone_and_other_paths_have_none(site_of, traces, exporter):
+    async with site_of(1, 1) as site:
+        site.service.traces = traces
+        await site.http.get("/health")
+        await site.http.get("/nowhere")
+        await site.http.post("/v1/chat/completions", json={"model": "fake"})
+        site.service.traces = None
+    (root,) = exporter.get_finished_spans()
+    assert (root.name, root.attributes["http.response.status_code"]) == ("POST /v1/chat/completions", 400)
+    assert root.status.status_code is StatusCode.UNSET, "the client's fault is none of the server's"
+
+
+def exchange(*stages, status=200):
+    made = Exchange("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
+    return replace(made, requests=(), stages=stages)
+
+
+def path(number):
+    def worker(role):
+        return WorkerInfo(
+            role, Peer(f"{role[0]}{number}", 7), Address("h", 1), (), KVLayout("f", "f", 1, 1, 1, 1), 9, 9
+        )
+
+    return Path(worker("prefill"), worker("decode"))
+
+
+def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a_request, traces, exporter):
+    stages = Stages(10.0, admit=11.0)
+    stages.end_attempt(11.0, 13.0, path("0"), WorkerLost("of a secret prompt"))
+    stages.prefill_queue_s, stages.prefill_s, stages.transfer_s, stages.decode_queue_s = 0.5, 1.0, 2.0, 0.25
+    stages.end_attempt(14.0, 20.0, path("1"), None)
+    traces.record(replace(exchange(stages), requests=(a_request(),)))
+    spans = by_name(exporter)
+    assert seconds(spans["POST /v1/completions"]) == (990.0, 1000.0)
+    assert seconds(spans["router/admission"]) == (990.0, 991.0)
+    failed, served = sorted(
+        (span for span in exporter.get_finished_spans() if span.name == "router/attempt"), key=seconds
+    )
+    assert (failed.status.status_code, failed.events[0].attributes["exception.type"]) == (
+        StatusCode.ERROR,
+        "WorkerLost",
+    )
+    assert (served.status.status_code, served.attributes["twostroke.attempt"]) == (StatusCode.UNSET, 2)
+    assert seconds(spans["prefill_worker/queue"]) == (994.0, 994.5)
+    assert seconds(spans["prefill_worker/prefill"]) == (994.5, 995.5)
+    assert seconds(spans["decode_worker/transfer"]) == (994.0, 996.0)
+    assert seconds(spans["decode_worker/queue"]) == (996.0, 996.25)
+    assert seconds(spans["decode_worker/decode"]) == (996.25, 1000.0)
+
+
+def test_a_servers_failure_marks_the_root_span(traces, exporter):
+    traces.record(exchange(status=503))
+    (root,) = exporter.get_finished_spans()
+    assert root.status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"endpoint": "localhost:4318"}, "endpoint"),
+        ({"endpoint": "http://host:port/"}, "endpoint"),
+        ({"sample": 1.5}, "sample"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused_by_name(config, names):
+    with pytest.raises(ConfigError, match=names):
+        TracingConfig(**config)
+
+
+def test_without_an_endpoint_nothing_that_traces_is_imported():
+    code = (
+        "import sys; from twostroke.router.http.app import build_app; from twostroke.router.observe.tracing import *;"
+        "assert request_traces(TracingConfig(), replica='r') is None;"
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_endpoint_without_the_extra_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "twostroke.router.observe.opentelemetry_traces")
+    with pytest.raises(ConfigError, match=r"install twostroke\[tracing\]"):
+        request_traces(TracingConfig("http://localhost:4318/v1/traces"), replica="r")
+
+
+@pytest.fixture
+def receiver():
+    """A tiny OTLP receiver: (URL, names of the spans that came)."""
+    names = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+            for of_resource in request.resource_spans:
+                names.extend(span.name for scope in of_resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", names
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize(("sample", "num_spans"), [(1.0, 1), (0.0, 0)])
+def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(receiver, sample, num_spans):
+    url, names = receiver
+    traces = request_traces(TracingConfig(url, sample), replica="r")
+    traces.record(exchange())
+    traces.close()
+    assert names == ["POST /v1/completions"] * num_spans

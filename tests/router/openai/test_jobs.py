@@ -1,0 +1,89 @@
+import pytest
+
+from twostroke.protocol.errors import RequestError
+from twostroke.router.openai.jobs import JobMaker
+from twostroke.router.openai.parsing import prompts_of
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
+
+
+@pytest.fixture
+def maker(tokenizer):
+    return JobMaker(tokenizer, draw_seed=lambda: 77)
+
+
+def asked(**fields):
+    return CompletionRequest.model_validate({"model": "m", "prompt": [5, 6, 7], **fields})
+
+
+async def jobs_of(maker, **fields):
+    request = asked(**fields)
+    return await maker.of_completion(request, prompts_of(request, 100), 100)
+
+
+async def only(maker, **fields):
+    (job,) = await jobs_of(maker, **fields)
+    return job.request
+
+
+async def test_every_sampling_field_reaches_the_workers(maker):
+    request = await only(
+        maker,
+        temperature=0.5,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.2,
+        logit_bias={"7": 2, "3": -1},
+        seed=-1,
+        logprobs=4,
+        max_tokens=30,
+        min_tokens=2,
+        stop_token_ids=[9, 1],
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 9, 0.8, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.2)
+    assert sampling.logit_bias == ((3, -1.0), (7, 2.0))
+    assert (sampling.seed, sampling.logprobs) == (2**63 - 1, 4)
+    assert (request.max_tokens, request.min_tokens, request.stop_token_ids) == (30, 2, (1, 9))
+    assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7), 3)
+
+
+async def test_what_is_not_given_has_openais_defaults(maker):
+    request = await only(maker)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (sampling.seed, sampling.logprobs, request.max_tokens, request.stop_token_ids) == (77, None, 16, (1,))
+    assert (await only(maker, top_k=-1)).sampling.top_k == 0
+    assert (await only(maker, ignore_eos=True)).stop_token_ids == ()
+    assert (await only(maker, temperature=0)).sampling.temperature == 0
+
+
+async def test_choices_of_a_prompt_have_seeds_of_their_own_that_do_not_depend_on_the_other_prompts(maker):
+    two = await jobs_of(maker, prompt=[[5], [6]], n=2, seed=3)
+    one = await jobs_of(maker, prompt=[6], n=2, seed=3)
+    assert [job.index for job in two] == [0, 1, 2, 3]
+    assert [job.group for job in two] == [0, 0, 1, 1]
+    assert [job.request for job in two[2:]] == [job.request for job in one]
+    assert one[0].request.sampling.seed == 3 != one[1].request.sampling.seed
+
+
+@pytest.mark.parametrize(("length", "room"), [(99, 1), (1, 99)])
+async def test_prompt_and_output_share_the_context(maker, length, room):
+    assert (await only(maker, prompt=[5] * length, max_tokens=room)).max_tokens == room
+    with pytest.raises(RequestError) as caught:
+        await only(maker, prompt=[5] * length, max_tokens=room + 1)
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(RequestError) as caught:
+        await only(maker, prompt=[5] * 100)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True})
+    (job,) = await maker.of_chat(chat, 100)
+    assert job.request.token_ids.count(0) == 1
+    assert job.request.max_tokens == 100 - job.request.num_prompt_tokens
+    assert job.request.sampling.logprobs == 0

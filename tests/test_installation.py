@@ -1,0 +1,146 @@
+"""What is installed: everything under one name, and each part with the packages that it needs alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ROOMS = sorted(PROJECT["tool"]["setuptools"]["package-dir"].values())
+DATA = {".json", ".safetensors", ".jinja", ".html", ".yaml"}  # what the packages read beside their modules
+
+
+def distributions_of(extra: str) -> set[str]:
+    """Names of all that pip installs with this extra, as far as it is installed here."""
+    waiting = list(map(Requirement, PROJECT["project"]["dependencies"]))
+    waiting += map(Requirement, PROJECT["project"]["optional-dependencies"][extra])
+    found: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, frozenset(requirement.extras)) in found:
+            continue
+        found.add((name, frozenset(requirement.extras)))
+        try:
+            needed = map(Requirement, metadata.requires(name) or ())
+        except metadata.PackageNotFoundError:
+            continue
+        extras = ("", *requirement.extras)
+        waiting += [
+            each for each in needed if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in extras)
+        ]
+    return {name for name, _ in found}
+
+
+def run_with_only(extra: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a process that can import what comes with `extra`, and nothing else that is installed here."""
+    brought = distributions_of(extra) | {"twostroke"} if extra else {"twostroke"}
+    missing = sorted(
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if not brought & {canonicalize_name(owner) for owner in owners}
+    )
+    assert {"torch", "ray", "triton", "numba", "fastapi", "transformers", "tokenizers", "pydantic"} <= set(missing)
+    script = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{script}"
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_load_generator_needs_none_of_the_servers_packages() -> None:
+    done = run_with_only(
+        "loadtest",
+        "import importlib, pkgutil, twostroke.loadtests as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "    if module.name != 'twostroke.loadtests.locustfile': importlib.import_module(module.name)\n"
+        "import twostroke.loadtests.locustfile  # last: it has gevent replace what blocks\n"
+        "from twostroke.cluster.cli import main\n"
+        "main(['loadtest', 'run', '--help'])",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--slo-multiple" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "needed", "extra"),
+    [
+        ("serve", r"serve needs \w+", "serve"),
+        ("bench engine", r"bench engine needs \w+", "serve"),
+        ("loadtest run", "loadtest needs locust and matplotlib", "loadtest"),
+    ],
+)
+def test_a_command_whose_packages_are_missing_names_the_extra(command: str, needed: str, extra: str) -> None:
+    done = run_with_only(
+        "", f"from twostroke.cluster.cli import main; sys.exit(main({[*command.split(), '--help']!r}))"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    way_out = re.escape(f": in the project's checkout, pip install '.[{extra}]'")
+    assert re.fullmatch(f"twostroke: {needed}{way_out}\n", done.stderr)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built of a copy: setuptools leaves files beside what it builds."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in (*ROOMS, "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    script = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, capture_output=True, timeout=120)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_every_module_and_every_file_that_modules_read_under_one_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"twostroke"}
+    there = {
+        f"twostroke/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in DATA | {".py"} and "__pycache__" not in path.parts
+    }
+    assert {name for name in names if Path(name).suffix in DATA | {".py"}} == there
+    assert "twostroke/model/bundled/model.safetensors" in there
+
+
+def test_installed_beside_a_users_own_modules_of_our_rooms_names_it_is_still_itself(
+    wheel: Path, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    site = environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    # What else is installed is taken from here; but not this checkout, whose .pth file does not work from there.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True, timeout=120)
+    users = tmp_path / "users"
+    (users / "router").mkdir(parents=True)
+    for name in ("model.py", "protocol.py", "router/__init__.py"):
+        (users / name).write_text("raise AssertionError('somebody took the user\\'s own module')")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for command in (
+        [str(environment / "bin" / "twostroke"), "--version"],
+        [str(python), "-m", "twostroke.cluster.cli", "--version"],  # which has the current folder on its path first
+    ):
+        done = subprocess.run(command, cwd=users, env=clean, capture_output=True, text=True, timeout=120)
+        assert done.stdout == f"twostroke {PROJECT['project']['version']}\n", done.stderr
+    script = "import twostroke.router.generate.config as module; print(module.__file__)"
+    done = subprocess.run(
+        [str(python), "-c", script], cwd=users, env=clean, capture_output=True, text=True, timeout=120
+    )
+    assert Path(done.stdout.strip()).is_relative_to(site), done.stderr
