@@ -474,6 +474,7 @@ class ReceiverConnection:
             movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
             try:
                 reason = await run_until_lost(*movers)
+                self.post(Refuse(reason))  # at once: to close the link may take a while
             finally:
                 await finish(link.close())
         except ConnectionLost as lost:

@@ -7,7 +7,7 @@ next transfer to the same worker makes a fresh connection with a fresh link.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
@@ -250,7 +250,8 @@ class SenderConnection:
             welcome = await within(self._config.lease_s, self._greet(connection), "the target's welcome")
             control = self._control = LeasedConnection(connection, self._clock, self._config.lease_s)
             cut = self._begin(control, welcome)
-            reason = await run_until_lost(self._listen(control), self._carry(control, welcome, cut), control.watch())
+            parts = self._listen(control), self._carry(control, welcome, cut), control.watch()
+            reason = await run_until_lost(*(self._forgotten_with(part) for part in parts))
         except ConnectionLost as lost:
             reason = str(lost)
         finally:  # the link is closed here
@@ -259,6 +260,14 @@ class SenderConnection:
             self.abandon(reason)
             if connection is not None:
                 await connection.close()
+
+    async def _forgotten_with(self, part: Coroutine[None, None, None]) -> None:
+        """Run a part of the connection. Where that is lost, no transfer begins on it any more while the link closes."""
+        try:
+            await part
+        except ConnectionLost:
+            self._on_lost(self)
+            raise
 
     def abandon(self, reason: str) -> None:
         """End every lane left. Only where `run` has ended, or never began: nothing is under way."""
@@ -327,6 +336,8 @@ class SenderConnection:
         match message:
             case Ping():
                 return
+            case Refuse(reason=reason):
+                raise ConnectionLost(f"the target ended the connection: {reason}")
             case Awaited(transfer_id=transfer_id):
                 if (lane := self._transfers.get(transfer_id)) is not None:
                     lane.awaited()
@@ -368,10 +379,12 @@ class SenderConnection:
         movers = [self._move(control, link, patience, max_units) for _ in range(CHUNKS_UNDER_WAY)]
         try:
             reason = await run_until_lost(*movers)
+            broken = self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)
+            self._on_lost(self)  # before the link is closed, which may take a while
         finally:
             self.report = None
             await finish(link.close())
-        raise self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)
+        raise broken
 
     async def _move(self, control: LeasedConnection, link: DataLink, patience: Patience, max_units: int) -> None:
         """Take turns' chunks to the link, one at a time. Raises ConnectionLost when it breaks."""
