@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.host_units import HostUnits
-from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports import make_transports
+from twostroke.kvtransfer.transports.host_units import HostUnits
 from twostroke.model.architectures.llama import decoder_spec
 from twostroke.model.cache.kv_cache import SharedKVCache, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig

@@ -23,8 +23,6 @@ class TransferConfig(Section):
     """Transfers whose offers wait for their request, of all peers."""
     max_queued_messages: Count = 65536
     """Chunks of one peer that wait for their bytes."""
-    max_new_links: Count = 8
-    """That one connection may ask for within progress_s; a pair that needs more is given up."""
     used_ticket_s: Annotated[float, Ge(1)] = 900.0
     """How long a used ticket is remembered."""
     max_used_tickets: Count = 65536

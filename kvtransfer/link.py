@@ -2,16 +2,42 @@
 
 A link carries units, in order, from one rank of one worker to one rank of another. What they are is agreed beforehand
 on the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes
-go.
+go. A link that breaks, or damages what it carries, is given up with everything on it: no transport mends anything.
+
+`tcp`, `shm`, `cuda_ipc` and `torch_distributed` (NCCL, gloo) stand behind it, in transports/. This is also where an
+RDMA library (NIXL) will be put: its registered memory and descriptors are a Transport's own business, its remote reads
+a DataLink's `receive`, as in shm, and its notifications what `send` returns on.
+
+Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice: who
+may send at all is settled by tickets and by the link's one-time token.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
-from twostroke.kvtransfer.layout import Cut, Segment
+import xxhash
+
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.protocol.messages import Chunk, encode_message
+from twostroke.protocol.requests import Peer
+
+DIGEST_BYTES = 16
+_EPOCHS = struct.Struct("<QQ")
+
+CHUNKS_UNDER_WAY = 2
+"""On one link: while one's bytes move, the next one's call has been made, so that no wire waits for us."""
 
 LinkParams = dict[str, str | int]
 """What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""
+
+
+def chunk_seal(chunk: Chunk, source: Peer, target: Peer) -> int:
+    """64 bits of everything that the chunk's message says, and of both epochs.
+
+    So bytes of another chunk, layer, order, request or incarnation don't fit, however whole they are.
+    """
+    return int(xxhash.xxh3_64_intdigest(encode_message(chunk) + _EPOCHS.pack(source.epoch, target.epoch)))
 
 
 class DataLink(Protocol):

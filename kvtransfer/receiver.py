@@ -1,25 +1,61 @@
-"""The receiving side of KV transfer."""
+"""The receiving side of KV transfer: a KVReceiver, and its connection from each rank of each worker that sends to it.
 
+A connection has one data link, and both end together: where a chunk arrives damaged, or the link breaks or is not
+joined in time, all transfers on it fail, and the worker computes their prompts itself.
+
+A source that is stopped for longer than its lease, and then wakes, can write nothing into blocks that were given away:
+
+- Its lease ends here, by this side's clock, without a word from it. This side's end of the link is closed then, and
+  only after that do its lanes end (PEER_LOST) and their blocks go back. A closed link is written to by nobody.
+- Which bytes go where was never the source's to say: it sends bytes, and this side writes them, into the blocks of the
+  chunk at hand (tcp, torch_distributed), or this side copies them out of the source's memory itself (shm, cuda_ipc).
+  What a woken source still sends ends in a closed socket or a process group that is gone.
+- Its messages come over a connection that is closed. A new one begins with a new Hello, and its tickets are used.
+
+A target that is stopped and wakes late may still take announced chunks off a link that the source has closed, or read
+blocks of the source that hold something else by now. Their digest was made of the bytes that were meant, so what passes
+it is right; the rest ends the transfer.
+"""
+
+import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.deadline import Deadline
-from twostroke.kvtransfer.endings import finish
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.incoming_lane import IncomingLane
-from twostroke.kvtransfer.layout import plan_lanes
-from twostroke.kvtransfer.lifecycle import ReceiverState
-from twostroke.kvtransfer.receiver_connection import ReceiverConnection
-from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, PendingLink, chunk_seal
+from twostroke.kvtransfer.offers import UsedTickets
+from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState
+from twostroke.kvtransfer.sides import TransferStats
 from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
 from twostroke.kvtransfer.transports import Transports
-from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.kvtransfer.transports.choice import Choice, choose_transport
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import EpochMismatch, TicketRefused
-from twostroke.protocol.messages import Abort, Awaited, Grant, Offer
+from twostroke.protocol.errors import ConfigError, ConnectionLost, EpochMismatch, ProtocolError, TicketRefused
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.messages import (
+    Abort,
+    Awaited,
+    Chunk,
+    Commit,
+    Grant,
+    Hello,
+    KVHello,
+    KVWelcome,
+    Message,
+    Offer,
+    Ping,
+    Refuse,
+    Welcome,
+)
 from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["IncomingTransfer", "KVReceiver"]
 
@@ -29,7 +65,7 @@ class _PendingOffer:
     """One lane's offer that came before its request, or that waits for room with it."""
 
     offer: Offer
-    connection: ReceiverConnection
+    connection: "ReceiverConnection"
     deadline: Deadline
 
 
@@ -50,12 +86,12 @@ class KVReceiver:
         clock: Clock,
         secret: bytes,
     ):
-        self._peer = peer
-        self._store = store
+        self.peer = peer
+        self.store = store
         self._network = network
-        self._transports = transports
-        self._config = config
-        self._clock = clock
+        self.transports = transports
+        self.config = config
+        self.clock = clock
         self._secret = secret
         self._listener: Listener | None = None
         self._host = ""
@@ -99,15 +135,15 @@ class KVReceiver:
         before. A ticket that is forged, used, or made out to others fails the transfer. Raises ValueError where tokens
         and blocks don't fit.
         """
-        block_size = self._store.layout.block_size
+        block_size = self.store.layout.block_size
         num_blocks = -(-num_tokens // block_size)
         if num_tokens < 1 or not 0 <= skip_tokens <= num_tokens or num_blocks > len(block_ids):
             raise ValueError(f"{num_tokens} tokens and {skip_tokens} skipped ones do not fit {len(block_ids)} blocks")
         if skip_tokens % block_size and skip_tokens != num_tokens:
             raise ValueError(f"{skip_tokens} skipped tokens end within a block of {block_size}")
         blocks = tuple(block_ids[:num_blocks])
-        if min(blocks) < 0 or max(blocks) >= self._store.num_blocks or len(set(blocks)) != num_blocks:
-            raise ValueError(f"these are not distinct blocks of {self._store.num_blocks}: {list(blocks)}")
+        if min(blocks) < 0 or max(blocks) >= self.store.num_blocks or len(set(blocks)) != num_blocks:
+            raise ValueError(f"these are not distinct blocks of {self.store.num_blocks}: {list(blocks)}")
         fault = self._ticket_fault(ticket, ticket.source)
         transfer = IncomingTransfer(
             ticket,
@@ -117,12 +153,12 @@ class KVReceiver:
             source_ranks=self._source_ranks(ticket) if fault is None else (),
             keeper=self,
             on_ended=self._count,
-            clock=self._clock,
-            progress_s=self._config.progress_s,
+            clock=self.clock,
+            progress_s=self.config.progress_s,
         )
         self.stats.in_flight += 1
         if fault is None and not transfer.lanes:
-            fault = f"{ticket.source_ranks} ranks can't send to {self._store.layout.tp_size}"
+            fault = f"{ticket.source_ranks} ranks can't send to {self.store.layout.tp_size}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
         self._kept.discard(ticket.transfer_id)
@@ -169,9 +205,10 @@ class KVReceiver:
         if connection is not None:
             connection.lanes.pop(lane.ticket.transfer_id, None)
 
-    # --- the connections' calls (OfferDesk) ---
+    # --- the connections' calls, which never wait ---
 
-    def offered(self, connection: ReceiverConnection, offer: Offer) -> None:
+    def offered(self, connection: "ReceiverConnection", offer: Offer) -> None:
+        """Grant, keep or refuse the offer."""
         transfer_id, rank = offer.ticket.transfer_id, connection.source_rank
         fault = self._ticket_fault(offer.ticket, connection.source)
         if fault is None and not self._offered_tickets.use(transfer_id, rank):
@@ -183,14 +220,14 @@ class KVReceiver:
                 fault = f"nothing is expected of rank {rank}"
             elif transfer_id in self._expected_tickets:
                 fault = "the target has given the request up already"
-            elif transfer_id not in self._offers and len(self._offers) >= self._config.max_pending_offers:
+            elif transfer_id not in self._offers and len(self._offers) >= self.config.max_pending_offers:
                 fault = "too many offers wait for their requests"
         if fault is not None:
             connection.post(Abort(transfer_id, fault))
         elif lane is not None:
             self._match(lane, offer, connection)
         else:
-            deadline = Deadline(self._clock, self._config.progress_s, lambda: self._expire_offer(transfer_id, rank))
+            deadline = Deadline(self.clock, self.config.progress_s, lambda: self._expire_offer(transfer_id, rank))
             deadline.restart()
             pending = _PendingOffer(offer, connection, deadline)
             self._offers.setdefault(transfer_id, {})[rank] = pending
@@ -198,7 +235,8 @@ class KVReceiver:
                 self._keep(pending)
             self.on_offer(transfer_id)
 
-    def declined(self, connection: ReceiverConnection, transfer_id: bytes, reason: str) -> None:
+    def declined(self, connection: "ReceiverConnection", transfer_id: bytes, reason: str) -> None:
+        """The peer aborts a transfer that this connection does not carry: only offered yet, or never."""
         rank = connection.source_rank
         pending = self._offers.get(transfer_id, {}).get(rank)
         if pending is not None:
@@ -216,7 +254,8 @@ class KVReceiver:
             self._declined.use(_declined_by(connection.source, transfer_id), rank)
             self.on_offer(transfer_id)
 
-    def connection_lost(self, connection: ReceiverConnection) -> None:
+    def connection_lost(self, connection: "ReceiverConnection") -> None:
+        """Its offers are void."""
         for transfer_id, offers in tuple(self._offers.items()):
             for rank, pending in tuple(offers.items()):
                 if pending.connection is connection:
@@ -225,17 +264,7 @@ class KVReceiver:
     # --- inside ---
 
     async def _serve(self, connection: Connection) -> None:
-        await ReceiverConnection(
-            connection,
-            peer=self._peer,
-            host=self._host,
-            store=self._store,
-            transports=self._transports,
-            config=self._config,
-            clock=self._clock,
-            stats=self.stats,
-            desk=self,
-        ).run()
+        await ReceiverConnection(self, connection, self._host).run()
 
     async def _close(self) -> None:
         if self._listener is not None:
@@ -245,21 +274,21 @@ class KVReceiver:
 
     def _source_ranks(self, ticket: Ticket) -> tuple[int, ...]:
         """The source's ranks that have something for this one; none where its number can't be."""
-        layout = self._store.layout
+        layout = self.store.layout
         try:
             lanes = plan_lanes(ticket.source_ranks, layout.tp_size, layout.num_kv_heads)
         except ValueError:
             return ()
-        return tuple(lane.source_rank for lane in lanes if lane.target_rank == self._store.rank)
+        return tuple(lane.source_rank for lane in lanes if lane.target_rank == self.store.rank)
 
     def _ticket_fault(self, ticket: Ticket, source: Peer) -> str | None:
         try:
-            verify_ticket(self._secret, ticket, source=source, target=self._peer)
+            verify_ticket(self._secret, ticket, source=source, target=self.peer)
         except (TicketRefused, EpochMismatch) as error:
             return str(error)
         return None
 
-    def _match(self, lane: IncomingLane, offer: Offer, connection: ReceiverConnection) -> None:
+    def _match(self, lane: IncomingLane, offer: Offer, connection: "ReceiverConnection") -> None:
         """Grant the offer, where it is what the request expects."""
         if lane.ended or connection.cut is None:  # another lane of its transfer has failed meanwhile
             connection.post(Abort(offer.ticket.transfer_id, "the target has given the request up already"))
@@ -268,11 +297,11 @@ class KVReceiver:
         connection.lanes[lane.ticket.transfer_id] = lane
         if offer.ticket != lane.ticket:
             lane.abort("the offer's ticket is not the request's")
-        elif offer.num_tokens != lane.num_tokens:
-            lane.abort(f"{offer.num_tokens} tokens are offered, {lane.num_tokens} expected")
+        elif offer.num_tokens != lane.transfer.num_tokens:
+            lane.abort(f"{offer.num_tokens} tokens are offered, {lane.transfer.num_tokens} expected")
         else:
             lane.granted(connection.cut)
-            connection.post(Grant(lane.ticket.transfer_id, lane.skip_tokens))
+            connection.post(Grant(lane.ticket.transfer_id, lane.transfer.skip_tokens))
 
     def _count(self, transfer: IncomingTransfer) -> None:
         if self._transfers.get(transfer.ticket.transfer_id) is transfer:
@@ -280,7 +309,7 @@ class KVReceiver:
         self.stats.in_flight -= 1
         if transfer.is_verified:
             self.stats.done += 1
-            self.stats.seconds += self._clock() - transfer.started_s
+            self.stats.seconds += self.clock() - transfer.started_s
         else:
             self.stats.failed += 1
             self.stats.given_up += transfer.is_given_up
@@ -310,6 +339,189 @@ class KVReceiver:
             pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
 
 
+class ReceiverConnection:
+    """The control connection from one rank of a source to this rank, its data link, and the lanes on both.
+
+    Control messages are read as they come, and chunks are left to the link: a slow transfer holds up neither pings, nor
+    offers, nor aborts behind it.
+    """
+
+    def __init__(self, receiver: KVReceiver, connection: Connection, host: str):
+        """`host` is where the source can reach a link of this rank."""
+        self.source = Peer("", 0)  # until its Hello, as are the next two
+        self.source_rank = -1
+        self.cut: Cut | None = None
+        self.lanes: dict[bytes, IncomingLane] = {}  # by transfer id
+        self._receiver = receiver
+        self._connection = connection
+        self._host = host
+        self._peer = receiver.peer
+        self._store = receiver.store
+        self._transports = receiver.transports
+        self._config = receiver.config
+        self._stats = receiver.stats
+        self._control = LeasedConnection(connection, receiver.clock, receiver.config.lease_s)
+        self._chunks: deque[Chunk] = deque()  # announced, to be taken off the link in this order
+        self._announced = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until the connection or its link is lost or this is cancelled; then end every lane left."""
+        reason = "the target is closing"
+        try:
+            hello = await within(self._config.lease_s, self._connection.receive(), "the source's hello")
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"a connection does not begin with {type(hello).__name__}")
+            try:
+                kv, cut = self._fit(hello)
+                self._choose(kv, kv.without)
+            except ConfigError as refusal:
+                self._connection.send(Refuse(str(refusal)))
+                await self._connection.drain()
+                return
+            self.source, self.source_rank, self.cut = hello.sender, kv.rank, cut
+            reason = await run_until_lost(self._listen(cut), self._carry(kv, cut), self._control.watch())
+        except ConnectionLost as lost:
+            reason = str(lost)
+        finally:  # the link is closed here
+            self._receiver.connection_lost(self)
+            for lane in tuple(self.lanes.values()):
+                lane.peer_lost(reason)
+
+    def post(self, message: Message) -> None:
+        """Send `message`, if the connection still stands; never waits."""
+        self._control.post(message)
+
+    # --- the control connection ---
+
+    def _fit(self, hello: Hello) -> tuple[KVHello, Cut]:
+        """Its part about KV, and our end of the lane. Raises ConfigError with both sides' values if it does not fit."""
+        ours = self._store.layout
+        if hello.receiver != self._peer:
+            raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._peer)}")
+        kv = hello.kv
+        if kv is None:
+            raise ConfigError("this is no token channel")
+        fault = incompatibility(kv.layout, ours, kv.encoding)
+        if fault is not None:
+            raise ConfigError(fault)
+        for lane in plan_lanes(kv.layout.tp_size, ours.tp_size, ours.num_kv_heads):
+            if (lane.source_rank, lane.target_rank) == (kv.rank, self._store.rank):
+                return kv, cut_lane(lane, kv.layout, ours, kv.encoding)[1]
+        raise ConfigError(
+            f"rank {kv.rank} of {kv.layout.tp_size} has nothing for rank {self._store.rank} of {ours.tp_size}"
+        )
+
+    def _choose(self, kv: KVHello, without: tuple[str, ...]) -> Choice:
+        """Raises ConfigError where the pair has no transport in common."""
+        return choose_transport(kv.reach, self._transports.reach, kv.encoding, without)
+
+    async def _listen(self, cut: Cut) -> None:
+        while True:
+            message = await self._control.receive()
+            match message:
+                case Ping():
+                    pass
+                case Offer():
+                    self._receiver.offered(self, message)
+                case Chunk():
+                    self._announce(message, cut)
+                case Commit(transfer_id=transfer_id):
+                    lane = self.lanes.get(transfer_id)
+                    if lane is not None and (verified := lane.commit(message)) is not None:
+                        self.post(verified)
+                case Abort(transfer_id=transfer_id, reason=reason):
+                    if (lane := self.lanes.get(transfer_id)) is not None:
+                        lane.peer_aborted(f"the source gave up: {reason}")
+                    else:
+                        self._receiver.declined(self, transfer_id, f"the source gave up: {reason}")
+                case _:
+                    raise ProtocolError(f"a source does not send {type(message).__name__}")
+            await self._control.drain()  # one that reads no answers is not asked for more reasons to answer
+
+    def _announce(self, chunk: Chunk, cut: Cut) -> None:
+        """A chunk comes over the link next. Raises ProtocolError where its bytes can't be told from those behind it."""
+        num_units = sum(run.num_units for run in chunk.runs)
+        if len(self._chunks) >= self._config.max_queued_messages:
+            raise ProtocolError("the source runs ahead of its bytes")
+        if len(chunk.runs) > cut.layout.num_layers:  # a layer's next units are one run
+            raise ProtocolError(f"a chunk of {len(chunk.runs)} runs can't be")
+        most = cut.layout.num_layers * self._store.num_blocks * cut.units_per_block
+        if not all(run.num_units > 0 for run in chunk.runs) or not 0 < num_units <= most:
+            raise ProtocolError(f"a chunk of {num_units} units can't be")
+        if chunk.num_bytes != num_units * cut.unit_bytes:
+            raise ProtocolError(f"{num_units} units can't be {chunk.num_bytes} bytes")
+        lane = self.lanes.get(chunk.transfer_id)
+        if lane is not None:
+            lane.announce(chunk)
+        self._chunks.append(chunk)
+        self._announced.set()
+
+    # --- the data link ---
+
+    async def _carry(self, kv: KVHello, cut: Cut) -> None:
+        """Prepare the link, welcome the source, and receive until the link is lost, which raises ConnectionLost.
+
+        The link is closed then.
+        """
+        choice, pending = await self._prepare(kv, cut)
+        try:
+            kv_welcome = KVWelcome(
+                self._store.layout, self._store.rank, choice.transport, choice.why, choice.missing, pending.params
+            )
+            self.post(Welcome(self._peer, kv_welcome))
+            link = await pending.established()
+            patience = Patience(self._config.lease_s)
+            movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
+            try:
+                reason = await run_until_lost(*movers)
+                self.post(Refuse(reason))  # at once: to close the link may take a while
+            finally:
+                await finish(link.close())
+        except ConnectionLost as lost:
+            reason = str(lost)
+        finally:
+            await finish(pending.close())
+        logger.warning("lost the %s link from %s: %s", choice.transport, self.source, reason)
+        raise ConnectionLost(reason)
+
+    async def _prepare(self, kv: KVHello, cut: Cut) -> tuple[Choice, PendingLink]:
+        """The best transport that can be prepared here, and is not to be avoided. Raises ConnectionLost."""
+        without = kv.without
+        while True:
+            choice = self._choose(kv, without)
+            try:
+                return choice, await self._transports.by_name[choice.transport].prepare(self._host, cut)
+            except ConnectionLost as lost:
+                if choice.transport in without:
+                    raise
+                logger.warning("can't prepare a %s link: %s", choice.transport, lost)
+                without = (*without, choice.transport)
+
+    async def _move(self, link: DataLink, patience: Patience) -> None:
+        """Take chunks off the link, one at a time. Raises ConnectionLost when it breaks, or damages one."""
+        while True:
+            if not self._chunks:
+                self._announced.clear()
+                await self._announced.wait()
+                continue
+            chunk = self._chunks.popleft()
+            lane = self.lanes.get(chunk.transfer_id)
+            segments = lane.begin_chunk(chunk) if lane is not None else None
+            if lane is None or segments is None:
+                num_units = sum(run.num_units for run in chunk.runs)
+                await patience.wait(link.discard(num_units), "discarding a chunk")
+                continue
+            seal = chunk_seal(chunk, self.source, self._peer)
+            is_intact = await patience.wait(link.receive(segments, seal), "receiving a chunk")
+            self._stats.bytes += chunk.num_bytes
+            self._stats.digest_failures += not is_intact
+            verified = lane.end_chunk(chunk, is_intact=is_intact)
+            if verified is not None:
+                self.post(verified)
+            if lane.is_damaged:
+                raise ConnectionLost("a chunk was damaged on its way")
+
+
 def _declined_by(source: Peer, transfer_id: bytes) -> bytes:
     """An Abort before any offer shows no ticket: it counts only for who sent it."""
     return transfer_id + f"{source.epoch} {source.worker_id}".encode()
@@ -317,3 +529,7 @@ def _declined_by(source: Peer, transfer_id: bytes) -> bytes:
 
 def _ignore(_: bytes) -> None:
     """Nobody wants to hear of offers."""
+
+
+def _name(peer: Peer) -> str:
+    return f"{peer.worker_id} of epoch {peer.epoch:x}"

@@ -1,20 +1,42 @@
-"""The sending side of KV transfer."""
+"""The sending side of KV transfer: a KVSender, and its connection to each rank of each worker that it sends to.
+
+A connection has one data link, and both end together: where a link can't be joined, breaks, or is given up by the
+target because it damages what it carries, so are all transfers on it, and the prompt is computed at the target. The
+next transfer to the same worker makes a fresh connection with a fresh link.
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.endings import all_ended, finish
-from twostroke.kvtransfer.layout import Lane, plan_lanes
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
-from twostroke.kvtransfer.sender_connection import LinkReport, SenderConnection
-from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
+from twostroke.kvtransfer.offers import UsedTickets
+from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
+from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
+from twostroke.kvtransfer.sides import LinkReport, TransferStats
 from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
 from twostroke.kvtransfer.transports import Transports
-from twostroke.kvtransfer.used_tickets import UsedTickets
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.network import Network
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.kv_layout import incompatibility
+from twostroke.protocol.messages import (
+    Abort,
+    Awaited,
+    Grant,
+    Hello,
+    KVHello,
+    KVWelcome,
+    Message,
+    Offer,
+    Ping,
+    Refuse,
+    Verified,
+    Welcome,
+)
+from twostroke.protocol.network import Connection, Network
 from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
@@ -38,17 +60,18 @@ class KVSender:
         config: TransferConfig,
         clock: Clock,
     ):
-        self._peer = peer
-        self._store = store
-        self._network = network
-        self._transports = transports
-        self._config = config
-        self._clock = clock
+        self.peer = peer
+        self.store = store
+        self.network = network
+        self.transports = transports
+        self.config = config
+        self.clock = clock
+        self.stats = TransferStats()
         self._connections: dict[tuple[Peer, Address], SenderConnection] = {}
+        self._unfit: dict[tuple[Peer, Address], str] = {}  # the transport that the last connection's link failed by
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation replays exactly
         self._transfers: dict[OutgoingTransfer, None] = {}
         self._opened_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
-        self.stats = TransferStats()
 
     def open(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
@@ -61,7 +84,7 @@ class KVSender:
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
-        num_blocks = -(-num_tokens // self._store.layout.block_size)
+        num_blocks = -(-num_tokens // self.store.layout.block_size)
         if num_blocks > len(block_ids):
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
@@ -69,10 +92,10 @@ class KVSender:
             num_tokens,
             tuple(block_ids[:num_blocks]),
             num_ready_tokens,
-            num_layers=self._store.layout.num_layers,
+            num_layers=self.store.layout.num_layers,
             on_ended=self._count,
-            clock=self._clock,
-            progress_s=self._config.progress_s,
+            clock=self.clock,
+            progress_s=self.config.progress_s,
         )
         self._transfers[transfer] = None
         self.stats.in_flight += 1
@@ -81,7 +104,7 @@ class KVSender:
             if not self._opened_tickets.use(ticket.transfer_id):
                 raise ValueError("the ticket was used before")
         except ValueError as error:  # nobody connects to an address out of another worker's ticket
-            transfer.refuse(str(error))
+            transfer.fail(str(error))
             return transfer
         for lane in lanes:
             connection = self._connection(ticket, lane)
@@ -116,31 +139,22 @@ class KVSender:
 
     def _lanes(self, ticket: Ticket) -> tuple[Lane, ...]:
         """Those of the ticket's transfer that begin at this rank. Raises ValueError where it can't be ours."""
-        layout = self._store.layout
-        if ticket.source != self._peer:
-            raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self._peer}")
+        layout = self.store.layout
+        if ticket.source != self.peer:
+            raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self.peer}")
         if ticket.source_ranks != layout.tp_size:
             raise ValueError(f"the ticket counts {ticket.source_ranks} ranks, and this worker has {layout.tp_size}")
         lanes = plan_lanes(layout.tp_size, len(ticket.target_addresses), layout.num_kv_heads)
-        return tuple(lane for lane in lanes if lane.source_rank == self._store.rank)
+        return tuple(lane for lane in lanes if lane.source_rank == self.store.rank)
 
-    def _connection(self, ticket: Ticket, lane: Lane) -> SenderConnection:
+    def _connection(self, ticket: Ticket, lane: Lane) -> "SenderConnection":
         """The connection to the lane's end at the ticket's target, begun where there is none."""
-        address = ticket.target_addresses[lane.target_rank]
-        connection = self._connections.get((ticket.target, address))
+        key = ticket.target, ticket.target_addresses[lane.target_rank]
+        connection = self._connections.get(key)
         if connection is None:
-            connection = self._connections[ticket.target, address] = SenderConnection(
-                peer=self._peer,
-                target=ticket.target,
-                address=address,
-                lane=lane,
-                store=self._store,
-                network=self._network,
-                transports=self._transports,
-                config=self._config,
-                clock=self._clock,
-                stats=self.stats,
-                on_lost=self._forget,
+            unfit = self._unfit.pop(key, None)
+            connection = self._connections[key] = SenderConnection(
+                self, *key, lane, without=() if unfit is None else (unfit,), on_lost=self._forget
             )
             task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.target.worker_id}")
             self._tasks[task] = None
@@ -152,18 +166,250 @@ class KVSender:
         self.stats.in_flight -= 1
         if transfer.is_released:
             self.stats.done += 1
-            self.stats.seconds += self._clock() - transfer.started_s
+            self.stats.seconds += self.clock() - transfer.started_s
         else:
             self.stats.failed += 1
             self.stats.given_up += transfer.is_given_up
 
-    def _forget(self, connection: SenderConnection) -> None:
+    def _forget(self, connection: "SenderConnection") -> None:
         """A lost connection takes no more transfers; the next one opened builds another."""
         key = connection.target, connection.address
         if self._connections.get(key) is connection:
             del self._connections[key]
+            if connection.unfit_transport is not None:
+                self._unfit[key] = connection.unfit_transport
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
+
+
+class SenderConnection:
+    """The control connection from this rank to one rank of a target, its data link, and the lanes on both.
+
+    Lanes take turns by chunk: a short prompt waits for at most one chunk of each other. A chunk's message goes out just
+    before its bytes, so control connection and link stay in step whatever is aborted in between. The commit goes out
+    right behind the last chunk's message.
+    """
+
+    def __init__(
+        self,
+        sender: KVSender,
+        target: Peer,
+        address: Address,
+        lane: Lane,
+        *,
+        without: tuple[str, ...],
+        on_lost: Callable[["SenderConnection"], None],
+    ):
+        """`without` names transports to avoid where there are others."""
+        self.target = target
+        self.address = address
+        self.report: LinkReport | None = None  # while the link stands
+        self.unfit_transport: str | None = None  # could not be joined, or carried nothing
+        self._lane = lane
+        self._peer = sender.peer
+        self._store = sender.store
+        self._network = sender.network
+        self._transports = sender.transports
+        self._config = sender.config
+        self._clock = sender.clock
+        self._stats = sender.stats
+        self._without = without
+        self._on_lost = on_lost
+        self._transfers: dict[bytes, OutgoingLane] = {}
+        self._declined: dict[bytes, str] = {}  # to be told once the connection stands
+        self._control: LeasedConnection | None = None  # set once the peer has welcomed us, as is the cut
+        self._cut: Cut | None = None
+        self._has_carried = False  # a chunk
+        self._line: dict[OutgoingLane, None] = {}  # those with a chunk to send, in turn
+        self._work = asyncio.Event()
+
+    def add(self, lane: OutgoingLane) -> None:
+        """Offer `lane`, now or once the connection stands."""
+        self._transfers[lane.ticket.transfer_id] = lane
+        if self._control is not None:
+            self._offer(self._control, lane)
+
+    def decline(self, transfer_id: bytes, reason: str) -> None:
+        """Tell the target that nothing will come, now or once the connection stands."""
+        if self._control is not None:
+            self._control.post(Abort(transfer_id, reason))
+        else:
+            self._declined[transfer_id] = reason
+
+    async def run(self) -> None:
+        """Connect and serve until the connection or its link is lost or this is cancelled; then end every lane left."""
+        connection: Connection | None = None
+        reason = "the source is closing"
+        try:
+            connection = await within(
+                self._config.lease_s, self._network.connect(self.address), "connecting to the target"
+            )
+            welcome = await within(self._config.lease_s, self._greet(connection), "the target's welcome")
+            control = self._control = LeasedConnection(connection, self._clock, self._config.lease_s)
+            cut = self._begin(control, welcome)
+            parts = self._listen(control), self._carry(control, welcome, cut), control.watch()
+            reason = await run_until_lost(*(self._forgotten_with(part) for part in parts))
+        except ConnectionLost as lost:
+            reason = str(lost)
+        finally:  # the link is closed here
+            self._on_lost(self)
+            self._control = None
+            self.abandon(reason)
+            if connection is not None:
+                await connection.close()
+
+    async def _forgotten_with(self, part: Coroutine[None, None, None]) -> None:
+        """Run a part of the connection. Where that is lost, no transfer begins on it any more while the link closes."""
+        try:
+            await part
+        except ConnectionLost:
+            self._on_lost(self)
+            raise
+
+    def abandon(self, reason: str) -> None:
+        """End every lane left. Only where `run` has ended, or never began: nothing is under way."""
+        for lane in tuple(self._transfers.values()):
+            lane.peer_lost(reason)
+
+    # --- the lanes' calls (LaneCarrier) ---
+
+    def has_work(self, lane: OutgoingLane) -> None:
+        """Let `lane` send what it has to: its commit now, a chunk when its turn comes."""
+        if self._control is None:
+            return
+        commit = lane.take_commit()
+        if commit is not None:
+            self._control.post(commit)
+        if lane.has_chunk:
+            self._line[lane] = None
+            self._work.set()
+
+    def gave_up(self, lane: OutgoingLane, reason: str) -> None:
+        self.decline(lane.ticket.transfer_id, reason)
+
+    def ended(self, lane: OutgoingLane) -> None:
+        self._transfers.pop(lane.ticket.transfer_id, None)
+        self._line.pop(lane, None)
+
+    # --- the control connection ---
+
+    async def _greet(self, connection: Connection) -> KVWelcome:
+        """Raises ConnectionLost with the peer's words where it refuses."""
+        layout = self._store.layout
+        kv = KVHello(layout, self._store.rank, self._config.encoding, self._transports.reach, self._without)
+        connection.send(Hello(self._peer, self.target, kv))
+        while isinstance(answer := await connection.receive(), Ping):
+            pass  # it is still preparing the link
+        if isinstance(answer, Refuse):
+            raise ConnectionLost(f"the target refuses the connection: {answer.reason}")
+        if not isinstance(answer, Welcome) or answer.receiver != self.target or answer.kv is None:
+            raise ProtocolError(f"{self.address} answers as somebody else: {answer}")
+        if answer.kv.rank != self._lane.target_rank:
+            raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._lane.target_rank}")
+        fault = incompatibility(layout, answer.kv.layout, self._config.encoding)
+        if fault is not None:
+            raise ProtocolError(f"the target welcomes what does not fit: {fault}")
+        return answer.kv
+
+    def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> Cut:
+        """Offer, or call off, what has gathered meanwhile. Returns our end of the lane."""
+        cut = self._cut = cut_lane(self._lane, self._store.layout, welcome.layout, self._config.encoding)[0]
+        for lane in tuple(self._transfers.values()):
+            self._offer(control, lane)
+        for transfer_id, reason in self._declined.items():
+            control.post(Abort(transfer_id, reason))
+        self._declined.clear()
+        return cut
+
+    def _offer(self, control: LeasedConnection, lane: OutgoingLane) -> None:
+        control.post(Offer(lane.ticket, lane.transfer.num_tokens))
+        lane.offered()
+
+    async def _listen(self, control: LeasedConnection) -> None:
+        while True:
+            self._handle(await control.receive())
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Ping():
+                return
+            case Refuse(reason=reason):
+                raise ConnectionLost(f"the target ended the connection: {reason}")
+            case Awaited(transfer_id=transfer_id):
+                if (lane := self._transfers.get(transfer_id)) is not None:
+                    lane.awaited()
+            case Grant() | Verified():
+                # A lane that was given up here: an answer that crosses our abort is nobody's fault.
+                lane = self._transfers.get(message.transfer_id)
+                if lane is not None and lane.state is not SenderState.ABORTING:
+                    self._answer(lane, message)
+            case Abort(transfer_id=transfer_id, reason=reason):
+                if (lane := self._transfers.get(transfer_id)) is not None:
+                    lane.peer_aborted(f"the target gave up: {reason}")
+            case _:
+                raise ProtocolError(f"a target does not send {type(message).__name__}")
+
+    def _answer(self, lane: OutgoingLane, message: Grant | Verified) -> None:
+        """Pass the peer's answer on; one that does not fit ends this transfer alone."""
+        try:
+            if isinstance(message, Verified):
+                lane.verified()
+            elif self._cut is not None:
+                lane.granted(self._cut, message.skip_tokens)
+        except (IllegalTransition, ValueError) as error:
+            lane.abort(f"the target broke the protocol: {error}")
+
+    # --- the data link ---
+
+    async def _carry(self, control: LeasedConnection, welcome: KVWelcome, cut: Cut) -> None:
+        """Join the link and send over it until it is lost, which raises ConnectionLost; it is closed then."""
+        transport = self._transports.by_name.get(welcome.transport)
+        if transport is None:
+            raise ProtocolError(f"the target chose the transport {welcome.transport}, which this worker has not")
+        try:
+            link = await transport.join(welcome.link, cut)
+        except ConnectionLost as lost:
+            raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
+        self.report = LinkReport(self.target, self._lane.target_rank, welcome.transport, welcome.why, welcome.missing)
+        max_units = max(1, self._config.max_chunk_bytes // cut.unit_bytes)
+        patience = Patience(self._config.lease_s)
+        movers = [self._move(control, link, patience, max_units) for _ in range(CHUNKS_UNDER_WAY)]
+        try:
+            reason = await run_until_lost(*movers)
+            broken = self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)
+            self._on_lost(self)  # before the link is closed, which may take a while
+        finally:
+            self.report = None
+            await finish(link.close())
+        raise broken
+
+    async def _move(self, control: LeasedConnection, link: DataLink, patience: Patience, max_units: int) -> None:
+        """Take turns' chunks to the link, one at a time. Raises ConnectionLost when it breaks."""
+        while True:
+            await control.drain()
+            if not self._line:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            lane = next(iter(self._line))
+            del self._line[lane]
+            chunk = lane.begin_chunk(max_units)
+            if chunk is None:
+                continue
+            control.post(chunk)
+            self.has_work(lane)  # at the end of the line
+            seal = chunk_seal(chunk, self._peer, self.target)
+            await patience.wait(link.send(lane.segments(chunk), seal), "sending a chunk")
+            self._has_carried = True
+            self._stats.bytes += chunk.num_bytes
+            lane.end_chunk()
+
+    def _lost(self, reason: str, welcome: KVWelcome) -> ConnectionLost:
+        self._stats.links_lost += 1
+        if not self._has_carried:
+            self.unfit_transport = welcome.transport
+        logger.warning("kv to %s: %s", self.target, reason)
+        return ConnectionLost(reason)

@@ -1,11 +1,38 @@
-"""Both sides of KV transfer as workers use them: one rank's (sender.py, receiver.py), or several' (ranked_*.py)."""
+"""Both sides of KV transfer as workers use them, and what they count and report.
+
+One rank's are in sender.py and receiver.py, which document the calls; those of a worker of several ranks in ranks.py.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from twostroke.kvtransfer.sender_connection import LinkReport
-from twostroke.kvtransfer.stats import TransferStats
-from twostroke.protocol.requests import Address, SampledToken, Ticket
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counters of one worker's side; they only grow, but for `in_flight`."""
+
+    in_flight: int = 0  # transfers that have not ended
+    done: int = 0  # verified
+    failed: int = 0  # ended otherwise, given up ones included
+    given_up: int = 0  # of the failed, those not wanted any more, on this side or by the peer's word
+    digest_failures: int = 0  # chunks whose bytes did not match their digest (receiver only)
+    links_lost: int = 0  # data links that broke, or could not be joined, while their connection stood (sender only)
+    bytes: int = 0  # of KV on the wire, sent or received
+    seconds: float = 0.0  # summed over the verified ones, from open or expect to verified
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """How this rank sends to one rank of another worker."""
+
+    target: Peer
+    rank: int  # of the target
+    transport: str
+    why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
 
 
 class Outgoing(Protocol):

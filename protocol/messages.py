@@ -45,6 +45,7 @@ class KVHello(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     encoding: Encoding
     reach: Reach
+    without: tuple[str, ...] = ()  # transports to avoid where there are others: the last link by them failed
 
 
 class Hello(_Message, frozen=True):
@@ -63,7 +64,7 @@ class KVWelcome(msgspec.Struct, frozen=True, array_like=True):
     transport: str
     why: str  # this transport, in words for people
     missing: tuple[str, ...]  # for each better transport: what it would need
-    link: dict[str, str | int]  # how to join data link 0, in the transport's own words
+    link: dict[str, str | int]  # how to join the data link, in the transport's own words
 
 
 class Welcome(_Message, frozen=True):
@@ -191,9 +192,7 @@ class Chunk(_Message, frozen=True):
     """These runs follow on the data link, one after the other, sealed with `chunk_seal` of this message."""
 
     transfer_id: bytes
-    sequence: int  # 0, 1, 2, ... within the transfer; a chunk that is sent again keeps its own
-    attempt: int  # 0, 1, 2
-    link: int  # 0 is the Welcome's, later ones the LinkReady's
+    sequence: int  # 0, 1, 2, ... within the transfer
     runs: tuple[Run, ...]
     num_bytes: int  # of KV on the wire, the seal not counted
 
@@ -204,13 +203,6 @@ class Commit(_Message, frozen=True):
     transfer_id: bytes
     num_chunks: int
     first_token: SampledToken | None
-
-
-class LinkWanted(_Message, frozen=True):
-    """The link broke, could not be joined, or carries damaged bytes: another, please."""
-
-    link: int  # the number of the new one: one more than the last
-    without: tuple[str, ...]  # transports to avoid where there are others
 
 
 # --- transfer control, target to source ---
@@ -227,22 +219,6 @@ class Awaited(_Message, frozen=True):
     """The offer's request is here and waits for room: keep its KV. A Grant or an Abort will follow."""
 
     transfer_id: bytes
-
-
-class Damaged(_Message, frozen=True):
-    """This attempt of a chunk did not arrive whole: its seal is wrong, or its link broke. Send it again."""
-
-    transfer_id: bytes
-    sequence: int
-    attempt: int
-
-
-class LinkReady(_Message, frozen=True):
-    """How to join data link number `link`."""
-
-    link: int
-    transport: str
-    params: dict[str, str | int]
 
 
 class Verified(_Message, frozen=True):
@@ -280,11 +256,8 @@ Message = (
     | Offer
     | Chunk
     | Commit
-    | LinkWanted
     | Grant
     | Awaited
-    | Damaged
-    | LinkReady
     | Verified
     | Abort
     | RankMessage

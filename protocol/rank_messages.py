@@ -40,7 +40,6 @@ class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
 
     bytes: int = 0
     digest_failures: int = 0
-    retries: int = 0
     links_lost: int = 0
 
 

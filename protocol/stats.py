@@ -115,7 +115,6 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_bytes: int = 0  # counter
     transfer_seconds: float = 0.0  # counter
     transfer_digest_failures: int = 0  # counter: chunks of KV that arrived damaged
-    transfer_retries: int = 0  # counter: chunks sent again, damaged ones and those of broken links
     transfer_links_lost: int = 0  # counter: data links that broke while their connection stood
     pulled_tokens: int = 0  # counter: prompt tokens whose KV came from another worker's prefix cache
     broken_logit_rows: int = 0  # counter: rows of logits with NaN or +inf; above 0 the model or the cache is unsound

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from twostroke.kvtransfer.stats import TransferStats
+from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.step import Engine
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, WorkerStats
@@ -95,7 +95,6 @@ def worker_stats(
         transfer_bytes=sum(side.bytes for side in transfers),
         transfer_seconds=sum((side.seconds for side in transfers), 0.0),
         transfer_digest_failures=sum(side.digest_failures for side in transfers),
-        transfer_retries=sum(side.retries for side in transfers),
         transfer_links_lost=sum(side.links_lost for side in transfers),
         pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,

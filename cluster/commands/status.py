@@ -38,7 +38,6 @@ _HEADINGS = (
     "KV MB/s",
     "pulled",
     "failed",
-    "retried",
     "damaged",
     "links lost",
     "preempted",
@@ -46,10 +45,9 @@ _HEADINGS = (
 )
 _NUM_TEXTS = 2  # worker and role; the others are numbers
 
-# Shown as they are, since a worker's start: after the transfers that failed, chunks sent again, chunks that came
+# Shown as they are, since a worker's start: after the transfers that failed, chunks that came
 # damaged, links that broke, requests that gave way, and those of them whose KV went to host memory.
 _COUNTERS = (
-    "transfer_retries",
     "transfer_digest_failures",
     "transfer_links_lost",
     "preemptions",

@@ -104,8 +104,7 @@ async def load_parts(
 async def _lead(
     settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, led: LedRanks, gpu: int
 ) -> WorkerParts:
-    from twostroke.kvtransfer.ranked_receiver import RankedReceiver
-    from twostroke.kvtransfer.ranked_sender import RankedSender
+    from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender
     from twostroke.model.parallel.ranked_engine import TensorParallelEngine
     from twostroke.worker.block_pool import BlockPool
 

@@ -18,8 +18,8 @@ import msgspec
 from twostroke.cluster.config.process_logs import log_to
 from twostroke.cluster.ranks.led_ranks import RankOrder
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
-from twostroke.kvtransfer.endings import run_until_lost
-from twostroke.kvtransfer.rank_transfers import RankTransfers
+from twostroke.kvtransfer.ranks import RankTransfers
+from twostroke.kvtransfer.timeouts import run_until_lost
 from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost

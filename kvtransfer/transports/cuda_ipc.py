@@ -30,18 +30,17 @@ import msgspec
 import numpy as np
 import torch
 
-from twostroke.kvtransfer.digest import DIGEST_BYTES
-from twostroke.kvtransfer.host_units import count_units
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports.device_units import DeviceQueue, DeviceUnits, places_of
+from twostroke.kvtransfer.transports.host_units import count_units
+from twostroke.kvtransfer.transports.link_thread import receive_exactly
 from twostroke.kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
 from twostroke.kvtransfer.transports.shared_pool import (
     MAX_DESCRIPTION_BYTES,
     PoolDescription,
     checked_cut,
-    receive_exactly,
 )
 from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest_units
 from twostroke.model.cuda.kernels.kv_units import address_tensor

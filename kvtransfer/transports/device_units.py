@@ -1,19 +1,22 @@
-"""One end of a lane in a GPU's memory: chunks as they are on the wire, and the stream that works on them.
+"""One end of a lane in a GPU's memory: chunks as they are on the wire, the stream that works on them, and the staging
+buffers of NCCL groups.
 
 Not confirmed on hardware. Under Triton's interpreter it also runs on CPU tensors, which is how its tests do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.host_units import count_units
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.store import DeviceStore
+from twostroke.kvtransfer.transports.host_units import count_units
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 from twostroke.model.cuda.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units
 from twostroke.model.cuda.kernels.kv_units import (
     UnitPlaces,
@@ -139,3 +142,46 @@ def places_of(cut: Cut) -> UnitPlaces:
 def _trailer(packed: Tensor) -> Tensor:
     """The digest's place in a buffer, int64 [2]."""
     return packed[-DIGEST_BYTES:].view(torch.int64)
+
+
+class CudaStaging:
+    """For stores in a GPU's memory; one stream for each of its two threads.
+
+    A layer is announced to the transfer once its KV is in memory (model/cache/kv_cache.py), so what is packed needs no
+    event to wait for, and the model's stream never waits for this one.
+    """
+
+    def __init__(self, store: DeviceStore, cut: Cut):
+        self._units = DeviceUnits(store, cut)
+        self._posting = DeviceQueue(self._units.device)
+        self._waiting = DeviceQueue(self._units.device)
+        self._memory = [torch.empty(0, dtype=torch.uint8, device=self._units.device) for _ in range(NUM_BUFFERS)]
+
+    def buffer(self, index: int, num_units: int) -> Tensor:
+        num_bytes = self._units.buffer_bytes(num_units)
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._units.device)
+        return self._memory[index][:num_bytes]
+
+    def landing(self, index: int, num_units: int) -> Tensor:
+        return self.buffer(index, num_units)  # NCCL wants the same size on both sides
+
+    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+        with self._posting():
+            self._units.pack(segments, seal, packed)
+        self._posting.wait()  # the store's blocks may be given away once the send returns
+
+    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+        with self._waiting():
+            intact = self._units.unpack(segments, seal, packed)
+        self._waiting.wait()
+        return intact
+
+    def post(self, move: Callable[[], dist.Work]) -> dist.Work:
+        with self._posting():  # NCCL's own stream waits for this one
+            return move()
+
+    def wait(self, work: dist.Work) -> None:
+        with self._waiting():
+            work.wait()
+        self._waiting.wait()

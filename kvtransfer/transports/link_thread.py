@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,10 +15,7 @@ R = TypeVar("R")
 
 
 class LinkThread:
-    """Owns a connected socket and the thread that blocks on it.
-
-    Leaner than an executor: at 20 GB/s its hand-over would cost as much as a megabyte.
-    """
+    """Owns a connected socket and the thread that blocks on it."""
 
     def __init__(self, connected: socket.socket, name: str):
         connected.setblocking(True)
@@ -34,19 +31,20 @@ class LinkThread:
     def is_broken(self) -> bool:
         return self._broken
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether `call_here` may be used."""
-        return not self._under_way and not self._broken
-
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` on the thread, after all calls made before.
 
         Raises ConnectionLost for an OSError and once the link is broken; a cancellation breaks it too.
         """
         self._check()
-        with self._breaking():
+        try:
             return await asyncio.shield(self.start(function, *args, **kwargs))
+        except OSError as error:
+            self.break_off()
+            raise ConnectionLost(f"the link broke: {error}") from error
+        except BaseException:
+            self.break_off()
+            raise
 
     def start(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
         """As `call`, for who waits for several threads at once, and breaks off all of them; not to be cancelled."""
@@ -54,15 +52,6 @@ class LinkThread:
         self._under_way.add(future)
         self._calls.put((lambda: function(*args, **kwargs), future))
         return future
-
-    def call_here(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`function(*args, **kwargs)` at once, for what takes less than a hand-over; only while the thread is idle.
-
-        Raises as `call` does.
-        """
-        self._check()
-        with self._breaking():
-            return function(*args, **kwargs)
 
     def break_off(self) -> None:
         """Wake the thread, if it is in a call on the socket, with an error. Later calls are refused."""
@@ -82,17 +71,6 @@ class LinkThread:
     def _check(self) -> None:
         if self._broken:
             raise ConnectionLost("the link is closed")
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.break_off()
-            raise ConnectionLost(f"the link broke: {error}") from error
-        except BaseException:
-            self.break_off()
-            raise
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -115,3 +93,15 @@ class LinkThread:
         else:
             future.set_exception(failure)
             future.exception()  # whoever made the call may have been cancelled
+
+
+def receive_exactly(connected: socket.socket, num_bytes: int) -> bytearray:
+    """Blocks. Raises OSError where the peer leaves before."""
+    received = bytearray(num_bytes)
+    view = memoryview(received)
+    while view:
+        count = connected.recv_into(view, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionResetError("the peer closed it")
+        view = view[count:]
+    return received

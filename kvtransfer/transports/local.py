@@ -13,10 +13,9 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams
-from twostroke.kvtransfer.transports.link_thread import LinkThread
-from twostroke.kvtransfer.transports.shared_pool import receive_exactly
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.link_thread import LinkThread, receive_exactly
 from twostroke.protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32

@@ -11,13 +11,14 @@ import mmap
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from twostroke.kvtransfer.host_units import UnitRuns
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.store import SharedStore
+from twostroke.kvtransfer.transports.host_units import HostUnits
+from twostroke.kvtransfer.transports.link_thread import receive_exactly
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout, incompatibility
 
@@ -124,33 +125,24 @@ class PeerPool:
         layer_bytes = description.num_blocks * description.layout.block_bytes
         self._layers = [self._memory[start : start + layer_bytes] for start in description.layer_offsets]
         self._num_units = description.num_blocks * cut.units_per_block
-        self.runs = UnitRuns(cut)
+        self.num_blocks = description.num_blocks
+        self.units = HostUnits(self, cut)
 
-    def layer(self, layer: int) -> memoryview:
+    def layer_bytes(self, layer: int) -> memoryview:
         """Read-only uint8 [num_blocks * block_bytes] of the peer's layer."""
         return self._layers[layer]
 
-    def check(self, unit_ids: memoryview) -> None:
-        """Raises ProtocolError for units, int32, that the peer has not."""
-        ids = np.asarray(unit_ids)
-        if ids.size and not (ids.min() >= 0 and ids.max() < self._num_units):
-            raise ProtocolError(f"the peer names units outside of its {self._num_units}")
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raises ProtocolError for units that the peer has not."""
+        for segment in segments:
+            ids = segment.unit_ids
+            if ids and not (min(ids) >= 0 and max(ids) < self._num_units):
+                raise ProtocolError(f"the peer names units outside of its {self._num_units}")
 
     def close(self) -> None:
         """Unmap. Nothing may be reading."""
+        self.units.release()
         for layer in self._layers:
             layer.release()
         self._memory.release()
         self._mapping.close()
-
-
-def receive_exactly(connected: socket.socket, num_bytes: int) -> bytearray:
-    """Raises OSError where the peer leaves before."""
-    received = bytearray(num_bytes)
-    view = memoryview(received)
-    while view:
-        count = connected.recv_into(view, 0, socket.MSG_WAITALL)
-        if count == 0:
-            raise ConnectionResetError("the peer closed it")
-        view = view[count:]
-    return received

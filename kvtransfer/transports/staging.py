@@ -4,7 +4,7 @@ A buffer holds a chunk as it is on the wire: its units one after the other, enco
 digest. So a chunk is one message, however many blocks and layers it spans.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,18 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.digest import DIGEST_BYTES
-from twostroke.kvtransfer.encodings import decode, encode
-from twostroke.kvtransfer.host_units import HostUnits, count_units, split_segments
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DIGEST_BYTES
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.store import HostStore
+from twostroke.kvtransfer.transports.host_units import HostWire
 
 NUM_BUFFERS = 2
 """While one chunk is on the wire, the next is packed, or the one before unpacked."""
 
 MAX_CHUNK_BYTES = TransferConfig().max_chunk_bytes
-
-_HOT_BYTES = 256 * 1024  # encoded or decoded at once: the second pass reads what is in the processor's cache
 
 
 class Staging(Protocol):
@@ -66,9 +63,8 @@ class HostStaging:
     def __init__(self, store: HostStore, cut: Cut, max_chunk_bytes: int = MAX_CHUNK_BYTES):
         self._cut = cut
         self._landing_bytes = max(max_chunk_bytes, cut.unit_bytes) + DIGEST_BYTES
-        self._units = HostUnits(store, cut)
+        self._wire = HostWire(store, cut)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
-        self._raw = np.empty(0, np.uint8)  # units before they are encoded, or after they are decoded
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES
@@ -80,13 +76,11 @@ class HostStaging:
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
         array: NDArray[np.uint8] = packed.numpy()
         end = array.size - DIGEST_BYTES
-        if self._cut.encoding == "raw":
-            self._units.pack(segments, array)
-        else:
-            for part, piece in self._pieces(segments, array):
-                raw = self._scratch(part)
-                self._units.pack(part, raw)
-                encode(raw, self._cut, piece)
+        at = 0
+        for batch in self._wire.outgoing(segments):
+            for view in batch:
+                array[at : at + view.nbytes] = view
+                at += view.nbytes
         array[end:] = np.frombuffer(xxhash.xxh3_128_digest(array[:end].data, seed=seal), np.uint8)
 
     def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
@@ -94,13 +88,11 @@ class HostStaging:
         end = array.size - DIGEST_BYTES
         if xxhash.xxh3_128_digest(array[:end].data, seed=seal) != array[end:].tobytes():
             return False
-        if self._cut.encoding == "raw":
-            self._units.unpack(segments, array)
-            return True
-        for part, piece in self._pieces(segments, array):
-            raw = self._scratch(part)
-            decode(piece, self._cut, raw)
-            self._units.unpack(part, raw)
+        at = 0
+        for batch in self._wire.incoming(segments):
+            for view in batch:
+                view[:] = array[at : at + view.nbytes].data
+                at += view.nbytes
         return True
 
     def post(self, move: Callable[[], dist.Work]) -> dist.Work:
@@ -113,19 +105,3 @@ class HostStaging:
         if self._memory[index].numel() < num_bytes:
             self._memory[index] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._memory[index]
-
-    def _pieces(
-        self, segments: Sequence[Segment], array: NDArray[np.uint8]
-    ) -> Iterator[tuple[list[Segment], NDArray[np.uint8]]]:
-        """Parts of the chunk, each with its place on the wire."""
-        size = self._cut.unit_bytes
-        step = max(1, _HOT_BYTES // self._units.unit_bytes)
-        starts = list(range(0, count_units(segments), step))
-        for start, part in zip(starts, split_segments(segments, starts), strict=True):
-            yield part, array[start * size : (start + count_units(part)) * size]
-
-    def _scratch(self, part: Sequence[Segment]) -> NDArray[np.uint8]:
-        size = count_units(part) * self._units.unit_bytes
-        if self._raw.size < size:
-            self._raw = np.empty(size, np.uint8)
-        return self._raw[:size]

@@ -8,7 +8,7 @@ A chunk is one message: its units packed one after the other, and their digest. 
 largest chunk it has carried. Where gloo receives, it is twice the largest chunk possible: gloo ends the process for a
 message that is larger than its receive, which happens once chunks and announcements are out of step (and for a source
 whose chunks are larger than `max_chunk_bytes` here). NCCL asks for equal sizes on both sides: what becomes of chunks
-out of step there is not known. Why a hung operation or a woken zombie can't write into blocks: see `group_link`.
+out of step there is not known. Why a hung operation or a woken zombie can't write into blocks: see GroupLink.
 
 Not confirmed on hardware: what concerns NCCL here is written and type-checked, but was not yet run on GPUs.
 """
@@ -17,48 +17,30 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
-from twostroke.kvtransfer.layout import Cut
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
 from twostroke.kvtransfer.link import LinkParams
-from twostroke.kvtransfer.store import KVStore
-from twostroke.kvtransfer.transports.group_link import RECEIVER_RANK, SENDER_RANK, GroupLink
-from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore
+from twostroke.kvtransfer.transports.host_units import count_units
+from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
 from twostroke.protocol.errors import ConnectionLost
 
+T = TypeVar("T")
 
-class PendingGroup:
-    """A rendezvous that waits for the peer."""
-
-    def __init__(self, link: GroupLink, host: str, port: int, operation_timeout_s: float):
-        self._link = link
-        self._host = host
-        self._port = port
-        self._prefix = secrets.token_hex(16)
-        self._operation_timeout_s = operation_timeout_s
-        self._established = False
-
-    @property
-    def params(self) -> LinkParams:
-        return {"host": self._host, "port": self._port, "prefix": self._prefix}
-
-    async def established(self) -> GroupLink:
-        def form() -> None:
-            self._link.await_peer(self._prefix)
-            self._link.form_group(self._prefix, self._host, self._operation_timeout_s)
-
-        await self._link.run(form)
-        self._established = True
-        return self._link
-
-    async def close(self) -> None:
-        if self._established:
-            return
-        # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
-        # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
-        self._link.refuse_peer()
-        with contextlib.suppress(RuntimeError):
-            await asyncio.to_thread(self._link.announce, self._prefix, "given up")
-        await self._link.close()
+RECEIVER_RANK, SENDER_RANK = 0, 1
+_JOINED_KEY = "joined"
+_CHUNKS, _FAREWELL = 0, 1  # gloo's tags; nothing is ever sent with the second
 
 
 class TorchDistributedTransport:
@@ -85,7 +67,7 @@ class TorchDistributedTransport:
         self._max_chunk_bytes = max_chunk_bytes
         self._links: set[GroupLink] = set()
 
-    async def prepare(self, host: str, cut: Cut) -> PendingGroup:
+    async def prepare(self, host: str, cut: Cut) -> "PendingGroup":
         link = self._make_link(cut, RECEIVER_RANK)
         try:
             port = await link.run(lambda: link.open_rendezvous(host, None, self._join_timeout_s))
@@ -94,7 +76,7 @@ class TorchDistributedTransport:
             raise
         return PendingGroup(link, host, port, self._operation_timeout_s)
 
-    async def join(self, params: LinkParams, cut: Cut) -> GroupLink:
+    async def join(self, params: LinkParams, cut: Cut) -> "GroupLink":
         host, port, prefix = params.get("host"), params.get("port"), params.get("prefix")
         if not isinstance(host, str) or not isinstance(port, int) or not isinstance(prefix, str):
             raise ConnectionLost("the peer's link parameters are not those of torch_distributed")
@@ -118,10 +100,285 @@ class TorchDistributedTransport:
         await asyncio.gather(*(link.close() for link in links))
         await asyncio.gather(*(link.ended() for link in links))
 
-    def _make_link(self, cut: Cut, own_rank: int) -> GroupLink:
+    def _make_link(self, cut: Cut, own_rank: int) -> "GroupLink":
         link = GroupLink(self._store, cut, own_rank, self._links.discard, self._max_chunk_bytes)
         self._links.add(link)
         return link
+
+
+class PendingGroup:
+    """A rendezvous that waits for the peer."""
+
+    def __init__(self, link: "GroupLink", host: str, port: int, operation_timeout_s: float):
+        self._link = link
+        self._host = host
+        self._port = port
+        self._prefix = secrets.token_hex(16)
+        self._operation_timeout_s = operation_timeout_s
+        self._established = False
+
+    @property
+    def params(self) -> LinkParams:
+        return {"host": self._host, "port": self._port, "prefix": self._prefix}
+
+    async def established(self) -> "GroupLink":
+        def form() -> None:
+            self._link.await_peer(self._prefix)
+            self._link.form_group(self._prefix, self._host, self._operation_timeout_s)
+
+        await self._link.run(form)
+        self._established = True
+        return self._link
+
+    async def close(self) -> None:
+        if self._established:
+            return
+        # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
+        # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
+        self._link.refuse_peer()
+        with contextlib.suppress(RuntimeError):
+            await asyncio.to_thread(self._link.announce, self._prefix, "given up")
+        await self._link.close()
+
+
+class GroupLink:
+    """A DataLink over a process group, which it owns, with two threads and NUM_BUFFERS staging buffers.
+
+    The first thread packs and posts a send, or posts a receive; the second waits for it, and unpacks. So while chunk n
+    is on the wire, chunk n + 1 is packed, or its receive posted, and chunk n - 1 unpacked. A send returns once its
+    units are packed and posted: the store is not read after that. Should it fail later, the next call tells.
+    Only these threads touch the store, under a lock: what hangs in gloo can be abandoned safely, since what it still
+    receives goes into staging memory and nowhere else.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        cut: Cut,
+        own_rank: int,
+        on_close: Callable[["GroupLink"], None],
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ):
+        self._staging = make_staging(store, cut, max_chunk_bytes)
+        self._own_rank = own_rank
+        self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
+        self._on_close = on_close
+        self._posting = ThreadPoolExecutor(1, "kv-group-post")
+        self._waiting = ThreadPoolExecutor(1, "kv-group-wait")
+        self._free: SimpleQueue[int] = SimpleQueue()  # staging buffers
+        for index in range(NUM_BUFFERS):
+            self._free.put(index)
+        self._rendezvous: Any = None  # a TCPStore; the stubs don't know `clone`
+        self._group: Any = None  # torch's stubs know neither `send` and `recv` of a backend nor gloo's options
+        self._touching_store = threading.Lock()
+        self._closed = False
+        self._busy = 0  # calls that have not returned
+        self._dropped: Future[None] = Future()
+        self._closing: asyncio.Future[None] | None = None
+
+    # --- the rendezvous; its calls block and run on the posting thread ---
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a blocking `call` on the posting thread. Raises ConnectionLost."""
+
+        def work(outcome: Future[T]) -> None:
+            outcome.set_result(call())
+
+        return await self._carry_out(work)
+
+    def open_rendezvous(self, host: str, port: int | None, timeout_s: float) -> int:
+        """Connect to the store at `port`, or make it where that is None; returns its port."""
+        limit = timedelta(seconds=timeout_s)
+        if port is not None:
+            self._rendezvous = TCPStore(host, port, None, False, limit, False)
+            return port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = int(listener.getsockname()[1])
+        self._rendezvous = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+        return port
+
+    def announce(self, prefix: str, word: str) -> None:
+        """Let the side that waits in `await_peer` go on. On any thread, shortly."""
+        if self._rendezvous is not None:
+            PrefixStore(prefix, self._rendezvous.clone()).set(_JOINED_KEY, word)
+
+    def await_peer(self, prefix: str) -> None:
+        """Wait until the peer has come, or `announce` was called here: for the store's time-out at most."""
+        if self._rendezvous is not None:
+            PrefixStore(prefix, self._rendezvous).get(_JOINED_KEY)
+        if self._closed:
+            raise ConnectionLost("the link was given up")
+
+    def form_group(self, prefix: str, own_host: str, timeout_s: float) -> None:
+        """Form the group with the peer, which does the same."""
+        if self._rendezvous is None:
+            raise ConnectionLost("there is no rendezvous")
+        # A client of its own: groups that are formed by several threads over one client deadlock.
+        rendezvous = PrefixStore(prefix, self._rendezvous.clone())
+        if isinstance(self._staging, HostStaging):
+            gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = timedelta(seconds=timeout_s)
+            gloo._threads = 1
+            gloo._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+            self._group = ProcessGroupGloo(rendezvous, self._own_rank, 2, gloo)
+        else:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupNCCL(rendezvous, self._own_rank, 2, nccl)
+
+    # --- chunks ---
+
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        def pack(packed: Tensor) -> None:
+            with self._touching_store:
+                self._check_open()
+                self._staging.pack(segments, seal, packed)
+
+        await self._exchange(count_units(segments), pack, None)
+
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        def unpack(packed: Tensor) -> bool:
+            with self._touching_store:
+                self._check_open()
+                return self._staging.unpack(segments, seal, packed)
+
+        return await self._exchange(count_units(segments), None, unpack)
+
+    async def discard(self, num_units: int) -> None:
+        await self._exchange(num_units, None, None)
+
+    async def _exchange(
+        self, num_units: int, pack: Callable[[Tensor], None] | None, unpack: Callable[[Tensor], bool] | None
+    ) -> bool:
+        """Send what `pack` fills in, or receive what `unpack` takes out; whether that was intact."""
+
+        def post(outcome: Future[bool]) -> None:
+            index = self._free.get()  # while all are in use this thread waits: for an operation's time-out at most
+            try:
+                if pack is not None:
+                    packed = self._staging.buffer(index, num_units)
+                    pack(packed)
+                    work = self._post(packed, is_send=True)
+                    outcome.set_result(True)
+                    outcome = Future()
+                else:
+                    work = self._post(self._staging.landing(index, num_units), is_send=False)
+                    packed = self._staging.buffer(index, num_units)
+                self._waiting.submit(_into, outcome, lambda outcome: finish(outcome, index, packed, work))
+            except BaseException:
+                self._free.put(index)
+                raise
+
+        def finish(outcome: Future[bool], index: int, packed: Tensor, work: dist.Work) -> None:
+            try:
+                self._staging.wait(work)
+                intact = unpack is None or unpack(packed)
+            except BaseException:
+                self._shut_store()
+                raise
+            finally:
+                self._free.put(index)
+            outcome.set_result(intact)
+
+        return await self._carry_out(post)
+
+    def _post(self, tensor: Tensor, *, is_send: bool) -> dist.Work:
+        if self._group is None:
+            raise ConnectionLost("the group is not formed")
+        move = self._group.send if is_send else self._group.recv
+        return self._staging.post(lambda: move([tensor], self._peer_rank, _CHUNKS))
+
+    async def _carry_out(self, work: Callable[[Future[T]], None]) -> T:
+        """What `work` puts into its Future, begun on the posting thread. Any failure, and cancelling, ends the link."""
+        if self._closed:
+            raise ConnectionLost("the link is closed")
+        outcome: Future[T] = Future()
+        self._busy += 1
+        ended = asyncio.wrap_future(outcome)
+        ended.add_done_callback(self._retire)
+        self._posting.submit(_into, outcome, work)
+        try:
+            return await asyncio.shield(ended)
+        except BaseException:
+            self._shut_store()
+            raise
+
+    def _retire(self, ended: asyncio.Future[Any]) -> None:
+        self._busy -= 1
+        if not ended.cancelled():
+            ended.exception()  # an error of abandoned work has nobody left to be told to
+
+    # --- the end ---
+
+    async def close(self) -> None:
+        """Nothing touches the store when this returns; a hanging call ends later, see `ended`."""
+        self._shut_store()
+        if self._closing is None:
+            self._closing = asyncio.wrap_future(self._dropped)
+            self._closing.add_done_callback(lambda _: self._on_close(self))
+            self._posting.submit(self._drop_after_the_last)
+            self._posting.shutdown(wait=False)
+        if self._busy == 0 and self._free.qsize() == NUM_BUFFERS:
+            await self.ended()
+        elif self._group is not None:
+            await asyncio.to_thread(self._break_group)
+
+    async def ended(self) -> None:
+        """Wait until the threads have ended: after `close`, for an operation's time-out at most."""
+        if self._closing is not None:
+            await asyncio.wait([self._closing])
+            self._waiting.shutdown()  # it has nothing left to do but to return
+
+    def refuse_peer(self) -> None:
+        """Whoever joins now finds the link closed."""
+        self._shut_store()
+
+    def _drop_after_the_last(self) -> None:
+        """On the posting thread, which has nothing left to do: let the waiting thread drop the group in the end."""
+        self._waiting.submit(self._drop)
+        self._waiting.shutdown(wait=False)
+
+    def _drop(self) -> None:
+        """Let go of the group and the rendezvous, which wait for threads of their own."""
+        self._group = None
+        self._rendezvous = None
+        self._dropped.set_result(None)
+
+    def _break_group(self) -> None:
+        """Close the group's connection while a call hangs in it. Blocks shortly."""
+        group = self._group
+        if group is None:
+            return
+        if not isinstance(self._staging, HostStaging):
+            group.abort()  # also ends the operations
+            return
+        # Gloo closes a connection on which a wait has expired, and `abort` does not. A call that waits for its first
+        # byte ends then, and the peer hears of it; one in the midst gets no more bytes, but returns at its time-out.
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, _FAREWELL).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionLost("the link is closed")
+
+    def _shut_store(self) -> None:
+        with self._touching_store:  # waits for a copy at most
+            self._closed = True
+
+
+def make_staging(store: KVStore, cut: Cut, max_chunk_bytes: int) -> Staging:
+    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
+    if isinstance(store, HostStore):
+        return HostStaging(store, cut, max_chunk_bytes)
+    if isinstance(store, DeviceStore):
+        from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
+
+        staging: Staging = CudaStaging(store, cut)
+        return staging
+    raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -130,3 +387,14 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _into(outcome: Future[T], work: Callable[[Future[T]], None]) -> None:
+    """Do a part of the outcome's work; torch's errors (all RuntimeErrors) and the system's become ConnectionLost."""
+    try:
+        work(outcome)
+    except (RuntimeError, ValueError, OSError) as error:
+        # Made afresh, without the cause: its traceback would keep the group, its threads and sockets alive.
+        outcome.set_exception(ConnectionLost(f"the link broke: {error}"))
+    except BaseException as error:
+        outcome.set_exception(error.with_traceback(None))

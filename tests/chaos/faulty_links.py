@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from tests.chaos.faulty_network import Barrier, Waiting
 from tests.chaos.orders import Harm
 from tests.rigs.proxy import Proxy
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.requests import Address
 
 LEAST_BYTES = 512

@@ -11,9 +11,8 @@ from census import socket_inodes
 from faulty_network import FaultyNetwork
 from injection import Faults
 
-from twostroke.kvtransfer.digest import chunk_seal
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seal
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.requests import Peer
 
 

@@ -2,7 +2,7 @@
 
 from injection import Faults
 
-from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address, Peer
@@ -62,8 +62,6 @@ class FaultyConnection:
         while True:
             message = await self._inner.receive()
             fault = self._faults.due(f"received {type(message).__name__}", transfer_of(message))
-            if fault is not None and fault.action == "unflip":
-                self._faults.store.flip(*self._faults.flipped)
             if fault is None or fault.action != "drop":
                 return message
 

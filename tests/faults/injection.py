@@ -21,7 +21,6 @@ Action = Literal[
     "drop",
     "repeat",
     "flip",
-    "unflip",
     "cut",
     "slow",
     "truncate",

@@ -8,13 +8,14 @@ import contextlib
 import errno
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from injection import Fault, Faults
 
-from twostroke.kvtransfer.transports import group_link, shm
+from twostroke.kvtransfer.transports import shm
+from twostroke.kvtransfer.transports import torch_distributed as group_link
+from twostroke.kvtransfer.transports.host_units import count_units, split_segments
 
 _MEBIBYTE = 1024 * 1024
 
@@ -53,32 +54,19 @@ def _install_in_gloo(faults: Faults) -> None:
 
 
 def _install_in_copies(faults: Faults) -> None:
-    for name in ("make_run_digest", "FusedDigest"):  # which of them a link takes depends on its cut
-        setattr(shm, name, _halting(faults, getattr(shm, name)))
+    """Let a copy halt in its middle."""
+    real = shm.ShmTarget._copy
 
+    def copy(target: shm.ShmTarget, units: Any, theirs: Any, ours: Any, digest: Any) -> None:
+        starts = (0, count_units(ours) // 2)
+        halves = list(zip(split_segments(theirs, starts), split_segments(ours, starts), strict=True))
+        real(target, units, *halves[0], digest)
+        fault = faults.due("during copy")
+        if fault is not None and fault.action == "wait":
+            faults.wait_blocking()
+        real(target, units, *halves[1], digest)
 
-def _halting(faults: Faults, make: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: HaltingDigest(faults, make())
-
-
-class HaltingDigest:
-    """A RunDigest or FusedDigest that may halt in the middle of a copy, where that is on the link's own thread."""
-
-    def __init__(self, faults: Faults, inner: Any):
-        self._faults = faults
-        self._inner = inner
-
-    def copy(self, target: Any, to: Any, source: Any, start: Any, run_bytes: int) -> None:
-        half = to.size // 2
-        self._inner.copy(target, to[:half], source, start[:half], run_bytes)
-        if threading.current_thread() is not threading.main_thread():
-            fault = self._faults.due("during copy")
-            if fault is not None and fault.action == "wait":
-                self._faults.wait_blocking()
-        self._inner.copy(target, to[half:], source, start[half:], run_bytes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    shm.ShmTarget._copy = copy  # type: ignore[method-assign]
 
 
 def _under_limits(faults: Faults, at: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,6 @@ import sys
 from worker_process import WorkerProcess
 
 import twostroke.kvtransfer
-from twostroke.kvtransfer.fused_digest import can_be_fused
-from twostroke.kvtransfer.run_digest import make_run_digest
 
 
 def main(orders: socket.socket) -> None:
@@ -27,8 +25,6 @@ def main(orders: socket.socket) -> None:
     for module in pkgutil.walk_packages(twostroke.kvtransfer.__path__, "twostroke.kvtransfer."):
         if "cuda" not in module.name and "device" not in module.name:
             importlib.import_module(module.name)  # kernels compile where there is no cache: not within a lease
-    make_run_digest()  # these find out about their library, once
-    can_be_fused()
     gc.collect()
     gc.freeze()  # censuses collect what the children make
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps

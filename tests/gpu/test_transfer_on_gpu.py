@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.kvtransfer.encodings import encode
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.encodings import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
 SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{root!r}]
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.rules.layout import Cut
 from tests.gpu.test_transfer_on_gpu import SEAL, Store, layout_of, segments_of
 
 async def main():

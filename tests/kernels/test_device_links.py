@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.kvtransfer.host_units import HostUnits
-from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports import cuda_ipc
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
 from twostroke.kvtransfer.transports.device_units import DeviceUnits
+from twostroke.kvtransfer.transports.host_units import HostUnits
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 

@@ -2,17 +2,15 @@
 
 import asyncio
 
-import pytest
-from transfer_harness import TOKEN, D, P
-
+from tests.rigs.kv_pair import TOKEN, D, P
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.incoming_lane import IncomingLane
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.lifecycle import IllegalTransition, ReceiverState, SenderState
-from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
+from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.messages import Chunk, Commit, Damaged, Verified
+from twostroke.protocol.messages import Chunk, Commit, Verified
 from twostroke.protocol.requests import Address, Ticket
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
@@ -42,25 +40,31 @@ class Ends:
     def lane_ended(self, lane: IncomingLane) -> None:
         self.num_ends += 1
 
-    def nothing(self) -> None:
-        pass
+    def watch(self, transfer: OutgoingTransfer | IncomingTransfer) -> None:
+        """Keep what the transfer is told of its lane's failure."""
+        fail = transfer.fail
+
+        def note(reason: str) -> None:
+            self.failures.append(reason)
+            fail(reason)
+
+        transfer.fail = note  # type: ignore[method-assign]
 
 
 async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
     """Everything is ready."""
-    loop = asyncio.get_running_loop()
-    plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
-    lane = OutgoingLane(
+    transfer = OutgoingTransfer(
         TICKET,
         NUM_TOKENS,
         BLOCKS,
-        plan,
-        carrier=ends,
-        on_failure=ends.failures.append,
-        on_end=ends.nothing,
-        clock=loop.time,
+        NUM_TOKENS,
+        num_layers=2,
+        on_ended=lambda _: None,
+        clock=asyncio.get_running_loop().time,
         progress_s=progress_s,
     )
+    ends.watch(transfer)
+    lane = transfer.add_lane(ends)
     lane.offered()
     return lane
 
@@ -74,25 +78,25 @@ async def outgoing(ends: Ends, progress_s: float = 20) -> OutgoingLane:
 
 async def incoming(ends: Ends) -> IncomingLane:
     """Granted."""
-    loop = asyncio.get_running_loop()
-    lane = IncomingLane(
+    transfer = IncomingTransfer(
         TICKET,
-        0,
         BLOCKS,
         NUM_TOKENS,
         0,
+        source_ranks=(0,),
         keeper=ends,
-        on_failure=ends.failures.append,
-        on_end=ends.nothing,
-        clock=loop.time,
+        on_ended=lambda _: None,
+        clock=asyncio.get_running_loop().time,
         progress_s=20,
     )
+    ends.watch(transfer)
+    lane = transfer.lanes[0]
     lane.granted(CUT)
     return lane
 
 
-def begin(lane: OutgoingLane, link: int = 0) -> Chunk:
-    chunk = lane.begin_chunk(link, 4)
+def begin(lane: OutgoingLane) -> Chunk:
+    chunk = lane.begin_chunk(4)
     assert chunk is not None
     return chunk
 
@@ -103,7 +107,7 @@ async def test_a_given_up_senders_blocks_are_free_once_the_last_of_its_chunks_ha
     begin(lane)
     begin(lane)
     lane.abort("enough")
-    assert lane.begin_chunk(0, 4) is None
+    assert lane.begin_chunk(4) is None
     lane.end_chunk()
     assert lane.state is SenderState.ABORTING
     lane.end_chunk()
@@ -128,42 +132,6 @@ async def test_a_verified_senders_blocks_are_free_once_the_last_of_its_calls_has
     lane.end_chunk()
     assert lane.state is SenderState.RELEASED
     assert (ends.told, ends.failures, ends.num_ends) == ([], [], 1)
-
-
-async def test_a_chunk_that_is_asked_for_again_goes_before_new_ones_and_its_blocks_are_held() -> None:
-    lane = await outgoing(Ends())
-    first = begin(lane)
-    lane.end_chunk()
-    assert lane.damaged(0, 0) is None, "any link will do"
-    again = begin(lane, link=7)
-    assert (again.sequence, again.attempt, again.link, again.runs) == (0, 1, 7, first.runs)
-    assert lane.state is SenderState.SENDING
-    lane.end_chunk()
-    assert lane.damaged(0, 1) == 7, "any but this one"
-    assert begin(lane, link=8).attempt == 2
-    with pytest.raises(ValueError, match="attempt 2 of chunk 0"):
-        lane.damaged(0, 2)
-    assert begin(lane).sequence == 1
-
-
-async def test_a_committed_lane_sends_again_and_is_verified_after_that() -> None:
-    lane = await outgoing(Ends())
-    lane.commit(None)
-    for _ in range(2):
-        begin(lane)
-        lane.end_chunk()
-    assert lane.take_commit() is not None
-    assert not lane.has_chunk
-    assert lane.damaged(1, 0) is None
-    assert lane.has_chunk
-    begin(lane)
-    assert lane.state is SenderState.FINISHING
-    lane.end_chunk()
-    assert lane.state is SenderState.COMMITTED
-    lane.verified()
-    assert lane.ended
-    with pytest.raises(IllegalTransition):
-        lane.verified()
 
 
 def test_a_target_that_says_its_request_waits_for_room_has_all_the_time_to_grant() -> None:
@@ -205,7 +173,7 @@ def chunks() -> list[Chunk]:
     plan = ChunkPlan(num_layers=2, num_tokens=NUM_TOKENS, num_ready_tokens=NUM_TOKENS)
     plan.begin(4, 0)
     runs = [plan.next_runs(4), plan.next_runs(4)]
-    return [Chunk(TICKET.transfer_id, sequence, 0, 0, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]
+    return [Chunk(TICKET.transfer_id, sequence, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]
 
 
 async def test_a_given_up_receivers_blocks_are_free_once_the_last_of_its_chunks_has_ended() -> None:
@@ -229,13 +197,9 @@ async def test_nothing_is_verified_while_a_chunk_is_missing_or_under_way() -> No
         lane.announce(chunk)
         lane.begin_chunk(chunk)
     assert lane.commit(Commit(TICKET.transfer_id, 2, TOKEN)) is None
-    assert lane.end_chunk(second, is_intact=False) == Damaged(TICKET.transfer_id, 1, 0)
-    assert lane.end_chunk(first, is_intact=True) is None
-    again = Chunk(second.transfer_id, 1, 1, 5, second.runs, second.num_bytes)
-    lane.announce(again)
-    assert lane.begin_chunk(again) is not None
+    assert lane.end_chunk(second, is_intact=True) is None
     assert lane.state is ReceiverState.RECEIVING
-    assert lane.end_chunk(again, is_intact=True) == Verified(TICKET.transfer_id)
+    assert lane.end_chunk(first, is_intact=True) == Verified(TICKET.transfer_id)
     assert lane.state is ReceiverState.VERIFIED
     assert lane.first_token == TOKEN
 
@@ -248,3 +212,17 @@ async def test_a_lost_peer_ends_a_lane_at_once_for_its_links_are_closed() -> Non
     lane.peer_lost("gone")
     assert lane.state is ReceiverState.ABORTED
     assert (ends.told, ends.failures) == ([], ["gone"])
+
+
+async def test_a_damaged_chunk_ends_its_lane_unless_that_has_been_given_up() -> None:
+    for is_given_up in (False, True):
+        ends = Ends()
+        lane = await incoming(ends)
+        lane.announce(chunks()[0])
+        lane.begin_chunk(chunks()[0])
+        if is_given_up:
+            lane.abort("enough")
+        assert lane.end_chunk(chunks()[0], is_intact=False) is None
+        assert lane.state is ReceiverState.ABORTED
+        assert ends.told == ["enough" if is_given_up else "chunk 0 was damaged on its way"]
+        assert lane.is_damaged != is_given_up, "the link is not to be blamed for blocks that were given away"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_transport import MemoryTransport
-from transfer_harness import FAST, SECRET, TOKEN, D, P, make_transport, reach
 
-from twostroke.kvtransfer.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from tests.rigs.kv_memory_transport import MemoryTransport
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import TransferFailed

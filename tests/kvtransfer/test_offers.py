@@ -1,12 +1,27 @@
-"""Who is told of an offer, or of its absence, and who is not: on virtual time, beside a receiver that does nothing."""
+"""Who is told of an offer, or of its absence, and who is not: on virtual time, beside a receiver that does nothing.
+
+Single use, within bounds.
+
+KV whose request waits for room at the target: it is kept, for as long as somebody may still want it.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
+from tests.simulation.memory_network import MemoryConnection, MemoryFabric
+from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.protocol.requests import Address, Peer, Ticket
+from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
+from twostroke.kvtransfer.offers import AwaitedOffers, UsedTickets
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 
 TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Address("host", 1),))
 
@@ -112,3 +127,227 @@ def test_without_a_limit_an_offer_is_waited_for_however_long_it_takes():
         assert came == [1000.0]
 
     assert told_of(script) == []
+
+
+def test_a_ticket_is_good_once() -> None:
+    used = UsedTickets(lambda: 0.0, 10, 100)
+    assert used.use(b"a")
+    assert not used.use(b"a")
+    assert b"a" in used
+    assert b"b" not in used
+
+
+def test_it_is_good_once_on_each_lane() -> None:
+    used = UsedTickets(lambda: 0.0, 10, 100)
+    assert used.use(b"a", 1)
+    assert not used.was_used(b"a", 0)
+    assert used.use(b"a", 0)
+    assert not used.use(b"a", 1)
+    assert used.was_used(b"a", 0)
+    assert not used.was_used(b"b", 0)
+
+
+def test_old_ones_are_forgotten_by_time_and_by_number() -> None:
+    now = 0.0
+    used = UsedTickets(lambda: now, 10, 3)
+    assert used.use(b"a")
+    now = 9.0
+    assert used.use(b"b")
+    now = 10.0
+    assert used.use(b"c")
+    assert b"a" not in used
+    assert used.use(b"d")
+    assert used.use(b"e")
+    assert b"b" not in used
+    assert b"c" in used
+
+
+NUM_TOKENS, BLOCKS, TOKEN = 8, [0, 1], SampledToken(42)
+LONG_S = 20 * TRANSFERS.progress_s
+
+
+@dataclass
+class Ends:
+    """A source and a target, one rank each."""
+
+    source: Parts
+    target: Parts
+    address: Address
+    fabric: MemoryFabric
+
+    def ticket(self) -> Ticket:
+        return mint_ticket(SECRET, "r", PREFILL, DECODE, (self.address,))
+
+    async def connect_rank(self, rank: int) -> MemoryConnection:
+        """A connection of one of a source's two ranks, whose messages the test writes itself."""
+        connection = await self.fabric.at("prefill-0").connect(self.address)
+        layout = replace(self.target.store.layout, tp_size=2)
+        connection.send(Hello(PREFILL, DECODE, KVHello(layout, rank, "raw", Reach(KINDS, "one machine", "cpu"))))
+        assert isinstance(await connection.receive(), Welcome)
+        return connection
+
+    async def offer(self, ticket: Ticket) -> OutgoingTransfer:
+        """All of it is computed. Returns when the offer has had time to arrive."""
+        transfer = self.source.sender.open(ticket, NUM_TOKENS, BLOCKS, NUM_TOKENS)
+        transfer.commit(TOKEN)
+        await asyncio.sleep(0.5)
+        return transfer
+
+    async def assert_arrives(self, ticket: Ticket, out: OutgoingTransfer) -> None:
+        assert await self.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified() == TOKEN
+        await out.done()
+
+
+def play(script: Callable[[Ends], Awaitable[None]]) -> None:
+    """Run `script` on virtual time; afterwards neither side keeps anything."""
+
+    async def main() -> None:
+        fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
+        source, target = make_parts(PREFILL, fabric, links), make_parts(DECODE, fabric, links)
+        (address,) = await target.receiver.start("target")
+        try:
+            await script(Ends(source, target, address, fabric))
+        finally:
+            for parts in (source, target):
+                await parts.sender.close()
+                await parts.receiver.close()
+                await parts.transports.close()
+        assert (target.receiver._offers, target.receiver._kept) == ({}, set())
+        assert source.sender.stats.in_flight == target.receiver.stats.in_flight == 0
+
+    run_virtually(main(), limit_s=10 * LONG_S)
+
+
+@pytest.mark.parametrize("first", ["offer", "request"])
+def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(first: str):
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        if first == "request":  # as it is on a target of several ranks, and where a source has several
+            ends.target.receiver.keep(ticket)
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        assert not out.ended
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) == NUM_TOKENS
+        await ends.assert_arrives(ticket, out)
+
+    play(script)
+
+
+def test_an_offer_whose_request_never_comes_is_not():
+    async def script(ends: Ends) -> None:
+        out = await ends.offer(ends.ticket())
+        with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
+            await out.done()
+        assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
+
+    play(script)
+
+
+def test_a_kept_offer_ends_when_its_request_is_given_up():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        ends.target.receiver.refuse(ticket)
+        with pytest.raises(TransferFailed, match="has given the request up"):
+            await out.done()
+
+    play(script)
+
+
+def test_a_kept_offer_ends_when_its_source_gives_it_up():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        out.abort("its blocks are needed")
+        await asyncio.sleep(0.5)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        with pytest.raises(TransferFailed, match="has given the transfer up already"):
+            await ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified()
+
+    play(script)
+
+
+@pytest.mark.parametrize("lost", ["source", "target"])
+def test_a_kept_offer_ends_with_its_connection(lost: str):
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
+        with pytest.raises(TransferFailed):
+            await out.done()
+        await asyncio.sleep(0.5)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        ends.target.receiver.refuse(ticket)
+
+    play(script)
+
+
+def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        forged = replace(ticket, mac=bytes(16))
+        with pytest.raises(TransferFailed, match="signature"):
+            await ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified()
+        with pytest.raises(TransferFailed, match="no request came"):
+            await out.done()
+
+    play(script)
+
+
+def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept():
+    async def script(ends: Ends) -> None:
+        stranger = await ends.connect_rank(1)
+        ticket = ends.ticket()
+        stranger.send(Offer(ticket, NUM_TOKENS))
+        out = await ends.offer(ticket)
+        ends.target.receiver.keep(ticket)
+        await ends.assert_arrives(ticket, out)
+        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+        while not isinstance(message := await stranger.receive(), Abort):
+            pass
+        assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
+        await stranger.close()
+
+    play(script)
+
+
+def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same():
+    async def script(ends: Ends) -> None:
+        ticket = ends.ticket()
+        out = await ends.offer(ticket)
+        for _ in range(2):
+            ends.target.receiver.keep(ticket)
+        incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
+        assert await incoming.verified() == TOKEN
+        await out.done()
+
+    play(script)
+
+
+def test_all_ranks_offers_of_one_transfer_are_kept_as_one():
+    async def script(ends: Ends) -> None:
+        ends.target.receiver._config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
+        ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
+        ranks = [await ends.connect_rank(rank) for rank in range(2)]
+        for rank in ranks:
+            rank.send(Offer(ticket, NUM_TOKENS))
+        await asyncio.sleep(0.5)
+        ends.target.receiver.keep(ticket)
+        for rank in ranks:
+            while not isinstance(message := await rank.receive(), Abort | Awaited):
+                pass
+            assert message == Awaited(ticket.transfer_id)
+            await rank.close()
+        ends.target.receiver.refuse(ticket)
+
+    play(script)

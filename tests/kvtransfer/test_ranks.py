@@ -7,16 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
-from transfer_harness import SECRET, TOKEN, D, P, settle
 
-from twostroke.kvtransfer.lifecycle import SenderState
-from twostroke.kvtransfer.rank_transfers import RankTransfers
-from twostroke.kvtransfer.ranked_receiver import RankedReceiver
-from twostroke.kvtransfer.ranked_sender import RankedOutgoing, RankedSender
+from tests.kvtransfer.test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
+from tests.rigs.kv_pair import SECRET, TOKEN, D, P, settle
+from twostroke.kvtransfer.ranks import RankedOutgoing, RankedReceiver, RankedSender, RankTransfers
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transfer_parts import TransferParts
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
 from twostroke.protocol.network import Connection, TcpNetwork
@@ -191,13 +188,12 @@ async def test_an_offer_that_is_kept_by_rank_0_is_kept_by_all(workers: Workers) 
     assert not any(receiver._kept for receiver in workers.fleet.receivers)
 
 
-async def test_first_tokens_that_differ_between_ranks_are_not_believed() -> None:
-    async with led(P, 2) as (ranks, _):
-        parts = TransferParts(ranks=ranks, abort_own=lambda _: None, on_over=lambda _: None, started_s=0.0)
-        parts.part_ended(0, None, TOKEN)
-        parts.part_ended(1, None, SampledToken(7))
-        with pytest.raises(TransferFailed, match="different first tokens"):
-            await parts.over()
+async def test_first_tokens_that_differ_between_ranks_are_not_believed(workers: Workers) -> None:
+    incoming = workers.expect()
+    for rank, token in ((1, SampledToken(7)), (0, TOKEN), (2, TOKEN), (3, TOKEN)):
+        incoming.part_ended(rank, None, token)
+    with pytest.raises(TransferFailed, match="different first tokens"):
+        await incoming.verified()
 
 
 async def test_a_rank_that_fails_tells_why() -> None:

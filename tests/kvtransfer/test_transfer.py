@@ -1,4 +1,7 @@
-"""Sender and receiver together, over real sockets, when nothing goes wrong."""
+"""Sender and receiver together, over real sockets, when nothing goes wrong.
+
+Seals of chunks.
+"""
 
 import asyncio
 import itertools
@@ -6,18 +9,21 @@ import random
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_transport import MemoryLink, MemoryTransport, Wire
-from transfer_harness import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 
+from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport, Wire
+from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import Ticket
+from twostroke.protocol.messages import Chunk, Run
+from twostroke.protocol.requests import Peer, Ticket
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 
@@ -384,3 +390,37 @@ def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
                 place = slice(target_id * block_bytes, (target_id + 1) * block_bytes)
                 wanted[layer][place] = source.block(layer, source_id)
     assert target.copy() == [bytes(layer) for layer in wanted]
+
+
+CHUNK = Chunk(b"t" * 16, 3, (Run(2, 0, 4), Run(3, 0, 4)), 4096)
+SOURCE, TARGET = Peer("prefill-0", 2**63 + 5), Peer("decode-0", 9)
+
+
+def test_a_seal_is_a_seed_of_64_bits_that_both_sides_come_to() -> None:
+    seal = chunk_seal(CHUNK, SOURCE, TARGET)
+    assert 0 <= seal < 2**64
+    assert seal == chunk_seal(msgspec.structs.replace(CHUNK), SOURCE, TARGET)
+    assert DIGEST_BYTES == 16
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"transfer_id": b"u" * 16},
+        {"sequence": 4},
+        {"runs": (Run(3, 0, 4), Run(2, 0, 4))},
+        {"runs": (Run(2, 0, 4), Run(3, 1, 4))},
+        {"runs": (Run(2, 0, 4), Run(3, 0, 5))},
+        {"num_bytes": 4097},
+    ],
+)
+def test_a_seal_is_of_everything_that_a_chunks_message_says(other: dict[str, object]) -> None:
+    changed = msgspec.structs.replace(CHUNK, **other)
+    assert chunk_seal(changed, SOURCE, TARGET) != chunk_seal(CHUNK, SOURCE, TARGET)
+
+
+@pytest.mark.parametrize(
+    "peers", [(SOURCE, Peer("decode-0", 10)), (Peer("prefill-0", 1), TARGET), (TARGET, SOURCE)], ids=str
+)
+def test_a_seal_is_of_both_epochs(peers: tuple[Peer, Peer]) -> None:
+    assert chunk_seal(CHUNK, *peers) != chunk_seal(CHUNK, SOURCE, TARGET)

@@ -10,7 +10,9 @@ import pytest
 
 from tests.protocol.frame_fuzzer import CORPUS, DAMAGED, HOSTILE, KINDS, STRANGE_HELLO, fuzz
 from twostroke.protocol.errors import ProtocolError
-from twostroke.protocol.messages import decode_message
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.messages import KVWelcome, Welcome, decode_message, encode_message
+from twostroke.protocol.requests import Peer
 
 FRAMES = 250_000  # 15,000 of each kind
 PROCESSES = 2
@@ -50,7 +52,9 @@ def array_of(count: int) -> bytes:
 
 
 LARGEST = 1024 * 1024
-CHUNK_UP_TO_RUNS = b"\x97\xa5Chunk\xc4\x10" + bytes(16) + b"\x00\x00\x00"
+LAYOUT = KVLayout("m", "float32", 2, 2, 64, 16)
+WELCOME = Welcome(Peer("d", 1), KVWelcome(LAYOUT, 0, "tcp", "why", (), {}))  # ends with its link parameters, none
+CHUNK_UP_TO_RUNS = b"\x95\xa5Chunk\xc4\x10" + bytes(16) + b"\x00"
 SWOLLEN = {
     "an array of 2**32 - 1": array_of(2**32 - 1),
     "runs: 2**32 - 1, none follows": CHUNK_UP_TO_RUNS + array_of(2**32 - 1),
@@ -61,7 +65,7 @@ SWOLLEN = {
     "events: as many as there are bytes": b"\x92\xaaTokenFrame" + array_of(LARGEST) + b"\x90" * LARGEST,
     "deeper than any stack": b"\x92\xaaTokenFrame" + b"\x91" * LARGEST,
     "a string of 4 GiB": b"\x92\xa6Cancel\xdb\xff\xff\xff\xff",
-    "link parameters without end": b"\x94\xa9LinkReady\x01\xa3tcp\xdf\xff\xff\xff\xff" + b"\xa1k\x01" * 1000,
+    "link parameters without end": encode_message(WELCOME)[:-1] + b"\xdf\xff\xff\xff\xff" + b"\xa1k\x01" * 1000,
 }
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import xxhash
 
 from tests.simulation.fake_store import FakeStore, Grip
-from twostroke.kvtransfer.digest import DIGEST_BYTES
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import LinkParams, Transport
+from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Reach

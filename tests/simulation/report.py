@@ -26,7 +26,6 @@ class Report:
     transfers_done: int = 0
     transfers_failed: int = 0
     digest_failures: int = 0
-    chunk_retries: int = 0
     links_lost: int = 0
     pulled_tokens: int = 0
     pulled_by_decode: int = 0  # of them, by decode workers alone
@@ -51,7 +50,6 @@ class Report:
         self.transfers_done += stats.transfers_done
         self.transfers_failed += stats.transfers_failed
         self.digest_failures += stats.transfer_digest_failures
-        self.chunk_retries += stats.transfer_retries
         self.links_lost += stats.transfer_links_lost
         self.pulled_tokens += stats.pulled_tokens
         self.pulled_by_decode += stats.pulled_tokens if role == "decode" else 0

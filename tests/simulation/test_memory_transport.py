@@ -8,7 +8,7 @@ import pytest
 from tests.simulation.fake_store import FakeStore, SpoilingPool, fake_layout
 from tests.simulation.memory_transport import KINDS, LinkFabric, MemoryLink, memory_transports
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Run

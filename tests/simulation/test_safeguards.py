@@ -17,7 +17,7 @@ from tests.simulation.scenario import Scenario, make_scenario
 from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.kvtransfer.incoming_lane import IncomingLane
+from twostroke.kvtransfer.incoming import IncomingLane
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.model.step import BlockCopy

@@ -43,7 +43,7 @@ def test_every_client_gets_its_tokens_and_nothing_is_left_over(first: int):
     assert report.transfers_done > 0
     assert report.pulled_tokens > report.pulled_by_decode > 0
     assert report.steps_ahead > 0
-    assert report.chunk_retries == report.links_lost == 0
+    assert report.links_lost == 0
     assert report.retries == report.prefill_failures == 0
 
 
@@ -58,7 +58,6 @@ def test_requests_end_right_although_workers_routers_networks_and_calls_fail(fir
     assert report.prefill_failures > 0
     assert report.transfers_failed > 0
     assert report.digest_failures > 0
-    assert report.chunk_retries > 0
     assert report.links_lost > 0
 
 

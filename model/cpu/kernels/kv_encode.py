@@ -1,6 +1,7 @@
 """KV rows to one byte a value and back, on CPUs: two passes over a row that is in the processor's cache.
 
-The format and its error bounds are described in kvtransfer/encodings.py. One thread, without the interpreter's lock.
+The format and its error bounds are described in kvtransfer/transports/encodings.py. One thread, without the
+interpreter's lock.
 """
 
 import functools

@@ -132,7 +132,7 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
         ({"kv_transfer": {"lease_s": 9, "progress_s": 8}}, "kv_transfer.progress_s: 8 must be at least kv_transfer.le"),
         ({"kv_transfer": {"lease_s": 0.5, "progress_s": 0.9}}, "kv_transfer.progress_s: 0.9 must be at least 1"),
         ({"kv_transfer": {"max_chunk_bytes": 0}}, "kv_transfer.max_chunk_bytes: 0 must be at least 4096"),
-        ({"kv_transfer": {"max_new_links": -2}}, "kv_transfer.max_new_links: -2 must be at least 1"),
+        ({"kv_transfer": {"max_pending_offers": -2}}, "kv_transfer.max_pending_offers: -2 must be at least 1"),
         ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
         ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
         ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0.0 must be at least 0.001"),

@@ -23,14 +23,11 @@ def scraped(*, families=(), workers=(), ejected=frozenset()):
 
 
 def test_a_workers_damage_is_told_under_its_name():
-    stats = WorkerStats(
-        transfer_digest_failures=2, broken_logit_rows=3, transfer_retries=4, transfer_links_lost=5, pulled_tokens=6
-    )
+    stats = WorkerStats(transfer_digest_failures=2, broken_logit_rows=3, transfer_links_lost=5, pulled_tokens=6)
     text = scraped(workers=((INFO, stats),))
     for name, value in (
         ("kv_transfer_digest_failures", 2),
         ("broken_logit_rows", 3),
-        ("kv_transfer_retries", 4),
         ("kv_transfer_links_lost", 5),
         ("kv_pulled_tokens", 6),
     ):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
 from twostroke.decode_worker.handovers import Handovers
-from twostroke.kvtransfer.outgoing_lane import OutgoingLane
+from twostroke.kvtransfer.outgoing import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver
 
 

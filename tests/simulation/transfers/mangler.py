@@ -15,17 +15,14 @@ from msgspec.structs import replace
 
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.memory_transport import LinkFabric
-from twostroke.kvtransfer.digest import chunk_seal
+from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import (
     Abort,
     Awaited,
     Chunk,
     Commit,
-    Damaged,
     Grant,
     Hello,
-    LinkReady,
-    LinkWanted,
     Message,
     Offer,
     Run,
@@ -34,10 +31,9 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.requests import Peer, Ticket
 
-_LIES = ("lie in messages", "alter retries")
-FROM_TARGETS = (Welcome, Grant, Damaged, LinkReady, Verified)
+FROM_TARGETS = (Welcome, Grant, Verified)
 _LIKELY: tuple[type[Message], ...] = (Offer, Chunk, Chunk, Chunk, Commit, Commit, Grant, Grant, Verified)
-_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Awaited, Damaged, Damaged, LinkWanted, LinkReady, LinkReady)
+_RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Awaited)
 
 
 @dataclass
@@ -75,16 +71,13 @@ class Mangler:
         self._unwanted: dict[MemoryConnection, tuple[str, ...]] = {}  # transports, by the target's end
         self._announced: dict[tuple[MemoryConnection, bytes], dict[int, tuple[Run, ...]]] = {}  # by sequence
 
-    def order(self, kind: str, which: int, times: int) -> type[Message]:
-        """From now on, until it has been done `times` times; to messages of the type that is returned."""
+    def order(self, kind: str, which: int, times: int) -> None:
+        """From now on, until it has been done `times` times."""
         draw = random.Random(which)
         victim: type[Message] = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
-        if kind == "alter retries":
-            victim = Chunk
-        elif kind == "lie in messages":
+        if kind == "lie in messages":
             victim = draw.choice((Chunk, Chunk, Grant, Commit))
         self._orders.append(_Order(kind, victim, times, draw))
-        return victim
 
     def __call__(self, connection: MemoryConnection, message: Message) -> Sequence[Message]:
         self._look_at(connection, message)
@@ -96,14 +89,14 @@ class Mangler:
     def _look_at(self, connection: MemoryConnection, message: Message) -> None:
         if isinstance(message, Hello):
             self._ends[connection] = message.sender, message.receiver
+            if message.kv is not None:
+                self._unwanted[connection.peer] = message.kv.without
         elif isinstance(message, Offer):
             self.known_ids[message.ticket.transfer_id] = None
-        elif isinstance(message, LinkWanted):
-            self._unwanted[connection.peer] = message.without
-        elif isinstance(message, LinkReady):
+        elif isinstance(message, Welcome) and message.kv is not None:
             unwanted = self._unwanted.pop(connection, ())
-            if message.transport in unwanted and set(self._transports) > set(unwanted):
-                self.violations.append(f"{connection.host} prepares {message.transport} again, which was to be left")
+            if message.kv.transport in unwanted and set(self._transports) > set(unwanted):
+                self.violations.append(f"{connection.host} prepares {message.kv.transport}, which was to be avoided")
         elif isinstance(message, Chunk):
             lane = connection, message.transfer_id
             self._announced.setdefault(lane, {})[message.sequence] = message.runs
@@ -135,7 +128,7 @@ class Mangler:
                 continue
             if type(message) is not order.victim or order.draw.random() < 0.4:
                 continue
-            if order.kind in _LIES:
+            if order.kind == "lie in messages":
                 lie = self._lie(order, connection, message)
                 if lie is None:
                     continue
@@ -175,11 +168,6 @@ class Mangler:
             if sequence < chunk.sequence
         ]
         count = sum(run.num_units for run in chunk.runs)
-        if order.kind == "alter retries":
-            fits = [run for run in earlier if run.num_units >= count]
-            if chunk.attempt == 0 or not fits:
-                return None
-            return replace(chunk, runs=(replace(order.draw.choice(fits), num_units=count),))
         runs = tuple(replace(run, num_units=1) for run in order.draw.choices(earlier, k=count)) if earlier else ()
         if not runs or order.draw.random() < 0.4:
             wrong = order.draw.choice(
@@ -204,23 +192,6 @@ class Mangler:
                 return replace(message, num_chunks=max(0, message.num_chunks + draw.choice((-1, 1, 1000))))
             case Grant():
                 return replace(message, skip_tokens=draw.choice((0, 0, 1, message.skip_tokens + 1, 10**6, -1)))
-            case Damaged():
-                return draw.choice(
-                    (
-                        replace(message, sequence=message.sequence + draw.choice((-1, 1, 100))),
-                        replace(message, attempt=message.attempt + draw.choice((-1, 1))),
-                    )
-                )
-            case LinkReady():
-                return draw.choice(
-                    (
-                        replace(message, link=message.link + draw.choice((-1, 1, 100))),
-                        replace(message, transport="carrier pigeon"),
-                        replace(message, params={"token": 10**9}),
-                    )
-                )
-            case LinkWanted():
-                return replace(message, link=message.link + draw.choice((-1, 1, 100)))
             case Hello():
                 return draw.choice(_HELLOS)(draw, message)
             case Welcome():
@@ -271,8 +242,6 @@ def _altered_runs(draw: random.Random, runs: tuple[Run, ...]) -> tuple[Run, ...]
 
 _CHUNKS: tuple[Callable[[random.Random, Chunk], Chunk], ...] = (
     lambda draw, chunk: replace(chunk, sequence=chunk.sequence + draw.choice((-1, 1, 100))),
-    lambda draw, chunk: replace(chunk, attempt=draw.choice((0, 1, 2, 3))),
-    lambda draw, chunk: replace(chunk, link=chunk.link + draw.choice((-1, 1, 100))),
     lambda draw, chunk: replace(chunk, num_bytes=draw.choice((0, chunk.num_bytes + 1, chunk.num_bytes * 2, 2**60))),
     lambda draw, chunk: replace(chunk, runs=_altered_runs(draw, chunk.runs)),
     lambda draw, chunk: replace(chunk, runs=_altered_runs(draw, chunk.runs)),

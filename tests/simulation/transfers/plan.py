@@ -20,12 +20,11 @@ PEER_FAULTS = (
     "swap messages",
     "alter messages",
     "lie in messages",
-    "alter retries",
 )
 """Messages that are lost, repeated, out of order or wrong inside a connection: TCP and the MAC leave that to a process
 that misbehaves."""
 
-_WEIGHTS = {"alter messages": 3.0, "lie in messages": 3.0, "alter retries": 1.5}  # of those with many faces
+_WEIGHTS = {"alter messages": 3.0, "lie in messages": 3.0}  # of those with many faces
 FAULTS = (*LINK_FAULTS, *NETWORK_FAULTS, *PROCESS_FAULTS, *PEER_FAULTS)
 
 SOURCE_ACTS = ("send", "abort", "never open", "decline", "open twice", "fall silent", "open stale", "flood")
@@ -43,8 +42,9 @@ TARGET_ACTS = (
 )
 
 
-PASSING = (*NETWORK_FAULTS, "cut a link", "stop shortly", "stop for leases", "crash and restart")
-"""Faults that leave nothing behind: transfers that begin some time after must arrive."""
+PASSING = (*NETWORK_FAULTS, "stop shortly", "stop for leases", "crash and restart")
+"""Faults that leave nothing behind: transfers that begin some time after must arrive. (An idle link that was cut is not
+noticed before its next transfer, which fails.)"""
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,9 @@ class Plan:
         return any(transfer.source_act == "flood" for transfer in self.transfers)
 
     @property
-    def heals(self) -> bool:
-        """What goes wrong is one thing that a retry puts right, so every transfer that both sides want must arrive."""
-        if len(self.faults) != 1 or self._has_flood:
-            return False
-        return self.faults[0].times <= _HEALED.get(self.faults[0].kind, 0)
-
-
-_HEALED = {"flip a bit": 2, "cut a link": 1, "rot a link": 4, "slow messages": 4}
-"""How often in a row a fault may strike: a chunk has three attempts, and one may be lost on a link that is known to be
-broken at its far end only."""
+    def is_harmless(self) -> bool:
+        """What goes wrong is only slow, so every transfer that both sides want must arrive."""
+        return not self._has_flood and all(fault.kind == "slow messages" for fault in self.faults)
 
 
 def make_plan(seed: int) -> Plan:
@@ -184,7 +177,7 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
     has_news = all(after - before >= unit for before, after in pairwise((ready, *steps)))  # full units in every step
     if skip == 0 and len(steps) > 1 and draw.random() < 0.3 and has_news:
         # A long prompt: its chunks come steadily, for longer than a silence may be.
-        layer_s = 0.4 * PROGRESS_S / num_layers
+        layer_s = 0.6 * PROGRESS_S / num_layers
     is_plain = draw.random() < 0.6  # both sides want it, and go on with it to its end
     target_act = "expect" if is_plain or draw.random() < 0.4 else draw.choice(TARGET_ACTS[1:])
     return TransferPlan(

@@ -4,7 +4,7 @@ Where two safeguards stand behind each other, so that neither can be missed alon
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,15 @@ from msgspec.structs import replace
 
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
-from twostroke.kvtransfer import lifecycle, outgoing_lane, receiver, source_links, target_links
-from twostroke.kvtransfer.deadline import Deadline
-from twostroke.kvtransfer.endings import all_ended
-from twostroke.kvtransfer.incoming_lane import IncomingLane
-from twostroke.kvtransfer.leased_connection import LeasedConnection
-from twostroke.kvtransfer.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
-from twostroke.kvtransfer.outgoing_lane import OutgoingLane
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.receiver_connection import ReceiverConnection
+from twostroke.kvtransfer import receiver, sender
+from twostroke.kvtransfer.incoming import IncomingLane
+from twostroke.kvtransfer.offers import UsedTickets
+from twostroke.kvtransfer.outgoing import OutgoingLane
+from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
+from twostroke.kvtransfer.rules import lifecycle
+from twostroke.kvtransfer.rules.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.source_links import SourceLinks
-from twostroke.kvtransfer.used_tickets import UsedTickets
+from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
 from twostroke.protocol.requests import Peer, Ticket, verify_ticket
@@ -62,7 +59,7 @@ def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> A
 
 
 def _lanes_of_any_epoch(sender: KVSender, ticket: Ticket) -> Any:
-    return _lanes(sender, replace(ticket, source=sender._peer))
+    return _lanes(sender, replace(ticket, source=sender.peer))
 
 
 def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int = 0) -> bool:
@@ -71,12 +68,12 @@ def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int
 
 
 def _keep_any_offer(desk: KVReceiver, connection: ReceiverConnection, offer: Offer) -> None:
-    desk._config = desk._config.model_copy(update={"max_pending_offers": 10**9})
+    desk.config = desk.config.model_copy(update={"max_pending_offers": 10**9})
     _offered(desk, connection, offer)
 
 
 def _match_any_size(desk: KVReceiver, lane: IncomingLane, offer: Offer, connection: ReceiverConnection) -> None:
-    _match(desk, lane, replace(offer, num_tokens=lane.num_tokens), connection)
+    _match(desk, lane, replace(offer, num_tokens=lane.transfer.num_tokens), connection)
 
 
 # --- bytes ---
@@ -107,16 +104,9 @@ def _let_skipped_units_come(lane: IncomingLane, chunk: Chunk) -> str | None:
 
 def _find_no_fault(lane: IncomingLane, chunk: Chunk) -> str | None:
     """As if a chunk in its turn were always right."""
-    if chunk.attempt or chunk.sequence != lane._num_announced:
+    if chunk.sequence != lane._num_announced:
         return _fault(lane, chunk)
     lane._num_announced += 1
-    return None
-
-
-def _let_any_retry_come(lane: IncomingLane, chunk: Chunk) -> str | None:
-    if not chunk.attempt:
-        return _fault(lane, chunk)
-    lane._asked_for.pop(chunk.sequence, None)
     return None
 
 
@@ -146,7 +136,7 @@ def _keep_the_lane(desk: KVReceiver, lane: IncomingLane) -> None:
 
 def _begin_although_aborted(lane: IncomingLane, chunk: Chunk) -> Any:
     if lane.state is ReceiverState.ABORTED and lane._cut is not None:
-        return lane._cut.segments(chunk.runs, lane._block_ids)
+        return lane._cut.segments(chunk.runs, lane.transfer.block_ids)
     return _begin_chunk(lane, chunk)
 
 
@@ -181,39 +171,50 @@ def _keep_an_abort_to_oneself(desk: KVReceiver, lane: IncomingLane, reason: str)
     """The source finds out some day."""
 
 
-async def _leave_the_link_open(links: SourceLinks, link: Any) -> None:
-    links._link = None
-    for lane in link.under_way:
-        lane.end_chunk()
+async def _leave_the_link_open(work: Coroutine[None, None, None]) -> None:
+    if work.__qualname__.endswith("Link.close"):
+        work.close()
+    else:
+        await finish(work)
 
 
 _later: set[asyncio.Task[None]] = set()
 
 
-async def _leave_the_movers_for_a_while(
-    *movers: Coroutine[None, None, None], close: Callable[[], Awaitable[None]]
-) -> ConnectionLost | None:
+def _do_later(work: Coroutine[None, None, None]) -> None:
+    async def wait_and_do() -> None:
+        await asyncio.sleep(0.05)
+        await work
+
+    _later.add(task := asyncio.get_running_loop().create_task(wait_and_do()))
+    task.add_done_callback(_later.discard)
+
+
+async def _leave_the_movers_for_a_while(*parts: Coroutine[None, None, None]) -> str:
     """As if the end of a connection did not have to wait for what still moves on its link."""
-    tasks = [asyncio.get_running_loop().create_task(mover) for mover in movers]
+    if not parts[0].__qualname__.endswith("_move"):
+        return await run_until_lost(*parts)
+    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
 
     async def end() -> None:
         for task in tasks:
             task.cancel()
         await all_ended(tasks)
-        await close()
-
-    async def end_later() -> None:
-        await asyncio.sleep(0.05)
-        await end()
 
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
-        _later.add(task := asyncio.get_running_loop().create_task(end_later()))
-        task.add_done_callback(_later.discard)
+        _do_later(end())
         raise
     await end()
-    return next((task.exception() for task in tasks if not task.cancelled() and task.exception()), None)  # type: ignore[return-value]
+    return "lost"
+
+
+async def _close_the_link_later(work: Coroutine[None, None, None]) -> None:
+    if work.__qualname__.endswith("Link.close"):
+        _do_later(work)
+    else:
+        await finish(work)
 
 
 _fit = ReceiverConnection._fit
@@ -246,18 +247,17 @@ SABOTAGES = [
     Sabotage("digests are not checked", ((IncomingLane, "end_chunk", _believe_every_digest),)),
     Sabotage(
         "a digest does not tell whose bytes they are",
-        ((source_links, "chunk_seal", _seal_nothing), (target_links, "chunk_seal", _seal_nothing)),
+        ((sender, "chunk_seal", _seal_nothing), (receiver, "chunk_seal", _seal_nothing)),
     ),
     Sabotage("units may come twice", ((IncomingLane, "_fault", _forget_what_was_taken),)),
     Sabotage("skipped units may come", ((IncomingLane, "_fault", _let_skipped_units_come),)),
     Sabotage("units may lie anywhere", ((IncomingLane, "_fault", _find_no_fault),)),
-    Sabotage("any chunk may be sent again, and as another", ((IncomingLane, "_fault", _let_any_retry_come),)),
     Sabotage(
         "a commit may forget chunks",
         ((IncomingLane, "commit", _commit_what_is_there), (IncomingLane, "_verify", _verify_with_units_missing)),
     ),
     Sabotage(
-        "a commit does not wait for chunks that are sent again",
+        "a commit does not wait for its chunks",
         ((IncomingLane, "_verify", _verify_with_chunks_missing),),
     ),
     Sabotage(
@@ -274,8 +274,7 @@ SABOTAGES = [
     ),
     Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),)),
     Sabotage("a lost connection is used again", ((KVSender, "_forget", lambda sender, connection: None),)),
-    Sabotage("a link that damages all is kept", ((outgoing_lane, "needs_other_link", lambda attempt: False),)),
-    Sabotage("links are not closed", ((SourceLinks, "_close", _leave_the_link_open),)),
+    Sabotage("links are not closed", ((sender, "finish", _leave_the_link_open),)),
     Sabotage(
         "an abort does not wait for the chunk that is being written",
         ((lifecycle._RECEIVER, (ReceiverState.RECEIVING, ReceiverEvent.ABORT), ReceiverState.ABORTED),),
@@ -286,7 +285,7 @@ SABOTAGES = [
     ),
     Sabotage(
         "a lost connection does not wait for its link's end",
-        ((target_links, "run_movers", _leave_the_movers_for_a_while),),
+        ((receiver, "run_until_lost", _leave_the_movers_for_a_while), (receiver, "finish", _close_the_link_later)),
     ),
 ]
 

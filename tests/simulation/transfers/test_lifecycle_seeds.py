@@ -61,7 +61,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(all_seeds: tuple[Report, l
     report, _ = all_seeds
     for kind in FAULTS:
         assert report.fired[kind] >= 50, f"{kind} hardly struck"
-    for message in ("Hello", "Welcome", "Offer", "Grant", "Chunk", "Commit", "Verified", "Damaged", "LinkWanted"):
+    for message in ("Hello", "Welcome", "Offer", "Grant", "Chunk", "Commit", "Verified"):
         times = sum(times for (_, victim), times in report.mangled.items() if victim == message)
         assert times > 0, f"no {message} was ever mangled"
     for side, acts in (("source", SOURCE_ACTS), ("target", TARGET_ACTS)):
@@ -72,7 +72,6 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(all_seeds: tuple[Report, l
     assert report.outcomes["target failed"] > SEEDS * 0.2
     assert report.late > 400
     assert report.digest_failures > 1000
-    assert report.retries > 1000
     assert report.links_lost > 300
 
 

@@ -1,0 +1,403 @@
+"""KV transfer of a worker of several ranks: all ranks' parts of a transfer as one.
+
+Every rank has a KVSender and a KVReceiver, and listens for itself. Rank 0's worker calls RankedSender and
+RankedReceiver as it would call its own two: each call goes to rank 0's own part, and to all other ranks as one frame
+over the connections that the engine has, where RankTransfers carries it out. Each rank tells rank 0 when its part has
+ended. A transfer is whole when all parts are, and failed when one is.
+
+Whether an offer has come rank 0 alone tells: every rank of a target has a lane from each source, so one comes here too.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.sides import LinkReport, TransferStats
+from twostroke.model.parallel.ranked_engine import RankConnections
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import ProtocolError, TransferFailed
+from twostroke.protocol.rank_messages import (
+    AbortTransfer,
+    CommitTransfer,
+    DeclineTransfer,
+    ExpectTransfer,
+    KeepTransfer,
+    OpenTransfer,
+    RefuseTransfer,
+    TransferCounts,
+    TransferEnded,
+    TransferReady,
+)
+from twostroke.protocol.requests import Address, SampledToken, Ticket
+
+_End = Coroutine[Any, Any, SampledToken | None]
+
+
+class _RankedSide:
+    """What both sides have in common: the transfers under way, and the numbers of all ranks together."""
+
+    def __init__(self, own: KVSender | KVReceiver, ranks: RankConnections, clock: Clock):
+        self.ranks = ranks
+        self.clock = clock
+        self._own_stats = own.stats  # rank 0's, which its own side keeps up to date
+        self._total = TransferStats()  # of whole transfers
+        self._counts: dict[int, TransferCounts] = {}  # of the other ranks
+        self._transfers: dict[int, _RankedTransfer] = {}  # by number
+        ranks.watch(self._part_ended)
+        ranks.lost.add_done_callback(lambda lost: self._ranks_lost(lost.result()))
+
+    @property
+    def stats(self) -> TransferStats:
+        """Transfers count once, what moves and goes wrong on every rank."""
+        counts: list[TransferStats | TransferCounts] = [self._own_stats, *self._counts.values()]
+        return TransferStats(
+            in_flight=self._total.in_flight,
+            done=self._total.done,
+            failed=self._total.failed,
+            given_up=self._total.given_up,
+            seconds=self._total.seconds,
+            digest_failures=sum(each.digest_failures for each in counts),
+            links_lost=sum(each.links_lost for each in counts),
+            bytes=sum(each.bytes for each in counts),
+        )
+
+    async def _end_all(self, reason: str) -> None:
+        """Give every transfer up, and return once nothing touches their blocks any more."""
+        transfers = tuple(self._transfers.values())
+        for transfer in transfers:
+            transfer.abort(reason)
+        for transfer in transfers:
+            await transfer.ended()
+
+    def began(self, transfer: "_RankedTransfer") -> None:
+        self._transfers[transfer.number] = transfer
+        self._total.in_flight += 1
+        if self.ranks.loss is not None:
+            transfer.ranks_lost(self.ranks.loss)
+
+    def over(self, transfer: "_RankedTransfer") -> None:
+        del self._transfers[transfer.number]
+        self._total.in_flight -= 1
+        if transfer.failure is None:
+            self._total.done += 1
+            self._total.seconds += self.clock() - transfer.started_s
+        else:
+            self._total.failed += 1
+            self._total.given_up += transfer.is_given_up
+
+    def _part_ended(self, rank: int, message: TransferEnded) -> None:
+        transfer = self._transfers.get(message.number)
+        if transfer is not None:
+            self._counts[rank] = message.counts
+            transfer.part_ended(rank, message.failure, message.first_token)
+
+    def _ranks_lost(self, reason: str) -> None:
+        for transfer in tuple(self._transfers.values()):
+            transfer.ranks_lost(reason)
+
+
+class RankedSender(_RankedSide):
+    """Implements sides.SendingSide."""
+
+    def __init__(self, own: KVSender, ranks: RankConnections, clock: Clock):
+        super().__init__(own, ranks, clock)
+        self._own = own
+
+    def open(
+        self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
+    ) -> "RankedOutgoing":
+        """As KVSender.open."""
+        transfer = RankedOutgoing(self, self._own.open(ticket, num_tokens, block_ids, num_ready_tokens))
+        self.ranks.tell(OpenTransfer(transfer.number, ticket, num_tokens, tuple(block_ids), num_ready_tokens))
+        return transfer
+
+    def decline(self, ticket: Ticket, reason: str) -> None:
+        """As KVSender.decline."""
+        self._own.decline(ticket, reason)
+        self.ranks.tell(DeclineTransfer(ticket, reason))
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """Those of rank 0: the others' go to the same workers, by the same means."""
+        return self._own.links()
+
+    async def close(self) -> None:
+        """As KVSender.close; the other ranks close their own sides when they end."""
+        await self._end_all("the source is closing")
+        await self._own.close()
+
+
+class RankedReceiver(_RankedSide):
+    """Implements sides.ReceivingSide."""
+
+    def __init__(self, own: KVReceiver, others: tuple[Address, ...], ranks: RankConnections, clock: Clock):
+        """`others` are where the other ranks listen for sources, in order."""
+        super().__init__(own, ranks, clock)
+        self._own = own
+        self._others = others
+
+    @property
+    def on_offer(self) -> Callable[[bytes], None]:
+        """As KVReceiver.on_offer."""
+        return self._own.on_offer
+
+    @on_offer.setter
+    def on_offer(self, on_offer: Callable[[bytes], None]) -> None:
+        self._own.on_offer = on_offer
+
+    async def start(self, host: str) -> tuple[Address, ...]:
+        """As KVReceiver.start; the other ranks listen already."""
+        return (*await self._own.start(host), *self._others)
+
+    def has_offer(self, ticket: Ticket) -> bool:
+        """As KVReceiver.has_offer."""
+        return self._own.has_offer(ticket)
+
+    def offered_tokens(self, transfer_id: bytes) -> int | None:
+        """As KVReceiver.offered_tokens."""
+        return self._own.offered_tokens(transfer_id)
+
+    def expect(self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int) -> "RankedIncoming":
+        """As KVReceiver.expect."""
+        transfer = RankedIncoming(self, self._own.expect(ticket, block_ids, num_tokens, skip_tokens))
+        self.ranks.tell(ExpectTransfer(transfer.number, ticket, tuple(block_ids), num_tokens, skip_tokens))
+        return transfer
+
+    def keep(self, ticket: Ticket) -> None:
+        """As KVReceiver.keep."""
+        self._own.keep(ticket)
+        self.ranks.tell(KeepTransfer(ticket))
+
+    def refuse(self, ticket: Ticket) -> None:
+        """As KVReceiver.refuse."""
+        self._own.refuse(ticket)
+        self.ranks.tell(RefuseTransfer(ticket))
+
+    async def close(self) -> None:
+        """As KVReceiver.close; the other ranks close their own sides when they end."""
+        await self._end_all("the target is closing")
+        await self._own.close()
+
+
+class _RankedTransfer:
+    """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it."""
+
+    def __init__(self, side: _RankedSide, own: IncomingTransfer | OutgoingTransfer, own_end: _End):
+        """`own_end` ends with rank 0's own part: by TransferFailed, or with its first token."""
+        self.number = side.ranks.new_number()
+        self.started_s = side.clock()
+        self.failure: str | None = None  # why it is given up
+        self.is_given_up = False  # by who began it here, not for a part that failed
+        self._side = side
+        self._own = own
+        self._left = {0, *side.ranks.others}
+        self._first_tokens: list[SampledToken | None] = []
+        self._over = asyncio.Event()
+        self._following = asyncio.create_task(self._follow(own_end), name=f"rank 0's part of transfer {self.number}")
+        side.began(self)
+
+    def abort(self, reason: str) -> None:
+        """Give all parts up. Any time, any number of times."""
+        self.is_given_up |= self.failure is None
+        self._fail(reason)
+
+    async def whole(self) -> SampledToken | None:
+        """Wait for the end of all parts; returns the first token that came. Raises TransferFailed."""
+        await self._over.wait()
+        if self.failure is not None:
+            raise TransferFailed(self.failure)
+        return self._first_tokens[0]
+
+    async def ended(self) -> None:
+        """Wait for the end of all parts, however that is."""
+        await self._over.wait()
+        await self._following
+
+    # --- the side's calls ---
+
+    def part_ended(self, rank: int, failure: str | None, first_token: SampledToken | None) -> None:
+        """A rank touches the blocks no more."""
+        if rank not in self._left:
+            return
+        self._left.discard(rank)
+        self._first_tokens.append(first_token)
+        if failure is not None:
+            self._fail(failure if rank == 0 else f"{failure} (on rank {rank})")
+        self._look_for_end()
+
+    def ranks_lost(self, reason: str) -> None:
+        """The other ranks are ending, and do nothing with their blocks any more."""
+        self._fail(reason)
+        self._left &= {0}
+        self._look_for_end()
+
+    # --- inside ---
+
+    async def _follow(self, own_end: _End) -> None:
+        try:
+            first_token = await own_end
+        except TransferFailed as error:
+            self.part_ended(0, str(error), None)
+        else:
+            self.part_ended(0, None, first_token)
+
+    def _fail(self, reason: str) -> None:
+        if self._over.is_set() or self.failure is not None:
+            return
+        self.failure = reason
+        self._side.ranks.tell(AbortTransfer(self.number, reason))
+        self._own.abort(reason)
+
+    def _look_for_end(self) -> None:
+        if self._left or self._over.is_set():
+            return
+        if self.failure is None and any(token != self._first_tokens[0] for token in self._first_tokens):
+            self.failure = f"the source's ranks name different first tokens: {self._first_tokens}"
+        self._over.set()
+        self._side.over(self)
+
+
+class RankedOutgoing(_RankedTransfer):
+    """Implements sides.Outgoing."""
+
+    def __init__(self, side: _RankedSide, own: OutgoingTransfer):
+        super().__init__(side, own, _without_token(own))
+        self._part = own
+
+    def layer_ready(self, layer: int, num_tokens: int) -> None:
+        """As OutgoingTransfer.layer_ready.
+
+        The other ranks are told once, with the first layer: when they have a layer themselves only they know.
+        """
+        self._part.layer_ready(layer, num_tokens)
+        if layer == 0:
+            self._side.ranks.tell(TransferReady(self.number, num_tokens))
+
+    def commit(self, first_token: SampledToken | None) -> None:
+        """As OutgoingTransfer.commit."""
+        self._part.commit(first_token)
+        self._side.ranks.tell(CommitTransfer(self.number, first_token))
+
+    async def done(self) -> None:
+        """As OutgoingTransfer.done, of every rank."""
+        await self.whole()
+
+
+class RankedIncoming(_RankedTransfer):
+    """Implements sides.Incoming."""
+
+    def __init__(self, side: _RankedSide, own: IncomingTransfer):
+        super().__init__(side, own, own.verified())
+
+    async def verified(self) -> SampledToken | None:
+        """As IncomingTransfer.verified, of every rank."""
+        return await self.whole()
+
+    async def cancel(self) -> None:
+        """As IncomingTransfer.cancel."""
+        self.abort("the target cancelled the transfer")
+        await self._over.wait()
+
+
+class RankTransfers:
+    """Acts on both sides of one rank. `tell` reaches rank 0, and never waits."""
+
+    def __init__(
+        self, *, sender: KVSender, receiver: KVReceiver, num_layers: int, tell: Callable[[TransferEnded], None]
+    ):
+        self._sender = sender
+        self._receiver = receiver
+        self._num_layers = num_layers
+        self._tell = tell
+        self._outgoing: dict[int, OutgoingTransfer] = {}  # by rank 0's number, until their end
+        self._incoming: dict[int, IncomingTransfer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each of them
+        self._num_layers_done = num_layers  # by the step under way; all of them where there is none
+        self._fed: list[tuple[OutgoingTransfer, int]] = []  # what that step computes for whom: tokens when it is done
+
+    # --- the rank's engine ---
+
+    def step_began(self) -> None:
+        self._num_layers_done = 0
+
+    def layer_done(self, layer: int) -> None:
+        """The step under way has written this layer's KV."""
+        self._num_layers_done = layer + 1
+        for transfer, num_tokens in self._fed:
+            transfer.layer_ready(layer, num_tokens)
+
+    def step_ended(self) -> None:
+        """Every layer is done, announced or not."""
+        for layer in range(self._num_layers_done, self._num_layers):
+            self.layer_done(layer)
+        self._num_layers_done = self._num_layers
+        self._fed.clear()
+
+    # --- rank 0's word ---
+
+    def handle(self, message: object) -> None:
+        """Do as it says; never waits. Raises ProtocolError for what does not concern transfers."""
+        match message:
+            case OpenTransfer(number, ticket, num_tokens, block_ids, num_ready_tokens):
+                outgoing = self._sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
+                self._outgoing[number] = outgoing
+                self._follow(number, _without_token(outgoing), self._sender.stats)
+            case TransferReady(number, num_tokens):
+                if (sending := self._outgoing.get(number)) is not None:
+                    self._feed(sending, num_tokens)
+            case CommitTransfer(number, first_token):
+                if (sending := self._outgoing.get(number)) is not None:
+                    sending.commit(first_token)
+            case DeclineTransfer(ticket, reason):
+                self._sender.decline(ticket, reason)
+            case ExpectTransfer(number, ticket, block_ids, num_tokens, skip_tokens):
+                incoming = self._receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
+                self._incoming[number] = incoming
+                self._follow(number, incoming.verified(), self._receiver.stats)
+            case KeepTransfer(ticket):
+                self._receiver.keep(ticket)
+            case RefuseTransfer(ticket):
+                self._receiver.refuse(ticket)
+            case AbortTransfer(number, reason):
+                transfer = self._outgoing.get(number) or self._incoming.get(number)
+                if transfer is not None:
+                    transfer.abort(reason)
+            case _:
+                raise ProtocolError(f"rank 0 must not send {type(message).__name__}")
+
+    async def close(self) -> None:
+        """Close both sides, and return once nothing touches a block any more."""
+        await self._sender.close()
+        await self._receiver.close()
+        await asyncio.gather(*self._tasks)
+
+    # --- inside ---
+
+    def _feed(self, transfer: OutgoingTransfer, num_tokens: int) -> None:
+        for layer in range(self._num_layers_done):
+            transfer.layer_ready(layer, num_tokens)
+        if self._num_layers_done < self._num_layers:
+            self._fed.append((transfer, num_tokens))
+
+    def _follow(self, number: int, end: _End, stats: TransferStats) -> None:
+        task = asyncio.create_task(self._see_off(number, end, stats), name=f"part of transfer {number}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _see_off(self, number: int, end: _End, stats: TransferStats) -> None:
+        failure, first_token = None, None
+        try:
+            first_token = await end
+        except TransferFailed as error:
+            failure = str(error)
+        self._outgoing.pop(number, None)
+        self._incoming.pop(number, None)
+        counts = TransferCounts(stats.bytes, stats.digest_failures, stats.links_lost)
+        self._tell(TransferEnded(number, failure, first_token, counts))
+
+
+async def _without_token(outgoing: OutgoingTransfer) -> None:
+    await outgoing.done()

@@ -1,0 +1,200 @@
+"""How long anybody waits in KV transfer, and how things that run together end together.
+
+Three waits, each for what one side alone can't know:
+
+- the **deadline** of a transfer (`progress_s`): it must make a step within it (a grant, a chunk, the answer to the
+  commit), or it is given up. `Deadline`.
+- the **patience** with a link (`lease_s`): each chunk's bytes must have moved within it, or the link is lost; and so
+  must a connection stand, and its link be joined. `Patience`, `within`.
+- the **lease** of a peer (`lease_s`): it must say something within it, if only a ping, or its connection is lost.
+  `LeasedConnection`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, TypeVar
+
+from twostroke.protocol.clock import Clock, Silence
+from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.messages import Message, Ping
+from twostroke.protocol.network import Connection
+
+T = TypeVar("T")
+
+_TOLERANCE_S = 1e-6  # timers fire up to a clock tick early
+
+
+class Deadline:
+    """Calls `expired` on the event loop once `seconds` have passed since `restart`, unless stopped or restarted.
+
+    A restart only moves a number: the timer is set anew when it fires, so a restart for every chunk costs nothing.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, expired: Callable[[], None]):
+        self._clock = clock
+        self._seconds = seconds
+        self._expired = expired
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._due = self._clock() + self._seconds
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._fire)
+
+    def stop(self) -> None:
+        """Don't expire, until restarted."""
+        self._due = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        left = self._due - self._clock()
+        if left > _TOLERANCE_S:
+            self._timer = asyncio.get_running_loop().call_later(left, self._fire)
+        else:
+            self._due = None
+            self._expired()
+
+
+async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
+    """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await awaitable
+    except TimeoutError as error:
+        raise ConnectionLost(f"{what} took longer than {seconds:g} s") from error
+
+
+class Patience:
+    """A limit for each chunk of a link that has several under way: its time begins once those before it have ended."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._limits: list[asyncio.Timeout] = []  # of those under way
+
+    async def wait(self, awaitable: Awaitable[T], what: str) -> T:
+        """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes too long."""
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                self._limits.append(limit)
+                try:
+                    return await awaitable
+                finally:
+                    self._limits.remove(limit)
+                    self._restart()
+        except TimeoutError as error:
+            raise ConnectionLost(f"{what} took longer than {self._seconds:g} s") from error
+
+    def _restart(self) -> None:
+        due = asyncio.get_running_loop().time() + self._seconds
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(due)
+
+
+class LeasedConnection:
+    """One side's view of a control connection: silence is broken by pings, and too long a silence ends it."""
+
+    def __init__(self, connection: Connection, clock: Clock, lease_s: float):
+        self._connection = connection
+        self._clock = clock
+        self._lease_s = lease_s
+        self._said = clock()
+        self._silence = Silence(clock, lease_s)
+        self._num_draining = 0  # calls of `drain`
+        self._num_drained = 0
+
+    def post(self, message: Message) -> None:
+        """Send `message`, if the connection still stands; never waits.
+
+        A lost connection is no error here: its reader notices, and ends every transfer on it.
+        """
+        try:
+            self._connection.send(message)
+        except ConnectionLost:
+            return
+        self._said = self._clock()
+
+    async def drain(self) -> None:
+        """Wait until the peer keeps up with what was posted. Raises ConnectionLost."""
+        self._num_draining += 1
+        try:
+            await self._connection.drain()
+            self._num_drained += 1
+        finally:
+            self._num_draining -= 1
+
+    async def receive(self) -> Message:
+        """The next message. Raises ConnectionLost."""
+        message = await self._connection.receive()
+        self._silence.end()
+        return message
+
+    async def watch(self) -> None:
+        """Ping where we have been silent for a third of a lease.
+
+        Raises ConnectionLost once the peer has said nothing for a lease, or has held up `drain` for one.
+        """
+        deaf_s = 0.0
+        while True:
+            if deaf_s >= self._lease_s:
+                raise ConnectionLost(f"the peer has taken no message for {deaf_s:.1f} s: its lease has ended")
+            if self._silence.is_too_long:
+                raise ConnectionLost(f"the peer was silent for {self._silence.length_s:.1f} s: its lease has ended")
+            now = self._clock()
+            if now - self._said >= self._lease_s / 3:
+                self.post(Ping())
+                self._said = now
+            until_ping_s = self._said + self._lease_s / 3 - now
+            pause_s = max(min(until_ping_s, self._lease_s - self._silence.length_s), 0.001)
+            was_draining, num_drained = self._num_draining > 0, self._num_drained
+            await self._silence.pause(pause_s)
+            is_deaf = was_draining and self._num_draining > 0 and self._num_drained == num_drained
+            deaf_s = deaf_s + pause_s if is_deaf else 0.0
+
+
+# --- ends ---
+
+
+async def all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Wait until the tasks have ended, whatever their results. A cancellation of the waiter is raised after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while any(not task.done() for task in tasks):
+        try:
+            await asyncio.wait([task for task in tasks if not task.done()])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def finish(work: Coroutine[None, None, None]) -> None:
+    """Do `work` to its end, though this is cancelled meanwhile: for what must not be left half done."""
+    task = asyncio.get_running_loop().create_task(work)
+    await all_ended([task])
+    task.result()
+
+
+async def run_until_lost(*parts: Coroutine[None, None, None]) -> str:
+    """Run the parts of a connection together until one raises ConnectionLost; returns why. All have ended then.
+
+    Not a TaskGroup: that cancels in the order of a set, and a simulation has to replay exactly.
+    """
+    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await all_ended(tasks)
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, ConnectionLost):
+            raise error
+    return str(errors[0]) if errors else "the connection was closed"

@@ -1,0 +1,195 @@
+"""How the units of a lane lie in host memory, and their bytes on the way between there and a stream, batch by batch.
+
+A unit on the wire is [2 (K, V), heads of the lane, unit_tokens, head_dim]. Where units are whole blocks, their batches
+are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded where that was agreed.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.encodings import decode, encode
+from twostroke.protocol.kv_layout import DTYPE_BYTES
+
+Buffer = memoryview | NDArray[np.uint8]
+"""uint8, one-dimensional, contiguous."""
+
+BATCH_BYTES = 128 * 1024
+"""So few that whoever reads a batch next (a digest, the kernel) finds it in the processor's cache."""
+MAX_VIEWS = 1000  # in a batch: the kernel takes 1024 in one call, and a digest may follow
+
+
+class HostMemory(Protocol):
+    """A cache in host memory: a HostStore, or what a peer shares of its own."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def layer_bytes(self, layer: int) -> memoryview: ...
+
+
+class HostUnits:
+    """One end of a lane in host memory. Every method raises ValueError for units that the memory hasn't.
+
+    Thread-safe: nothing is kept between calls. numpy moves bytes without the interpreter's lock.
+    """
+
+    def __init__(self, memory: HostMemory, cut: Cut):
+        layout = cut.layout
+        row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+        self.unit_bytes = 2 * cut.num_heads * cut.unit_tokens * row_bytes  # as stored: not encoded
+        self.is_whole_blocks = cut.units_per_block == 1 and cut.num_heads == layout.heads_per_rank
+        self._parts = cut.units_per_block
+        self._num_units = memory.num_blocks * self._parts
+        self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_layers)]
+        shape = memory.num_blocks, 2, layout.heads_per_rank, self._parts, cut.unit_tokens * row_bytes
+        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
+        self._arrays = [np.frombuffer(layer, np.uint8).reshape(shape)[:, :, heads] for layer in self._layers]
+
+    def views(self, segments: Sequence[Segment]) -> list[memoryview]:
+        """The blocks' own memory, in wire order; adjacent blocks are one view. Only where units are whole blocks.
+
+        Few large views make scatter/gather and digests fast; a table that was allocated at once is often one run.
+        """
+        if not self.is_whole_blocks:
+            raise ValueError("these units are not whole blocks: they have to be packed")
+        views: list[memoryview] = []
+        size = self.unit_bytes
+        for segment in segments:
+            ids = segment.unit_ids
+            self._check(segment)
+            layer = self._layers[segment.layer]
+            start = 0
+            for end in range(1, len(ids) + 1):
+                if end == len(ids) or ids[end] != ids[end - 1] + 1:
+                    first = ids[start]
+                    views.append(layer[first * size : (first + end - start) * size])
+                    start = end
+        return views
+
+    def pack(self, segments: Sequence[Segment], out: Buffer) -> None:
+        """Copy units, as stored, one after the other into the first bytes of `out`."""
+        for array, blocks, parts, wire in self._places(segments, out):
+            wire[...] = array[blocks, :, :, parts]
+
+    def unpack(self, segments: Sequence[Segment], packed: Buffer) -> None:
+        """Copy units, as stored, from the first bytes of `packed` to their places."""
+        for array, blocks, parts, wire in self._places(segments, packed):
+            array[blocks, :, :, parts] = wire
+
+    def release(self) -> None:
+        """Let go of the memory: nothing may be moved any more."""
+        self._arrays.clear()
+        self._layers.clear()
+
+    def _places(
+        self, segments: Sequence[Segment], packed: Buffer
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
+        """For each segment: its layer, its units' blocks and places in them, and where they lie in `packed`."""
+        flat = np.frombuffer(packed, np.uint8)
+        at = 0
+        for segment in segments:
+            self._check(segment)
+            array = self._arrays[segment.layer]
+            blocks, parts = np.divmod(np.asarray(segment.unit_ids, np.int64), self._parts)
+            end = at + blocks.size * self.unit_bytes
+            if end > flat.size:
+                raise ValueError(f"{flat.size} bytes have no room for {end}")
+            yield array, blocks, parts, flat[at:end].reshape(blocks.size, 2, array.shape[2], array.shape[4])
+            at = end
+
+    def _check(self, segment: Segment) -> None:
+        if not 0 <= segment.layer < len(self._layers):
+            raise ValueError(f"there is no layer {segment.layer} among {len(self._layers)}")
+        ids = segment.unit_ids
+        if ids and not (min(ids) >= 0 and max(ids) < self._num_units):
+            raise ValueError(f"units {min(ids)} to {max(ids)} are not all within a store of {self._num_units}")
+
+
+class HostWire:
+    """Both directions of one stream of units, batch by batch; one thread at a time."""
+
+    def __init__(self, memory: HostMemory, cut: Cut):
+        self._cut = cut
+        self._units = HostUnits(memory, cut)
+        self._batch_units = max(1, BATCH_BYTES // self._units.unit_bytes)
+        self._raw = np.empty(0, np.uint8)  # one batch as stored, and as on the wire: the same where not encoded
+        self._wire = self._raw
+
+    def outgoing(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
+        """The units' bytes as on the wire. A batch holds until the next one is asked for. Raises ValueError."""
+        if self._cut.is_whole_blocks:
+            yield from batches(self._units.views(segments))
+            return
+        for part, raw, wire in self._staged(segments):
+            self._units.pack(part, raw)
+            if self._cut.encoding != "raw":
+                encode(raw, self._cut, wire)
+            yield [wire.data]
+
+    def incoming(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
+        """Room for the units' bytes; they are in their places once the next batch was asked for. Raises ValueError."""
+        if self._cut.is_whole_blocks:
+            yield from batches(self._units.views(segments))
+            return
+        for part, raw, wire in self._staged(segments):
+            yield [wire.data]
+            if self._cut.encoding != "raw":
+                decode(wire, self._cut, raw)
+            self._units.unpack(part, raw)
+
+    def _staged(
+        self, segments: Sequence[Segment]
+    ) -> Iterator[tuple[list[Segment], NDArray[np.uint8], NDArray[np.uint8]]]:
+        if not self._raw.size:
+            self._raw = np.empty(self._batch_units * self._units.unit_bytes, np.uint8)
+            is_raw = self._cut.encoding == "raw"
+            self._wire = self._raw if is_raw else np.empty(self._batch_units * self._cut.unit_bytes, np.uint8)
+        for part in split_segments(segments, range(0, count_units(segments), self._batch_units)):
+            count = count_units(part)
+            yield part, self._raw[: count * self._units.unit_bytes], self._wire[: count * self._cut.unit_bytes]
+
+
+def batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """`views`, large ones cut, in lists of at most BATCH_BYTES bytes and MAX_VIEWS views."""
+    batch: list[memoryview] = []
+    room = BATCH_BYTES
+    for view in views:
+        at, size = 0, view.nbytes
+        while size - at > room:
+            batch.append(view[at : at + room])
+            yield batch
+            at += room
+            batch, room = [], BATCH_BYTES
+        batch.append(view[at:] if at else view)
+        room -= size - at
+        if room == 0 or len(batch) == MAX_VIEWS:
+            yield batch
+            batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def count_units(segments: Sequence[Segment]) -> int:
+    """How many units there are in all segments."""
+    return sum(len(segment.unit_ids) for segment in segments)
+
+
+def split_segments(segments: Sequence[Segment], starts: Sequence[int]) -> list[list[Segment]]:
+    """The units cut into consecutive parts; part i begins with unit `starts[i]`, and the first start is 0."""
+    parts: list[list[Segment]] = []
+    bounds = list(chain(starts, (count_units(segments),)))
+    for first, end in pairwise(bounds):
+        part: list[Segment] = []
+        at = 0
+        for segment in segments:
+            low, high = max(first - at, 0), min(end - at, len(segment.unit_ids))
+            if low < high:
+                part.append(Segment(segment.layer, segment.unit_ids[low:high]))
+            at += len(segment.unit_ids)
+        parts.append(part)
+    return parts

@@ -1,0 +1,126 @@
+"""Chunks to one contiguous buffer and back."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from tests.rigs.kv_pair import BytesStore
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports.encodings import encode
+from twostroke.kvtransfer.transports.host_units import HostUnits
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
+from twostroke.protocol.kv_layout import Encoding
+
+CUTS = [(0, 4, 4), (1, 2, 4), (0, 4, 2), (3, 1, 1)]  # first head, heads, unit tokens
+
+
+def store_of(seed: int | None = None, num_blocks: int = 20) -> BytesStore:
+    """Two layers of bf16 values of about 1, four heads, blocks of four tokens; zeros without a seed."""
+    store = BytesStore(2, num_blocks, 6, num_kv_heads=4)
+    if seed is not None:
+        torch.manual_seed(seed)
+        for layer in store.layers:
+            layer[:] = torch.randn(len(layer) // 2).bfloat16().view(torch.uint8).numpy().tobytes()
+    return store
+
+
+def segments_of(seed: int, cut: Cut, num_blocks: int = 20) -> list[Segment]:
+    draw = random.Random(seed)
+    return [Segment(layer, tuple(draw.sample(range(num_blocks * cut.units_per_block), 9))) for layer in (1, 0)]
+
+
+def raw_units(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
+    raw = Cut(cut.layout, cut.first_head, cut.num_heads, cut.unit_tokens, "raw")
+    out = np.zeros(sum(len(segment.unit_ids) for segment in segments) * raw.unit_bytes, np.uint8)
+    HostUnits(store, raw).pack(segments, out)
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
+def test_a_buffer_holds_the_units_as_on_the_wire_and_their_digest(
+    first: int, heads: int, tokens: int, encoding: Encoding
+) -> None:
+    store = store_of(1)
+    cut = Cut(store.layout, first, heads, tokens, encoding)
+    staging, segments = HostStaging(store, cut), segments_of(1, cut)
+    packed = staging.buffer(0, 18)
+    staging.pack(segments, 7, packed)
+    wire = raw = raw_units(store, cut, segments)
+    if encoding != "raw":
+        encoded = np.zeros(18 * cut.unit_bytes, np.uint8)
+        encode(np.frombuffer(raw, np.uint8), cut, encoded)
+        wire = encoded.tobytes()
+    assert packed.numpy().tobytes() == wire + xxhash.xxh3_128_digest(wire, seed=7)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
+def test_what_is_unpacked_lies_where_the_table_says_and_nowhere_else(
+    first: int, heads: int, tokens: int, encoding: Encoding
+) -> None:
+    source, target = store_of(1), store_of()
+    cut = Cut(source.layout, first, heads, tokens, encoding)
+    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
+    sent, received = segments_of(1, cut), segments_of(2, cut)
+    packed = packing.buffer(1, 18)
+    packing.pack(sent, 7, packed)
+    assert unpacking.unpack(received, 7, packed)
+    wanted, found = (
+        torch.frombuffer(bytearray(raw_units(store, cut, segments)), dtype=torch.bfloat16).float()
+        for store, segments in ((source, sent), (target, received))
+    )
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
+    everywhere = sum(np.count_nonzero(np.frombuffer(layer, np.int16)) for layer in target.layers)
+    assert everywhere == int(found.count_nonzero())
+
+
+@pytest.mark.parametrize("encoding", ["raw", "int8"])
+def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
+    source, target = store_of(1), store_of()
+    cut = Cut(source.layout, 0, 4, 4, encoding)
+    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
+    packed = packing.buffer(0, 18)
+    packing.pack(segments_of(1, cut), 7, packed)
+    for place in (0, packed.numel() // 2, packed.numel() - 17, packed.numel() - 1):
+        packed[place] ^= 1
+        assert not unpacking.unpack(segments_of(2, cut), 7, packed)
+        packed[place] ^= 1
+    assert not unpacking.unpack(segments_of(2, cut), 8, packed)
+    assert not any(map(any, target.layers))
+
+
+def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
+    store = store_of()
+    cut = Cut(store.layout, 0, 4, 4, "raw")
+    staging = HostStaging(store, cut)
+    for index in range(NUM_BUFFERS):
+        large = staging.buffer(index, 18)
+        assert large.numel() == 18 * cut.unit_bytes + 16
+        assert staging.buffer(index, 3).data_ptr() == large.data_ptr()
+        assert staging.buffer(index, 18).data_ptr() == large.data_ptr()
+    assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
+
+
+def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front() -> None:
+    store = store_of()
+    cut = Cut(store.layout, 0, 4, 4, "raw")
+    for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
+        staging = HostStaging(store, cut, max_chunk_bytes)
+        landing = staging.landing(0, 2)
+        assert landing.numel() == room * cut.unit_bytes + 16
+        assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
+        assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
+    assert HostStaging(store, cut, 1).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
+
+
+def test_units_that_the_store_has_not_are_refused() -> None:
+    store = store_of(1)
+    staging = HostStaging(store, Cut(store.layout, 0, 4, 4, "raw"))
+    packed = staging.buffer(0, 1)
+    for segment in (Segment(2, (0,)), Segment(0, (20,)), Segment(0, (-1,))):
+        with pytest.raises(ValueError, match=r"layer|units"):
+            staging.pack([segment], 1, packed)
