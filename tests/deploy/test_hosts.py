@@ -96,9 +96,9 @@ def test_two_routers_stand_behind_the_balancer_on_every_node() -> None:
 
 def test_each_role_is_placed_on_nodes_of_its_own_with_cores_of_theirs() -> None:
     for role, section in zip(ROLES, (config().prefill, config().decode), strict=True):
-        assert section.placement.node_labels == {LABEL: role}
-        assert section.placement.node_resources == {f"{role}_slot": 1}
-        assert section.resources.threads is not None  # who deploys knows his own machine only
+        assert section.node_labels == {LABEL: role}
+        assert section.node_resources == {f"{role}_slot": 1}
+        assert section.threads is not None  # who deploys knows his own machine only
 
 
 def test_whoever_reaches_it_needs_a_key_and_the_file_holds_no_secret() -> None:

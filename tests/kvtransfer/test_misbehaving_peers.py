@@ -27,6 +27,7 @@ from twostroke.protocol.messages import (
     Message,
     Offer,
     Ping,
+    Refuse,
     Run,
     StatsFrame,
     Verified,
@@ -95,6 +96,7 @@ async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> N
         assert pair.receiver.stats.digest_failures == 1
         with pytest.raises(TransferFailed, match="chunk 0 was damaged on its way"):
             await waiting
+        assert await peer.answer() == Refuse("a chunk was damaged on its way"), "nothing more is to come over this"
         with pytest.raises(ConnectionLost):
             await peer.answer()
 

@@ -30,7 +30,7 @@ OFFERING    OFFERED  -        -            -          -          -          ABOR
 OFFERED     -        GRANTED  -            -          -          -          ABORTED    ABORTED        ABORTED
 GRANTED     -        -        SENDING      -          COMMITTED  -          ABORTED    ABORTED        ABORTED
 SENDING     -        -        -            GRANTED    FINISHING  -          ABORTING   ABORTING       ABORTED
-COMMITTED   -        -        FINISHING    -          -          RELEASED   ABORTED    ABORTED        ABORTED
+COMMITTED   -        -        -            -          -          RELEASED   ABORTED    ABORTED        ABORTED
 FINISHING   -        -        -            COMMITTED  -          RELEASING  ABORTING   ABORTING       ABORTED
 RELEASING   -        -        -            RELEASED   -          -          RELEASING  RELEASING      RELEASED
 ABORTING    -        -        -            ABORTED    -          -          ABORTING   ABORTING       ABORTED
