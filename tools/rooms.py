@@ -21,19 +21,19 @@ LETTER = 6.6  # the width of one, at the size of cells, a little too wide for al
 
 # room: (first column, columns that it spans) of 12, and its floor; the highest floor is drawn first.
 PLACES = {
-    "benchmarks": (0, 6, 5),
-    "tools": (6, 3, 5),
-    "loadtests": (9, 3, 5),
+    "benchmarks": (0, 12, 6),
+    "tools": (0, 12, 5),
     "cluster": (0, 12, 4),
     "prefill_worker": (0, 3, 3),
     "decode_worker": (3, 4, 3),
     "worker": (0, 7, 2),
     "kvtransfer": (0, 7, 1),
-    "router": (7, 5, 3),
     "model": (0, 7, 0),
+    "router": (7, 3, 3),
+    "loadtests": (10, 2, 3),
     "protocol": (0, 12, -1),
 }
-TALL = {"router": 0}  # these reach down to the floor that is named
+TALL = {"router": 0, "loadtests": 0}  # these reach down to the floor that is named
 
 WAY = (
     ("router/http", "a body of bounded size comes in and is authenticated"),
@@ -70,31 +70,58 @@ def rooms() -> list[str]:
 
 def imported_by(room: str) -> set[str]:
     """The rooms that `room` imports, itself aside."""
-    found: set[str] = set()
-    for path in (ROOT / room).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name.split(".")[1] for name in names if name.startswith("twostroke.")}
-    return found - {room}
+    return {name.split(".")[1] for name in _imports(ROOT / room) if name.startswith("twostroke.")} - {room}
 
 
 def arrows() -> list[tuple[str, str]]:
     """Who imports whom, without what follows from other arrows. Raises ValueError where arrows run in a circle."""
     direct = {room: imported_by(room) for room in rooms()}
-
-    def reached(room: str, above: tuple[str, ...] = ()) -> set[str]:
-        if room in above:
-            raise ValueError(f"these import each other: {', '.join(above)}")
-        return direct[room].union(*(reached(other, (*above, room)) for other in direct[room]))
-
+    reached = {room: _reached(room, direct) for room in direct}
     return [
         (room, other)
         for room, others in sorted(direct.items())
         for other in sorted(others)
-        if not any(other in reached(between) for between in others - {other})
+        if not any(other in reached[between] for between in others - {other})
     ]
+
+
+def inner_floors(room: str) -> list[list[str]]:
+    """The smaller rooms of a room, from the top down: each stands above all that it imports."""
+    inner = {path.parent.name for path in (ROOT / room).glob("*/__init__.py")}
+    direct = {
+        name: {
+            parts[2]
+            for imported in _imports(ROOT / room / name)
+            if (parts := imported.split("."))[:2] == ["twostroke", room] and parts[2] in inner - {name}
+        }
+        for name in inner
+    }
+
+    def floor(name: str) -> int:
+        return 1 + max((floor(other) for other in direct[name]), default=0)
+
+    for name in inner:
+        _reached(name, direct)
+    floors = {name: floor(name) for name in inner}
+    return [
+        sorted(name for name in inner if floors[name] == level)
+        for level in range(max(floors.values(), default=0), 0, -1)
+    ]
+
+
+def _reached(room: str, direct: dict[str, set[str]], above: tuple[str, ...] = ()) -> set[str]:
+    if room in above:
+        raise ValueError(f"these import each other: {', '.join(above)}")
+    return direct[room].union(*(_reached(other, direct, (*above, room)) for other in direct[room]))
+
+
+def _imports(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def cells(room: str) -> list[str]:
@@ -146,16 +173,19 @@ def _boxes() -> dict[str, Box]:
 
 
 def _rows(room: str, width: float) -> Iterator[list[str]]:
-    row: list[str] = []
-    used = 0.0
-    for cell in cells(room):
-        wide = len(cell) * LETTER + 2 * PADDING + CELL_GAP
-        if row and used + wide > width - 2 * PADDING:
-            yield row
-            row, used = [], 0.0
-        row.append(cell)
-        used += wide
-    yield row
+    """What stands side by side in a room of that width. A tall room shows its floors."""
+    floors = [[f"{name}/" for name in names] for names in inner_floors(room)] if room in TALL else [cells(room)]
+    for floor in floors:
+        row: list[str] = []
+        used = 0.0
+        for cell in floor:
+            wide = len(cell) * LETTER + 2 * PADDING + CELL_GAP
+            if row and used + wide > width - 2 * PADDING:
+                yield row
+                row, used = [], 0.0
+            row.append(cell)
+            used += wide
+        yield row
 
 
 def _height(room: str, width: float) -> float:
