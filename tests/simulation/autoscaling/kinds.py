@@ -25,7 +25,7 @@ ONE_B = Kind(
     link_bytes_per_s=1e9,
     step_tokens=2048,
     max_batch=256,
-    source="docs/performance.md: `twostroke bench engine` with the 1.2b model, 2 threads",
+    source="docs/performance-log.md: `twostroke bench engine` with the 1.2b model, 2 threads",
 )
 """Slow enough that a day of 100,000 requests needs some eight prefill workers."""
 

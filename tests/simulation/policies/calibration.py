@@ -22,5 +22,5 @@ SMALL_MODEL = Calibration(
     costs=StepCosts(base_s=2.9e-3, token_s=1.83e-4, pair_s=4.0e-8, row_s=2.0e-4, context_s=4.5e-7),
     layout=KVLayout("160m", "bfloat16", num_layers=12, num_kv_heads=4, head_dim=64, block_size=16),
     link_bytes_per_s=1e9,
-    source="docs/performance.md: `twostroke bench engine` with the 160m model, 2 threads; a link of 1 GB/s",
+    source="docs/performance-log.md: `twostroke bench engine` with the 160m model, 2 threads; a link of 1 GB/s",
 )
