@@ -125,7 +125,7 @@ class _Deployment:
                 raise
             return replace(served, refused=True)
         finally:
-            router.admission.ended(request, stages)
+            router.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         if stages.first_token is None or stages.finish is None:
             raise RuntimeError(f"{request.request_id} has ended without a token")
         return replace(
