@@ -15,6 +15,7 @@ class Report:
     refused: int = 0  # with 429, in an overload
     poisonous: int = 0  # that killed engines, and failed
     mistaken: int = 0  # for poisonous, having met two faults in a row
+    third_deaths: int = 0  # of engines by one request, as two suspects were at the second one together
     orphaned: int = 0  # whose router was lost
     tokens: int = 0
     retries: int = 0
