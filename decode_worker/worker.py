@@ -13,10 +13,10 @@ from twostroke.decode_worker.step_budget import StepBudget
 from twostroke.protocol.errors import TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Ticket, TokenEvent
 from twostroke.protocol.stats import Role
+from twostroke.worker.life import EndedStep
 from twostroke.worker.numbers import HostBlocks, SwapNumbers, WorkerCounters
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepContent
-from twostroke.worker.steps_under_way import EndedStep
 from twostroke.worker.worker import Equipment, Worker
 
 

@@ -14,10 +14,10 @@ from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
+from twostroke.worker.life import EndedStep
 from twostroke.worker.numbers import WorkerCounters
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepContent
-from twostroke.worker.steps_under_way import EndedStep
 from twostroke.worker.worker import Equipment, Worker, WorkerCall
 
 _log = logging.getLogger(__name__)

@@ -29,14 +29,13 @@ from twostroke.protocol.requests import GenerateRequest, Peer, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
-from twostroke.worker.life import WorkerCallbacks, WorkerLife
+from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerCallbacks, WorkerLife
 from twostroke.worker.numbers import SwapNumbers, WorkerCounters, worker_stats
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
 from twostroke.worker.sequence import Phase
 from twostroke.worker.step_costs import StepContent
-from twostroke.worker.steps_under_way import EndedStep, StepsUnderWay
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
 

@@ -14,8 +14,7 @@ from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import WorkerCallbacks, WorkerLife
-from twostroke.worker.steps_under_way import StepsUnderWay
+from twostroke.worker.life import StepsUnderWay, WorkerCallbacks, WorkerLife
 
 
 def make_life(
