@@ -1,6 +1,5 @@
 """Five times the load, on virtual time: refused or served in time; and what it would be without the safeguards."""
 
-
 import pytest
 
 from tests.simulation.policies.overload import BATCH, INTERACTIVE, Outcome, run_overload
