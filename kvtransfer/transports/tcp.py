@@ -108,10 +108,6 @@ class TcpTransport:
         return link
 
 
-_Part = tuple[list[Segment], int, int]
-"""Units, their bytes on the wire, and the seed of their digest: another one for each part of a chunk."""
-
-
 class TcpLink:
     """A DataLink over connected sockets, which it owns."""
 

@@ -16,9 +16,8 @@ MOST_PRIORITY = 100
 """Of a request, either way; it is added to that of its class."""
 
 _DEFAULT_TIERS = ("auto", "default")
-OPENAI_TIERS = (*_DEFAULT_TIERS, "flex", "priority")
-"""What OpenAI's clients may send. Unless a class has that name, the first two mean the request's default class, `flex`
-the class of the lowest priority, `priority` that of the highest.
+"""Of the tiers that OpenAI's clients send, these mean the request's default class; `flex` means the class of the lowest
+priority, `priority` that of the highest. A class of such a name goes first.
 """
 
 
