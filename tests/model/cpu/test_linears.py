@@ -154,7 +154,7 @@ def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, q
 
 
 @needs_packing
-@pytest.mark.parametrize("kernel", [cpu_gemm._multiply_floats, cpu_gemm._multiply_pairs])
+@pytest.mark.parametrize("kernel", [cpu_gemm._multiply_floats, cpu_gemm._multiply_pairs, cpu_gemm._multiply_matrices])
 def test_a_start_finds_the_machine_code_of_the_last_one(kernel: Callable[[Any], None]) -> None:
     assert kernel.__closure__ is None, "numba's cache does not know a closure again in another process"
 
