@@ -10,10 +10,11 @@ from tests.simulation.worker_rig import LAYERS, a_request, begin, play
 from tests.simulation.worker_rig import Rig as WorkerRig
 from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
+from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import PreemptionPolicy, Rate, Swapping
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import WorkerLost
+from twostroke.worker.scheduler import ScheduledStep
 from twostroke.worker.sequence import Phase
 
 
@@ -66,7 +67,7 @@ def test_settings_that_can_not_be_are_refused(settings):
         DecodeConfig(**settings)
 
 
-def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, DecodeStep]:
+def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, ScheduledStep[DecodeJob]]:
     """An old and a young job, and the step that takes the young one's blocks."""
     old, young = rig.add(7, 5), rig.add(7, 8)
     rig.run()
