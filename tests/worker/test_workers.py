@@ -226,6 +226,16 @@ def test_a_draining_worker_gives_prefixes_up_that_nobody_takes(role: str):
 
 
 @of_both_roles
+def test_a_worker_that_is_asked_for_what_another_should_send_goes_on(role: str):
+    async def script(rig: Rig) -> None:
+        ticket = mint_ticket(SECRET, "r", Peer("another", 1), Peer("prefill-7", 77), (await silent_peer(rig),))
+        rig.router.send(SendPrefix(ticket, a_request().token_ids, b""))
+        assert await rig.is_right(a_request(), await rig.ask(a_request()))
+
+    play(script, role=role)
+
+
+@of_both_roles
 def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(role: str):
     async def script(rig: Rig) -> None:
         begun = begin(rig.ask(a_request(60, max_tokens=2)))
