@@ -72,10 +72,12 @@ def test_a_request_that_could_never_fit_is_refused(fields):
     play(script, role="decode", num_blocks=20)
 
 
-def test_a_ticket_of_another_request_is_refused():
+def test_tickets_that_cannot_be_are_refused():
     async def script(rig: Rig) -> None:
-        with pytest.raises(TicketRefused):
+        with pytest.raises(TicketRefused, match="for request another"):
             await rig.worker.decode(a_request(), rig.ticket("another"))
+        with pytest.raises(TicketRefused, match="from two workers"):
+            await rig.worker.decode(a_request(), rig.ticket(), rig.ticket())
 
     play(script, role="decode")
 

@@ -1,4 +1,4 @@
-"""A worker beside the one of a rig, which sends it KV: of what its prefix cache is told to hold, or of whole prompts."""
+"""A worker beside the one of a rig that sends it KV, of what its prefix cache is told to hold or of whole prompts."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
