@@ -129,6 +129,19 @@ def test_a_cancelled_trial_keeps_its_blocks_until_nothing_writes_into_them() -> 
     play_trials(script)
 
 
+def test_a_trial_that_is_cancelled_before_its_target_answers_gives_its_blocks_back() -> None:
+    async def script(scene: Scene) -> None:
+        source, target = scene.both(1)
+        target.cancel()
+        await asyncio.sleep(0.1)
+        source.cancel()
+        await asyncio.sleep(0.1)
+        assert scene.rig.pool.owned_blocks == 0
+        await asyncio.gather(source, target, return_exceptions=True)
+
+    play_trials(script)
+
+
 def test_a_lost_end_fails_the_trial() -> None:
     async def script(scene: Scene) -> None:
         calls = await scene.both_of_many()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, play
 from tests.worker.scheduler_rig import ROLES
-from twostroke.protocol.errors import RequestError, WorkerLeaving, WorkerLost
+from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket
 from twostroke.protocol.stats import QueuedWork
@@ -95,6 +95,8 @@ def test_a_dead_engine_ends_every_request_and_hangs_up(role: str):
         await a_moment()
         told = {event.request_id for frame in rig.frames for event in frame.events if event.error}
         assert told == ({"a", "b"} if role == "decode" else set())
+        with pytest.raises(ConnectionLost):
+            rig.router.send(Cancel("a"))
         assert rig.pool.owned_blocks == 0
 
     play(script, role=role, max_step_tokens=10)
