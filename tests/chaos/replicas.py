@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from tests.chaos.faulty_links import FaultyTransport, LinkFaults
-from tests.chaos.faulty_network import FaultyNetwork
+from tests.chaos.faulty import FaultyNetwork, FaultyTransport, LinkFaults
 from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.worker_parts import WorkerParts

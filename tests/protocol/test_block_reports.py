@@ -227,7 +227,7 @@ def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(monkeypatch
         assert (router.changes, router.gaps) == (1, 0)
         assert router.names == scene.truth()
 
-    monkeypatch.setattr("twostroke.worker.block_pool.BlockChanges.__init__.__kwdefaults__", {"most": 20})
+    monkeypatch.setattr("twostroke.worker.block_pool.MOST_CHANGES", 20)
     play(script)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tests.rigs.delegate import Delegate
 from tests.rigs.kv_pair import BLOCK_BYTES, SECRET, BytesStore, make_transport, reach
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.link import DataLink, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
@@ -22,11 +23,11 @@ from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import SampledToken, Ticket
 
 
-class StallingLink:
+class StallingLink(Delegate):
     """Stalls the whole process in its second send, as a stopped one would be."""
 
     def __init__(self, inner: DataLink):
-        self._inner = inner
+        super().__init__(inner)
         self._num_sends = 0
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
@@ -36,31 +37,12 @@ class StallingLink:
             sys.stdin.readline()
         await self._inner.send(segments, seal)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        return await self._inner.receive(segments, seal)
 
-    async def discard(self, num_units: int) -> None:
-        await self._inner.discard(num_units)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
-class StallingTransport:
+class StallingTransport(Delegate):
     """Makes StallingLinks."""
-
-    def __init__(self, inner: Transport):
-        self.name = inner.name
-        self._inner = inner
-
-    async def prepare(self, host: str, cut: Cut) -> PendingLink:
-        return await self._inner.prepare(host, cut)
 
     async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         return StallingLink(await self._inner.join(params, cut))
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 async def main(transport_name: str, ticket: Ticket, lease_s: float) -> None:

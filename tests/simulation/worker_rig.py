@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
+from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.worker.worker import Equipment
@@ -152,6 +153,16 @@ class Rig:
         self.prefill = connection
         await asyncio.sleep(0.1)
         return ticket
+
+    async def silent_peer(self, worker_id: str) -> Address:
+        """Where somebody listens who never says a word: transfers to it end by their lease."""
+
+        async def say_nothing(connection: Connection) -> None:
+            with suppress(ConnectionLost):
+                while True:
+                    await connection.receive()
+
+        return (await self.fabric.at(worker_id).listen("", say_nothing)).address
 
     async def _listen(self, connection: MemoryConnection) -> None:
         while True:

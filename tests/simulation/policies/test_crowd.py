@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
-from twostroke.decode_worker.handovers import Handovers
+from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.outgoing import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver
 
@@ -30,10 +30,8 @@ def _keep_nothing(receiver: KVReceiver, ticket: Any) -> None:
     """The request waits for room, and its offer does not."""
 
 
-def _wait_for_two_seconds(handovers: Handovers, call: Any) -> None:
-    handovers._offers.wait(
-        call.ticket, 2.0, came=lambda: handovers._offered(call), missing=lambda: handovers.do_without(call)
-    )
+def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
+    worker._offers.wait(call.ticket, 2.0, came=lambda: worker._offered(call), missing=lambda: worker._do_without(call))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def _wait_for_two_seconds(handovers: Handovers, call: Any) -> None:
     [
         pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
         pytest.param(KVReceiver, "keep", _keep_nothing, id="offers don't wait with their requests"),
-        pytest.param(Handovers, "expect", _wait_for_two_seconds, id="requests don't wait for long queues"),
+        pytest.param(DecodeWorker, "_expect", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],
 )
 def test_prompts_are_computed_twice_where(

@@ -1,18 +1,26 @@
-"""A worker's network with faults: connections that can be held up, cut and tampered with while the worker uses them."""
+"""A worker's network and links with faults.
+
+Connections can be held up, cut and tampered with while the worker uses them; links are cut, damage, delay and hold up
+chunks of KV, and tell of each that its digest refuses.
+"""
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from tests.chaos.orders import Side, Tamper
+from tests.chaos.orders import Harm, Side, Tamper
+from tests.rigs.delegate import Delegate
+from tests.rigs.proxy import Proxy
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, Message
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address
 
-Harm = TypeVar("Harm")
+OrderT = TypeVar("OrderT")
 
 CONNECT_S = 5.0  # as long as live TCP tries
 
@@ -50,13 +58,13 @@ class Barrier:
             await self._opened.wait()
 
 
-class Waiting(Generic[Harm]):
+class Waiting(Generic[OrderT]):
     """Orders that wait for something to harm."""
 
     def __init__(self) -> None:
-        self._orders: list[tuple[Harm, asyncio.Event]] = []
+        self._orders: list[tuple[OrderT, asyncio.Event]] = []
 
-    async def carried_out(self, order: Harm, patience_s: float) -> int:
+    async def carried_out(self, order: OrderT, patience_s: float) -> int:
         """Returns 1 once `take` gave the order to something, and 0 where nothing came in time."""
         entry = order, asyncio.Event()
         self._orders.append(entry)
@@ -66,7 +74,7 @@ class Waiting(Generic[Harm]):
             self._orders.remove(entry)
         return int(entry[1].is_set())
 
-    def take(self, fits: Callable[[Harm], bool]) -> Harm | None:
+    def take(self, fits: Callable[[OrderT], bool]) -> OrderT | None:
         """The first order that fits; it is carried out with that."""
         for entry in self._orders:
             if fits(entry[0]):
@@ -76,11 +84,11 @@ class Waiting(Generic[Harm]):
         return None
 
 
-class FaultyNetwork:
+class FaultyNetwork(Delegate):
     """A Network over `inner`. Whom a connection leads to is known by its Hello."""
 
     def __init__(self, inner: Network):
-        self._inner = inner
+        super().__init__(inner)
         self.barriers: dict[Side, Barrier] = {"routers": Barrier(), "workers": Barrier()}
         self.connections: set[FaultyConnection] = set()
         self._tampering = Waiting[Tamper]()
@@ -120,20 +128,16 @@ class FaultyNetwork:
         return 1 if order is None else 2 if order.trick == "repeat" else 0
 
 
-class FaultyConnection:
+class FaultyConnection(Delegate):
     """A Connection that may be held up. What waits is sent, and received, when its barrier opens, in its order."""
 
     def __init__(self, inner: Connection, network: FaultyNetwork, side: Side | None):
+        super().__init__(inner)
         self.side = side  # None: nobody has said hello yet
-        self._inner = inner
         self._network = network
         self._waiting: deque[Message] = deque()
         self._closed = asyncio.Event()
         network.connections.add(self)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._inner.unsent_bytes
 
     def send(self, message: Message) -> None:
         if self._closed.is_set():
@@ -147,9 +151,6 @@ class FaultyConnection:
             if not self._waiting:
                 barrier.call_when_open(self._flush)
             self._waiting.append(message)
-
-    async def drain(self) -> None:
-        await self._inner.drain()
 
     async def receive(self) -> Message:
         message = await self._inner.receive()
@@ -190,3 +191,101 @@ class FaultyConnection:
                 self._inner.send(self._waiting.popleft())
             except ConnectionLost:
                 self._waiting.clear()
+
+
+LEAST_BYTES = 512
+"""What is shorter is no KV: the words with which a link is joined."""
+
+
+class LinkFaults:
+    """What is wrong with all links of this worker now."""
+
+    def __init__(self, barrier: Barrier, on_refused: Callable[[], None]):
+        """`barrier` is the one between workers; `on_refused` hears of each chunk that came damaged."""
+        self.barrier = barrier
+        self.on_refused = on_refused
+        self.delay_s = 0.0
+        self.delayed = 0
+        self._harms = Waiting[Harm]()
+
+    async def harm(self, harm: Harm, patience_s: float) -> int:
+        """Harm the next bytes on a TCP link; returns 1 once that has happened, and 0 where none came in time."""
+        return await self._harms.carried_out(harm, patience_s)
+
+    def mangle(self, _: int, data: bytes) -> bytes | None:
+        """As a proxy's `Mangle`."""
+        harm = self._harms.take(lambda _: True) if len(data) >= LEAST_BYTES else None
+        if harm is None:
+            return data
+        if harm == "cut":
+            return None
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+class FaultyTransport(Delegate):
+    """A Transport over `inner`. Its TCP links go through proxies in the sending worker's process."""
+
+    def __init__(self, inner: Transport, faults: LinkFaults):
+        super().__init__(inner)
+        self._faults = faults
+
+    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+        return _FaultyPending(await self._inner.prepare(host, cut), self._faults)
+
+    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+        if self.name != "tcp":
+            return FaultyLink(await self._inner.join(params, cut), self._faults)
+        proxy = Proxy()
+        proxy.mangle = self._faults.mangle
+        address = await proxy.start()
+        proxy.upstream.set_result(Address(str(params["host"]), int(params["port"])))
+        try:
+            link = await self._inner.join({**params, "host": address.host, "port": address.port}, cut)
+        except BaseException:
+            await proxy.close()
+            raise
+        return FaultyLink(link, self._faults, proxy)
+
+
+class _FaultyPending(Delegate):
+    def __init__(self, inner: PendingLink, faults: LinkFaults):
+        super().__init__(inner)
+        self._faults = faults
+
+    async def established(self) -> DataLink:
+        return FaultyLink(await self._inner.established(), self._faults)
+
+
+class FaultyLink(Delegate):
+    """A DataLink over `inner`. Calls are carried out in the order in which they are made, held up or not."""
+
+    def __init__(self, inner: DataLink, faults: LinkFaults, proxy: Proxy | None = None):
+        super().__init__(inner)
+        self._faults = faults
+        self._proxy = proxy
+        self._turns = asyncio.Lock()
+
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        async with self._turns:
+            await self._faults.barrier.passed()
+            if self._faults.delay_s:
+                self._faults.delayed += 1
+                await asyncio.sleep(self._faults.delay_s)
+            sending = asyncio.ensure_future(self._inner.send(segments, seal))
+            await asyncio.sleep(0)  # it has its place in the link's order now
+        await sending
+
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        async with self._turns:
+            receiving = asyncio.ensure_future(self._inner.receive(segments, seal))
+            await asyncio.sleep(0)
+        is_intact = await receiving
+        if not is_intact:
+            self._faults.on_refused()
+        return is_intact
+
+    async def close(self) -> None:
+        await self._inner.close()
+        if self._proxy is not None:
+            await self._proxy.close()
