@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,12 @@ from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
 from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.metrics import Expected, RouterMetrics
-from twostroke.router.observe.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
+from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scaling import Expected, LastScaling, never_scaled, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
-from twostroke.router.observe.worker_metrics import SLOMetrics
 from twostroke.router.openai.choices import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
-from twostroke.router.openai.parsing import UnknownFields, shown
-from twostroke.router.openai.schemas import ModelRequest
+from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
@@ -81,44 +79,29 @@ class RouterService:
         scaling: LastScaling = never_scaled,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
-        draw_seed: Callable[[], int] | None = None,
     ):
         self.config = config
         self.tokenizer = tokenizer
-        self._unknown_fields = UnknownFields(strict=config.strict)
-        self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
-        self.metrics = RouterMetrics(config.model_name)
-        self.metrics.watch_fleet(lambda: not self.missing(), expected)
-        self.metrics.registry.register(ScalingCollector(scaling))
-        pipeline.time_decisions(self.metrics.decision_time.observe)
+        self.jobs = JobMaker(tokenizer)
         self.clock = clock
         self.slo = slo or SLOConfig()
         self.tenants = tenants
         self.traces = traces
         admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
-        self._promises = SLOMetrics(
-            model=config.model_name,
-            classes=self.slo.classes,
-            admission=admission,
-            clock=clock,
-            registry=self.metrics.registry,
+        self._metrics = RouterMetrics(
+            config.model_name, self.slo.classes, admission, clock, is_ready=lambda: not self.missing()
         )
-        self._scaling = scaling
+        pipeline.time_decisions(self._metrics.decision_time.observe)
         self._demand = Demand(self.slo.classes, clock)
-        self.runner = ChoiceRunner(
-            tokenizer=tokenizer,
-            pipeline=pipeline,
-            metrics=self.metrics,
-            promises=self._promises,
-            demand=self._demand,
-            admission=admission,
-            clock=clock,
-        )
+        self.runner = ChoiceRunner(tokenizer, pipeline, self._metrics, self._demand, admission, clock)
         self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
+        self._unknown_fields = UnknownFields(strict=config.strict)
         self._fleet = fleet
         self._channels = channels
         self._pipeline = pipeline
         self._other_routers = other_routers
+        self._expected = expected
+        self._scaling = scaling
         self._wall_clock = wall_clock
         self._following: asyncio.Task[None] | None = None
         self.started_at = int(wall_clock())
@@ -141,7 +124,7 @@ class RouterService:
     def over(self, exchange: Exchange) -> None:
         """A request has ended: count it, and hand it to those who trace."""
         if exchange.refusal is not None:
-            self.metrics.refused(exchange.refusal)
+            self._metrics.refused(exchange.refusal)
         if self.traces is not None:
             self.traces.record(exchange)
 
@@ -190,7 +173,7 @@ class RouterService:
             "ready": not self.missing(),
             "places_held": self._pipeline.in_flight,
             "slo_classes": [
-                {"name": one.name, "attainment": self._promises.attainment(one.name)} for one in self.slo.classes
+                {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
             "autoscaling": self._scaling_status(),
             "workers": [
@@ -220,17 +203,15 @@ class RouterService:
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
-        return {
-            "started_at": float(self.started_at),
-            **self._demand.numbers(),
-            **fleet_numbers(self._worker_numbers()),
-        }
+        own = {"started_at": float(self.started_at), **self._demand.numbers()}
+        return own | fleet_numbers(self._worker_numbers())
 
     def reading(self) -> RouterReading:
         """This router's numbers."""
+        planned = planned_families(self._expected(), self._scaling())
         return RouterReading(
             self.config.router_id,
-            tuple(self.metrics.registry.collect()),
+            (*self._metrics.registry.collect(), *planned),
             tuple(self._worker_numbers()),
             frozenset(self._pipeline.ejected()),
         )

@@ -1,8 +1,9 @@
 """Choices while they are generated: tokens become text, and several choices become one stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 
@@ -11,7 +12,6 @@ from twostroke.protocol.requests import FinishReason, SampledToken, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
-from twostroke.router.observe.worker_metrics import SLOMetrics
 from twostroke.router.openai.jobs import Job
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
@@ -39,42 +39,31 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
+@dataclass
 class ChoiceRunner:
     """Runs single choices, and tells those who count what becomes of them. One object per router."""
 
-    def __init__(
-        self,
-        *,
-        tokenizer: TextTokenizer,
-        pipeline: Pipeline,
-        metrics: RouterMetrics,
-        promises: SLOMetrics,
-        demand: Demand,
-        admission: Admission,
-        clock: Clock,
-    ):
-        self._tokenizer = tokenizer
-        self._pipeline = pipeline
-        self._metrics = metrics
-        self._promises = promises
-        self._demand = demand
-        self._admission = admission
-        self._clock = clock
+    tokenizer: TextTokenizer
+    pipeline: Pipeline
+    metrics: RouterMetrics
+    demand: Demand
+    admission: Admission
+    clock: Clock
 
     async def deltas(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
         """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
-        writer = ChoiceWriter(job, self._tokenizer)
+        writer = ChoiceWriter(job, self.tokenizer)
         outcome: Outcome = "abort"
         verdict: SLOVerdict | None = None
         last: float | None = None
-        self._metrics.begun(job.request.num_prompt_tokens)
-        self._demand.arrived(job.request)
+        self.metrics.begun(job.request)
+        self.demand.arrived(job.request)
         try:
-            async with aclosing(self._pipeline.generate(job.request, stages)) as events:
+            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
                 async for event in events:
-                    now = self._clock()
+                    now = self.clock()
                     if last is not None:
-                        self._metrics.inter_token_latency.observe(now - last)
+                        self.metrics.inter_token_latency.observe(now - last)
                     last = now
                     delta = writer.add(event)
                     if delta.finish_reason is not None:
@@ -86,20 +75,17 @@ class ChoiceRunner:
                     if delta.finish_reason is not None and event.finish_reason is None:
                         break  # a stop string: the workers don't know of it, and are told by closing
             verdict = verdict_of(job.request.promise, stages.ttft_s, stages.tpot_s)
-            self._admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
+            self.admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
         except Exception as error:  # bugs, too; a client that leaves is none
-            outcome = "error"
-            verdict = "missed"
+            outcome, verdict = "error", "missed"
             if isinstance(error, Overloaded):
                 verdict = "refused"
-                self._promises.refused(job.request, error.limit)
+                self.metrics.overloaded(job.request, error.limit)
             raise
         finally:
-            self._metrics.ended(stages, outcome)
+            self.metrics.ended(job.request, stages, outcome, verdict)
             if outcome != "error":
-                self._demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
-            if verdict is not None:
-                self._promises.over(job.request, stages, verdict)
+                self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
 
 class ChoiceWriter:
@@ -158,56 +144,37 @@ def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta
 
 
 async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
-    queue: asyncio.Queue[Delta | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
     prompt_done = {job.group: asyncio.Event() for job in jobs}
     leaders = {job.group: job.index for job in reversed(jobs)}
 
     async def run(job: Job) -> None:
+        """Put the job's deltas into the queue, then None, or what it failed with."""
         done = prompt_done[job.group]
         if job.index != leaders[job.group]:
             await done.wait()
-        async with aclosing(generate(job)) as deltas:
-            async for delta in deltas:
-                done.set()
-                await queue.put(delta)
-
-    async def run_all() -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                for job in jobs:
-                    group.create_task(run(job))
-        finally:
-            # Nobody may be reading any more, so this can't wait; a reader looks at the task as well.
-            if not queue.full():
-                queue.put_nowait(None)
+            async with aclosing(generate(job)) as deltas:
+                async for delta in deltas:
+                    done.set()
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
 
-    running = asyncio.create_task(run_all())
+    tasks = [asyncio.create_task(run(job)) for job in jobs]
     try:
-        async for delta in _drain(queue, running):
-            yield delta
-        await _reraise_first(running)
+        num_running = len(tasks)
+        while num_running:
+            told = await queue.get()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                num_running -= 1
+            else:
+                yield told
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-async def _drain(queue: "asyncio.Queue[Delta | None]", running: "asyncio.Task[None]") -> AsyncIterator[Delta]:
-    while not (running.done() and queue.empty()):
-        delta = await queue.get()
-        if delta is None:
-            return
-        yield delta
-
-
-async def _reraise_first(running: "asyncio.Task[None]") -> None:
-    """One failure is what the client is told, not a group of them."""
-    try:
-        await running
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-
-
-def _first(group: BaseException) -> BaseException:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

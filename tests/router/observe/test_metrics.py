@@ -11,6 +11,8 @@ from twostroke.router.fleet import Path
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterReading, exposition
 from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
 
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)
@@ -64,15 +66,21 @@ def test_workers_that_are_left_out_or_leave_are_told():
         assert f"twostroke:{line}" in text
 
 
-def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind():
-    metrics = RouterMetrics("tiny")
+def router_metrics():
+    slo = SLOConfig()
+    admission = Admission(config=slo, stats=lambda peer: None, clock=float)
+    return RouterMetrics("tiny", slo.classes, admission, clock=float, is_ready=bool)
+
+
+def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_request):
+    metrics = router_metrics()
     metrics.refused(RequestError("a client's own words", code="overloaded", status=429))
     metrics.refused(WorkerLost("w1 has died"))
     stages = Stages(0.0, attempts=2, admit=0.5)
     stages.end_attempt(0.5, 1.0, Path(PREFILL, INFO), WorkerLost("w1 has died"))
     stages.end_attempt(1.5, 2.0, Path(PREFILL, INFO), None)
-    metrics.begun(5)
-    metrics.ended(stages, "stop")
+    metrics.begun(a_request())
+    metrics.ended(a_request(), stages, "stop", None)
     text = scraped(families=tuple(metrics.registry.collect()))
     for line in (
         'requests_refused_total{code="overloaded",model_name="tiny",router="r0",status="429"} 1.0',
@@ -85,11 +93,11 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind():
     assert "w1" not in text
 
 
-def reading(router, requests, *workers):
-    """Of a router that has begun so many requests."""
-    metrics = RouterMetrics("tiny")
-    for _ in range(requests):
-        metrics.begun(1)
+def reading(router, num_refused, *workers):
+    """Of a router that has refused so many requests."""
+    metrics = router_metrics()
+    for _ in range(num_refused):
+        metrics.refused(RequestError("no"))
     return RouterReading(router, tuple(metrics.registry.collect()), workers, frozenset())
 
 
@@ -97,9 +105,9 @@ def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
     one, two = reading("r1", 3), reading("r2", 5)
     text = exposition([one, two]).decode()
     for line in (
-        'prompt_tokens_total{model_name="tiny",router="r1"} 3.0',
-        'prompt_tokens_total{model_name="tiny",router="r2"} 5.0',
-        'router_requests_in_flight{model_name="tiny",router="r2"} 5.0',
+        'requests_refused_total{code="invalid_value",model_name="tiny",router="r1",status="400"} 3.0',
+        'requests_refused_total{code="invalid_value",model_name="tiny",router="r2",status="400"} 5.0',
+        'router_ready{model_name="tiny",router="r2"} 0.0',
     ):
         assert text.count(f"\ntwostroke:{line}\n") == 1
     assert sorted(text.splitlines()) == sorted(exposition([two, one]).decode().splitlines())
