@@ -22,7 +22,7 @@ from twostroke.router.observe.access_log import Exchange
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import Expected, LastScaling, never_scaled, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
-from twostroke.router.openai.choices import ChoiceRunner
+from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission

@@ -22,6 +22,7 @@ from twostroke.router.slo.classes import SLOClass
 
 Outcome = Literal["stop", "length", "abort", "error"]
 Series = TypeVar("Series", Counter, Gauge, Histogram)
+Labels = TypeVar("Labels", bound=str | tuple[str, ...])
 
 PREFIX = "twostroke:"
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -206,7 +207,7 @@ def family(
     name: str,
     help_text: str,
     labels: Sequence[str],
-    numbers: Mapping[str, float] | Mapping[tuple[str, ...], float],
+    numbers: Mapping[Labels, float],
 ) -> Metric:
     """Series whose `numbers` somebody else keeps, by the value of the label or those of several."""
     made = kind(PREFIX + name, help_text, labels=labels)

@@ -13,9 +13,8 @@ import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.protocol.requests import FinishReason
+from twostroke.protocol.requests import FinishReason, SampledToken
 from twostroke.router.observe.stages import Stages
-from twostroke.router.openai.choices import Delta, ShownToken
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -202,6 +201,23 @@ class ChatChunk(_Answer):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
+
+
+class ShownToken(msgspec.Struct, frozen=True):
+    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
+
+    sampled: SampledToken
+    offset: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one event adds to a choice."""
+
+    index: int  # of the choice
+    text: str
+    token_ids: tuple[int, ...]
+    shown: tuple[ShownToken, ...]  # empty unless log-probabilities are wanted
+    finish_reason: FinishReason | None
 
 
 class Format(ABC):

@@ -32,8 +32,8 @@ MAX_TOKEN_IDS = 2**20  # of one prompt: more than any model's context
 _INT64 = 2**63
 
 
-def valid(text: str) -> str:
-    """Text that can be UTF-8."""
+def _valid(text: str) -> str:
+    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -41,15 +41,15 @@ def valid(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(valid)]
-ShortText = Annotated[str, Field(max_length=512), AfterValidator(valid)]
+Text = Annotated[str, AfterValidator(_valid)]
+ShortText = Annotated[str, Field(max_length=512)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(valid)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
-_PromptText = Annotated[str, Field(min_length=1), AfterValidator(valid)]
+_PromptText = Annotated[str, Field(min_length=1)]
 _PromptTexts = Annotated[list[_PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 _PromptIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Prompt = str | list[int]
@@ -67,13 +67,6 @@ def _as_list(value: Any) -> Any:
     """An empty string is no stop string, as in OpenAI's API."""
     if isinstance(value, str):
         return [value] if value else []
-    return value
-
-
-def _bounded_mapping(value: Any) -> Any:
-    """Before its entries are looked at, so that a huge mapping costs nothing."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, has {len(value)}")
     return value
 
 
@@ -177,8 +170,7 @@ class GenerationFields(ModelRequest):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            BeforeValidator(_bounded_mapping),
-            Field(json_schema_extra={"maxProperties": MAX_LOGIT_BIAS, "additionalProperties": False}),
+            Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
         ]
         | None
     ) = None
@@ -337,18 +329,16 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """The refusal of a body that pydantic found these errors in: it names the first field at fault."""
     field = errors[0]["loc"][:1]
     first = max((one for one in errors if one["loc"][:1] == field), key=_how_far)
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, FieldError):
-        return _refusal(cause.param, str(cause))
     # Unions add the tried type's name to the path: not a part of what the client sent.
     path = [str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").isalnum()]
     param = shown(".".join(path[:4])) or "body"
-    if first["type"] == "missing":
-        return _refusal(param, "is required")
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
-        return _refusal(param, str(cause))
-    message = first["msg"]
-    return _refusal(param, message[:1].lower() + message[1:])
+        param, message = getattr(cause, "param", param), str(cause)
+    elif first["type"] == "missing":
+        message = "is required"
+    return _refusal(param, message)
 
 
 def _how_far(error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:

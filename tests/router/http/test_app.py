@@ -1,5 +1,6 @@
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -39,21 +40,18 @@ async def test_the_app_says_what_it_is(site_of):
         assert (await site.http.get("/v1/models/other/name")).status_code == 404
 
 
-@pytest.mark.parametrize(("lost", "ready"), [("p0", False), ("d0", False), (None, True)])
-async def test_ready_means_that_a_whole_path_is_there(site_of, until, lost, ready):
-    async with site_of(1, 1) as site:
+@pytest.mark.parametrize(
+    ("num_prefill", "lost", "ready"), [(1, "p0", False), (1, "d0", False), (1, None, True), (0, None, True)]
+)
+async def test_ready_means_that_a_whole_path_is_there(site_of, until, num_prefill, lost, ready):
+    async with site_of(num_prefill, 1) as site:
         if lost:
             await site.rig[lost].die()
-        peers = [site.rig[name].info.peer for name in ("p0", "d0") if name != lost]
-        await until(lambda: all(site.rig.channels.is_connected(peer) for peer in peers))
-        await until(lambda: lost is None or not site.rig.channels.is_connected(site.rig[lost].info.peer))
+        connected = {name: worker.info.peer for name, worker in site.rig.fleet.all.items()}
+        await until(
+            lambda: all(site.rig.channels.is_connected(connected[name]) == (name != lost) for name in connected)
+        )
         assert ((await site.http.get("/ready")).status_code == 200) == ready
-
-
-async def test_aggregated_mode_is_ready_without_prefill_workers(site_of, until):
-    async with site_of(0, 1) as site:
-        await until(lambda: site.rig.channels.is_connected(site.rig["d0"].info.peer))
-        assert (await site.http.get("/ready")).status_code == 200
 
 
 async def test_status_lists_the_workers_and_their_numbers(site_of, until):
@@ -266,31 +264,22 @@ async def test_a_bug_is_a_500_with_fixed_words(site_of, monkeypatch, caplog):
         assert "the insides" in caplog.text
 
 
-async def test_a_bug_before_a_stream_began_is_a_500(site_of, monkeypatch):
-    async with site_of(0, 1) as site:
-
-        async def buggy(job, stages):
-            raise ZeroDivisionError("the insides")
-            yield
-
-        monkeypatch.setattr(site.service.runner, "deltas", buggy)
-        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "stream": True})
-        assert response.status_code == 500
-        assert response.json()["error"]["code"] == "internal_error"
-
-
-async def test_a_bug_in_a_stream_is_an_error_event(site_of, monkeypatch):
+async def test_a_bug_before_a_stream_began_is_a_500_and_later_an_error_event(site_of, monkeypatch):
     async with site_of(0, 1) as site:
         original = site.service.runner.deltas
 
-        async def buggy(job, stages):
+        async def buggy(job, stages, *, num_deltas):
             async for delta in original(job, stages):
+                if num_deltas == 0:
+                    raise ZeroDivisionError("the insides")
+                num_deltas -= 1
                 yield delta
-                raise ZeroDivisionError("the insides")
 
-        monkeypatch.setattr(site.service.runner, "deltas", buggy)
-        chunks = await events(site)
-        assert chunks[-1]["error"]["code"] == "internal_error"
+        monkeypatch.setattr(site.service.runner, "deltas", partial(buggy, num_deltas=0))
+        response = await site.http.post("/v1/completions", json={"model": "fake", "prompt": "a", "stream": True})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        monkeypatch.setattr(site.service.runner, "deltas", partial(buggy, num_deltas=2))
+        assert (await events(site, return_token_ids=True))[-1]["error"]["code"] == "internal_error"
 
 
 async def test_text_goes_to_tokens_and_back(site_of):

@@ -48,15 +48,6 @@ async def test_a_chat_streams_the_role_first_and_usage_last(client):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_two_choices_differ_and_the_first_equals_a_single_one(client):
-    asked = {"model": "fake", "prompt": "import os", "max_tokens": 20, "seed": 5}
-    one = await client.completions.create(**asked)
-    two = await client.completions.create(**asked, n=2)
-    assert [choice.index for choice in two.choices] == [0, 1]
-    assert two.choices[0].text == one.choices[0].text != two.choices[1].text
-    assert two.usage.prompt_tokens == one.usage.prompt_tokens
-
-
 async def test_logprobs_have_one_entry_a_token(client):
     completion = await client.completions.create(
         model="fake", prompt="a", max_tokens=10, seed=5, logprobs=2, extra_body={"return_token_ids": True}

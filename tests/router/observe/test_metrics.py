@@ -24,23 +24,23 @@ def scraped(*, families=(), workers=(), ejected=frozenset()):
     return exposition([RouterReading("r0", families, workers, ejected)]).decode()
 
 
-def test_a_workers_damage_is_told_under_its_name():
-    stats = WorkerStats(transfer_digest_failures=2, broken_logit_rows=3, transfer_links_lost=5, pulled_tokens=6)
-    text = scraped(workers=((INFO, stats),))
-    for name, value in (
-        ("kv_transfer_digest_failures", 2),
-        ("broken_logit_rows", 3),
-        ("kv_transfer_links_lost", 5),
-        ("kv_pulled_tokens", 6),
+def test_what_workers_tell_is_told_under_its_name_by_role():
+    damaged = WorkerStats(owned_blocks=7, transfer_digest_failures=2, broken_logit_rows=3, transfer_links_lost=5)
+    workers = [(PREFILL, WorkerStats(total_blocks=64, pulled_tokens=6, is_draining=True)), (INFO, damaged)]
+    text = scraped(workers=workers, ejected=frozenset({INFO.peer}))
+    for line in (
+        'kv_transfer_digest_failures_total{role="decode",worker="d0"} 2.0',
+        'broken_logit_rows_total{role="decode",worker="d0"} 3.0',
+        'kv_transfer_links_lost_total{role="decode",worker="d0"} 5.0',
+        'kv_pulled_tokens_total{role="prefill",worker="p0"} 6.0',
+        'kv_blocks_owned{role="prefill",worker="p0"} 0.0',
+        'kv_blocks_owned{role="decode",worker="d0"} 7.0',
+        'worker_ejected{role="decode",router="r0",worker="d0"} 1.0',
+        'worker_ejected{role="prefill",router="r0",worker="p0"} 0.0',
+        'worker_draining{role="prefill",worker="p0"} 1.0',
+        'worker_draining{role="decode",worker="d0"} 0.0',
     ):
-        assert f'twostroke:{name}_total{{role="decode",worker="d0"}} {value}.0' in text
-
-
-def test_owned_blocks_are_told_by_role_and_are_0_when_idle():
-    numbers = [(PREFILL, WorkerStats(total_blocks=64, owned_blocks=0)), (INFO, WorkerStats(owned_blocks=7))]
-    text = scraped(workers=numbers)
-    assert 'twostroke:kv_blocks_owned{role="prefill",worker="p0"} 0.0' in text
-    assert 'twostroke:kv_blocks_owned{role="decode",worker="d0"} 7.0' in text
+        assert f"twostroke:{line}" in text
 
 
 def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
@@ -52,18 +52,6 @@ def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
         'queued_tokens{role="prefill",slo_class="slow",worker="p0"} 7.0',
     ):
         assert text.count(f"twostroke:{line}") == 1
-
-
-def test_workers_that_are_left_out_or_leave_are_told():
-    numbers = [(PREFILL, WorkerStats(is_draining=True)), (INFO, WorkerStats())]
-    text = scraped(workers=numbers, ejected=frozenset({INFO.peer}))
-    for line in (
-        'worker_ejected{role="decode",router="r0",worker="d0"} 1.0',
-        'worker_ejected{role="prefill",router="r0",worker="p0"} 0.0',
-        'worker_draining{role="prefill",worker="p0"} 1.0',
-        'worker_draining{role="decode",worker="d0"} 0.0',
-    ):
-        assert f"twostroke:{line}" in text
 
 
 def router_metrics():
@@ -136,10 +124,3 @@ def test_a_worker_is_told_once_as_the_router_tells_that_heard_last_of_it():
         text = exposition(readings).decode()
         (line,) = [line for line in text.splitlines() if line.startswith("twostroke:worker_generation_tokens_total{")]
         assert line.endswith('{role="decode",worker="d0"} 80.0')
-
-
-def test_each_router_tells_which_workers_it_leaves_out():
-    ejecting = RouterReading("r1", (), ((INFO, WorkerStats()),), frozenset({INFO.peer}))
-    text = exposition([ejecting, reading("r2", 0, (INFO, WorkerStats()))]).decode()
-    assert 'worker_ejected{role="decode",router="r1",worker="d0"} 1.0' in text
-    assert 'worker_ejected{role="decode",router="r2",worker="d0"} 0.0' in text
