@@ -6,7 +6,7 @@ which say themselves how a choice has its text, and how its log-probabilities.
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired, cast
 
 import msgspec
@@ -249,7 +249,7 @@ class Format(ABC):
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
         """The body of a response that is not streamed; `choices` are the deltas of each choice."""
-        written = [self._choice(index, deltas, is_chunk=False) for index, deltas in enumerate(choices)]
+        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
         return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -259,34 +259,28 @@ class Format(ABC):
         """
         if not (delta.text or delta.shown or delta.finish_reason or self._return_token_ids):
             return b""
-        return self._event([self._choice(delta.index, [delta], is_chunk=True)], usage)
+        return self._event([self._choice(delta, is_chunk=True)], usage)
 
     def usage_event(self, usage: Usage) -> bytes:
         """The last event, where the client asked for usage."""
         return self._event([], usage)
 
     @abstractmethod
-    def _content(self, index: int, text: str, *, is_chunk: bool, is_end: bool) -> dict[str, Any]:
-        """The members of a choice that tell its text. `is_end`: of its last chunk."""
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """The members of a choice that tell its text."""
 
     @abstractmethod
-    def _logprobs(self, tokens: Iterable[ShownToken]) -> CompletionLogprobs | ChatLogprobs:
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs | ChatLogprobs:
         """The log-probabilities of these tokens."""
 
-    def _choice(self, index: int, deltas: Sequence[Delta], *, is_chunk: bool) -> dict[str, Any]:
-        """A choice, or what a chunk adds to it."""
-        finish_reason = deltas[-1].finish_reason
-        text = "".join(delta.text for delta in deltas)
-        choice = {
-            "index": index,
-            **self._content(index, text, is_chunk=is_chunk, is_end=finish_reason is not None),
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
-        if self._jobs[index].request.sampling.logprobs is not None:
-            choice["logprobs"] = self._logprobs([token for delta in deltas for token in delta.shown])
+    def _choice(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
+        choice = self._content(delta, is_chunk=is_chunk)
+        choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._jobs[delta.index].request.sampling.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.shown)
         if self._return_token_ids:
-            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+            choice["token_ids"] = delta.token_ids
         return choice
 
     def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
@@ -306,13 +300,13 @@ class CompletionFormat(Format):
     id_prefix = "cmpl"
     name = chunk_name = "text_completion"
 
-    def _content(self, index: int, text: str, *, is_chunk: bool, is_end: bool) -> dict[str, Any]:
-        if index in self._opened:
-            return {"text": text}
-        self._opened.add(index)
-        return {"text": self._jobs[index].echo + text, **self._prompt(index)}
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        if delta.index in self._opened:
+            return {"text": delta.text}
+        self._opened.add(delta.index)
+        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
 
-    def _logprobs(self, tokens: Iterable[ShownToken]) -> CompletionLogprobs:
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             text, logprob = self._piece(token.sampled.token_id).text, token.sampled.logprob
@@ -353,12 +347,13 @@ class ChatFormat(Format):
         }
         return self._event([opening], usage, **self._prompt(delta.index)) + told
 
-    def _content(self, index: int, text: str, *, is_chunk: bool, is_end: bool) -> dict[str, Any]:
-        if is_chunk:
-            return {"delta": {} if is_end and not text else {"content": text}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        if not is_chunk:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        is_bare_end = delta.finish_reason is not None and not delta.text
+        return {"delta": {} if is_bare_end else {"content": delta.text}}
 
-    def _logprobs(self, tokens: Iterable[ShownToken]) -> ChatLogprobs:
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
         content: list[TokenLogprob] = []
         for token in tokens:
             top = [self._top(token_id, logprob) for token_id, logprob in token.sampled.top]
@@ -369,6 +364,14 @@ class ChatFormat(Format):
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
         piece = self._piece(token_id)
         return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """All that a choice got, as if it had come at once."""
+    text = "".join(delta.text for delta in deltas)
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    shown = tuple(token for delta in deltas for token in delta.shown)
+    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason)
 
 
 def event(chunk: Any) -> bytes:
