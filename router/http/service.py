@@ -55,6 +55,7 @@ class ServiceConfig:
     version: str = field(default_factory=_version)
 
 
+@dataclass(kw_only=True)
 class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
@@ -62,49 +63,34 @@ class RouterService:
     everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
     """
 
-    def __init__(
-        self,
-        *,
-        config: ServiceConfig,
-        tokenizer: TextTokenizer,
-        fleet: Fleet,
-        channels: TokenChannels,
-        pipeline: Pipeline,
-        slo: SLOConfig | None = None,
-        admission: Admission | None = None,
-        tenants: Tenants | None = None,
-        traces: "OpenTelemetryTraces | None" = None,
-        other_routers: OtherRouters = no_other_routers,
-        expected: Expected = dict,
-        scaling: LastScaling = never_scaled,
-        clock: Clock = time.monotonic,
-        wall_clock: Clock = time.time,
-    ):
-        self.config = config
-        self.tokenizer = tokenizer
-        self.jobs = JobMaker(tokenizer)
-        self.clock = clock
-        self.slo = slo or SLOConfig()
-        self.tenants = tenants
-        self.traces = traces
-        admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
+    config: ServiceConfig
+    tokenizer: TextTokenizer
+    fleet: Fleet
+    channels: TokenChannels
+    pipeline: Pipeline
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    admission: Admission | None = None
+    tenants: Tenants | None = None
+    traces: "OpenTelemetryTraces | None" = None
+    other_routers: OtherRouters = no_other_routers
+    expected: Expected = dict
+    scaling: LastScaling = never_scaled
+    clock: Clock = time.monotonic
+    wall_clock: Clock = time.time
+
+    def __post_init__(self) -> None:
+        admission = self.admission or Admission(config=self.slo, stats=self.channels.stats, clock=self.clock)
         self._metrics = RouterMetrics(
-            config.model_name, self.slo.classes, admission, clock, is_ready=lambda: not self.missing()
+            self.config.model_name, self.slo.classes, admission, self.clock, is_ready=lambda: not self.missing()
         )
-        pipeline.time_decisions(self._metrics.decision_time.observe)
-        self._demand = Demand(self.slo.classes, clock)
-        self.runner = ChoiceRunner(tokenizer, pipeline, self._metrics, self._demand, admission, clock)
-        self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
-        self._unknown_fields = UnknownFields(strict=config.strict)
-        self._fleet = fleet
-        self._channels = channels
-        self._pipeline = pipeline
-        self._other_routers = other_routers
-        self._expected = expected
-        self._scaling = scaling
-        self._wall_clock = wall_clock
+        self.pipeline.time_decisions(self._metrics.decision_time.observe)
+        self._demand = Demand(self.slo.classes, self.clock)
+        self.jobs = JobMaker(self.tokenizer)
+        self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
+        self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
+        self.started_at = int(self.wall_clock())
+        self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
-        self.started_at = int(wall_clock())
 
     async def start(self) -> None:
         """Connect to the workers, and keep following the fleet."""
@@ -117,7 +103,7 @@ class RouterService:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
             self._following = None
-        await self._channels.close()
+        await self.channels.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
@@ -130,7 +116,7 @@ class RouterService:
 
     def now(self) -> int:
         """Seconds since 1970, for `created`."""
-        return int(self._wall_clock())
+        return int(self.wall_clock())
 
     def check(self, asked: ModelRequest) -> None:
         """Raises RequestError for another model than the one served, and where unknown fields are refused."""
@@ -150,7 +136,7 @@ class RouterService:
 
     def max_context(self) -> int:
         """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
-        contexts = [info.max_context for info in self._fleet.workers() if info.role == "decode"]
+        contexts = [info.max_context for info in self.fleet.workers() if info.role == "decode"]
         if not contexts:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
@@ -159,19 +145,19 @@ class RouterService:
         """What a whole path lacks; empty when ready."""
         if self.gate.is_draining:
             return ["the server is about to end"]
-        workers = self._fleet.workers()
-        reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}
+        workers = self.fleet.workers()
+        reachable = {info.role for info in workers if self.channels.is_connected(info.peer)}
         wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
         return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
 
     def status(self) -> dict[str, Any]:
         """All workers and their numbers, for people and for `twostroke status`."""
-        ejected = self._pipeline.ejected()
+        ejected = self.pipeline.ejected()
         return {
             "model": self.config.model_name,
             "version": self.config.version,
             "ready": not self.missing(),
-            "places_held": self._pipeline.in_flight,
+            "places_held": self.pipeline.in_flight,
             "slo_classes": [
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
@@ -182,24 +168,24 @@ class RouterService:
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "node": info.token_address.host,
-                    "reachable": self._channels.is_connected(info.peer),
+                    "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,
-                    "stats": msgspec.to_builtins(self._channels.stats(info.peer)),
+                    "stats": msgspec.to_builtins(self.channels.stats(info.peer)),
                 }
-                for info in self._fleet.workers()
+                for info in self.fleet.workers()
             ],
         }
 
     def _scaling_status(self) -> dict[str, Any] | None:
-        scaling = self._scaling()
+        scaling = self.scaling()
         if scaling is None:
             return None
         running = Counter(info.role for info, stats in self._worker_numbers() if not stats.is_draining)
-        return scaling_status(scaling, running, self._wall_clock())
+        return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
@@ -208,26 +194,26 @@ class RouterService:
 
     def reading(self) -> RouterReading:
         """This router's numbers."""
-        planned = planned_families(self._expected(), self._scaling())
+        planned = planned_families(self.expected(), self.scaling())
         return RouterReading(
             self.config.router_id,
             (*self._metrics.registry.collect(), *planned),
             tuple(self._worker_numbers()),
-            frozenset(self._pipeline.ejected()),
+            frozenset(self.pipeline.ejected()),
         )
 
     async def readings(self) -> list[RouterReading]:
         """The numbers of all routers that answer, this one's first."""
-        return [self.reading(), *await self._other_routers()]
+        return [self.reading(), *await self.other_routers()]
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""
-        for info in self._fleet.workers():
-            stats = self._channels.stats(info.peer)
+        for info in self.fleet.workers():
+            stats = self.channels.stats(info.peer)
             if stats is not None:
                 yield info, stats
 
     async def _follow(self) -> None:
         while True:
-            self._channels.follow(self._fleet.workers())
+            self.channels.follow(self.fleet.workers())
             await asyncio.sleep(self.config.follow_s)

@@ -15,6 +15,7 @@ Workers tell durations, not moments: their spans are laid out from the beginning
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -75,12 +76,12 @@ class OpenTelemetryTraces:
         self._provider.shutdown()
 
 
+@dataclass(frozen=True)
 class _Spans:
     """Makes spans of moments of the router's clock; `offset_s` added, they are seconds since 1970."""
 
-    def __init__(self, tracer: Tracer, offset_s: float):
-        self._tracer = tracer
-        self._offset_s = offset_s
+    tracer: Tracer
+    offset_s: float
 
     def begin(
         self,
@@ -90,13 +91,13 @@ class _Spans:
         attributes: Mapping[str, AttributeValue] | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        return self._tracer.start_span(name, parent, kind, attributes, start_time=self.ns(moment))
+        return self.tracer.start_span(name, parent, kind, attributes, start_time=self.ns(moment))
 
     def end(self, span: Span, moment: float) -> None:
         span.end(self.ns(moment))
 
     def ns(self, moment: float) -> int:
-        return int((moment + self._offset_s) * 1e9)
+        return int((moment + self.offset_s) * 1e9)
 
 
 def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]:
