@@ -1,4 +1,7 @@
-"""What a scrape tells, of one router and its workers and of several."""
+"""What a scrape tells, of one router and its workers and of several; docs/observability.md has all of it."""
+
+import re
+from pathlib import Path as FilePath
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +17,7 @@ from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
+PAGE = FilePath(__file__).parents[3] / "docs" / "observability.md"
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)
 PREFILL = msgspec.structs.replace(INFO, role="prefill", peer=Peer("p0", 2))
@@ -124,3 +128,22 @@ def test_a_worker_is_told_once_as_the_router_tells_that_heard_last_of_it():
         text = exposition(readings).decode()
         (line,) = [line for line in text.splitlines() if line.startswith("twostroke:worker_generation_tokens_total{")]
         assert line.endswith('{role="decode",worker="d0"} 80.0')
+
+
+def names_on_the_page():
+    """The first cells of the rows whose second cell is a type."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 2 and cells[1] in ("counter", "gauge", "histogram"):
+            for name in re.findall("`([^`]+)`", cells[0]):
+                head, brace, rest = name.partition("{")
+                several, _, tail = rest.partition("}")
+                yield from (f"{head}{one}{tail}" for one in (several.split(",") if brace else [""]))
+
+
+async def test_every_series_is_on_the_page_and_no_other(site_of):
+    async with site_of(1, 1) as site:
+        text = (await site.http.get("/metrics")).text
+    told = re.findall(r"^# TYPE twostroke:(\w+) (counter|gauge|histogram)$", text, re.MULTILINE)
+    series = {name.removesuffix("_total") if kind == "counter" else name for name, kind in told}
+    assert sorted(names_on_the_page()) == sorted(name for name in series if not name.endswith("_created"))
