@@ -124,13 +124,9 @@ class Scrape(Collector):
 
 def _newest(readings: Sequence[RouterReading]) -> WorkerNumbers:
     """Each worker once, as the router tells that has heard of it last: else its counters could fall between scrapes."""
-    newest: dict[str, tuple[WorkerInfo, WorkerStats]] = {}
-    for reading in readings:
-        for info, stats in reading.workers:
-            known = newest.get(info.peer.worker_id)
-            if known is None or stats.steps > known[1].steps:
-                newest[info.peer.worker_id] = (info, stats)
-    return list(newest.values())
+    told = [one for reading in readings for one in reading.workers]
+    told.sort(key=lambda one: one[1].steps)
+    return list({info.peer.worker_id: (info, stats) for info, stats in told}.values())
 
 
 def _ejected(reading: RouterReading) -> Metric:

@@ -35,12 +35,8 @@ async def test_a_completion_and_its_stream_are_the_same(client):
 async def test_a_chat_streams_the_role_first_and_usage_last(client):
     asked = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 20}
     whole = await client.chat.completions.create(**asked)
-    chunks = [
-        chunk
-        async for chunk in await client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
-        )
-    ]
+    stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
     assert chunks[-1].choices == []
@@ -121,9 +117,8 @@ async def test_a_client_that_leaves_is_cancelled_at_the_workers(site, client, st
 
 
 async def _ask(client, streaming):
-    answer = await client.completions.create(
-        model="fake", prompt="a", max_tokens=30, stream=streaming, extra_body={"ignore_eos": True}
-    )
+    asked = {"model": "fake", "prompt": "a", "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    answer = await client.completions.create(**asked, stream=streaming)
     if streaming:
         async for _ in answer:
             pass
