@@ -53,6 +53,7 @@ from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.observe.scaling import never_scaled
+from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.text.tokenizer import TextTokenizer
 
 SECRET = b"the cluster's secret"
@@ -400,7 +401,7 @@ def site_of(fleet_of, tokenizer):
         num_decode: int,
         *,
         listen: bool = False,
-        slo=None,
+        slo=SLOConfig(),  # noqa: B008  (frozen)
         tenants=None,
         scaling=never_scaled,
         **config,

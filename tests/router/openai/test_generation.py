@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
-from twostroke.router.openai.choices import ChoiceWriter, Delta, run_choices
+from twostroke.router.openai.answers import Delta
+from twostroke.router.openai.generation import ChoiceWriter, run_choices
 from twostroke.router.openai.jobs import Job
 
 

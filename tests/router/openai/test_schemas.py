@@ -7,10 +7,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from twostroke.protocol.errors import RequestError
 from twostroke.router.http.body import parse_object
-from twostroke.router.openai.parsing import MAX_NAMED, UnknownFields, explain, prompts_of
-from twostroke.router.openai.schemas import LACKING, WITHOUT_EFFECT, ChatRequest, CompletionRequest
+from twostroke.router.openai.schemas import (
+    LACKING,
+    MAX_NAMED,
+    MAX_TOKEN_IDS,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    UnknownFields,
+    explain,
+)
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
@@ -36,10 +43,27 @@ def test_of_many_wrong_items_only_the_first_costs_an_error(model, change):
     assert caught.value.error_count() <= 5
 
 
-def test_the_length_of_a_prompt_of_ids_is_checked_before_its_ids():
-    with pytest.raises(RequestError) as caught:
-        prompts_of(CompletionRequest(prompt=["a wrong id", *[1] * 512][::-1]), 512)
-    assert caught.value.code == "context_length_exceeded"
+@pytest.mark.parametrize(
+    ("prompt", "refusal"),
+    [
+        ("", "prompt: string should have at least 1 character"),
+        ([], "prompt: list should have at least 1 item after validation, not 0"),
+        (["a", ""], "prompt.1: string should have at least 1 character"),
+        (["a", "\udfff"], "prompt.1: input should be a valid string, unable to parse raw data as a unicode string"),
+        (["a", 1], "prompt.1: input should be a valid string"),
+        ([1, 2, True], "prompt.2: input should be a valid integer"),
+        ([1, -1], "prompt.1: input should be greater than or equal to 0"),
+        ([[1], 2], "prompt.1: input should be a valid list"),
+        ([[1], [1, 2**31]], "prompt.1.1: input should be less than 2147483648"),
+        (["a"] * 65, "prompt: list should have at most 64 items after validation, not 65"),
+        ([*[1] * MAX_TOKEN_IDS, "a"], f"prompt: list should have at most {MAX_TOKEN_IDS} items"),
+    ],
+    ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
+)
+def test_what_a_prompt_lacks_is_told_where_it_lacks_it(prompt, refusal):
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert str(explain(caught.value.errors())).startswith(refusal)
 
 
 @pytest.mark.parametrize("name", sorted(LACKING))
@@ -92,11 +116,7 @@ def test_any_json_is_either_parsed_or_refused_by_name(changes, chat):
 
 def _fault(model, body):
     try:
-        asked = model.model_validate(parse_object(body.encode()))
-        if model is CompletionRequest:
-            prompts_of(asked, 512)
+        model.model_validate(parse_object(body.encode()))
     except ValidationError as error:
         return explain(error.errors())
-    except RequestError as error:
-        return error
     return None
