@@ -90,7 +90,7 @@ class Head:
         self._clients = dict(enumerate(clients))
         self._waited_for = set(self._clients)
         for worker, client in self._clients.items():
-            order = PrepareOrder(self.plan, worker, self.plan.num_workers, self._is_ours)
+            order = PrepareOrder(self.plan, worker, self._is_ours)
             self._send_to(PREPARE, msgspec.msgpack.encode(order), client)
 
     def on_prepared(self, content: bytes) -> None:

@@ -27,8 +27,8 @@ from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Gamma, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.observations import Validity
-from twostroke.loadtests.report.sweep import read_sweep
+from twostroke.loadtests.report.figures import Validity
+from twostroke.loadtests.capacity import read_sweep
 
 
 def curve(capacity: float, steepness: float = 8.0) -> Callable[[float], float]:

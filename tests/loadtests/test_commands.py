@@ -17,8 +17,8 @@ from twostroke.loadtests.errors import LoadTestError, RunLost
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary, summarise
-from twostroke.loadtests.report.observations import Validity
-from twostroke.loadtests.report.sweep import read_sweep
+from twostroke.loadtests.report.figures import Validity
+from twostroke.loadtests.capacity import read_sweep
 from twostroke.loadtests.run_folder import RunFolder
 
 

@@ -26,8 +26,8 @@ from twostroke.loadtests.report.comparison import (
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.report.pages import Entry, read_summary, write_comparison
-from twostroke.loadtests.report.run_plots import Times, tail_plot
-from twostroke.loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
+from twostroke.loadtests.report.plots import Times, tail_plot
+from twostroke.loadtests.capacity import Capacity, SweepResult, point_of, write_sweep
 
 
 @pytest.mark.parametrize(

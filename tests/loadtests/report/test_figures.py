@@ -24,7 +24,7 @@ from twostroke.loadtests.report.figures import (
     summarise,
     summary_of,
 )
-from twostroke.loadtests.report.observations import Validity, judge, read_observations
+from twostroke.loadtests.report.figures import Validity, judge, read_observations
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 

@@ -12,7 +12,7 @@ from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary, summarise, summary_of
-from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.report.pages import (
     REPORT_FILE,
     capacity_words,
@@ -23,8 +23,8 @@ from twostroke.loadtests.report.pages import (
     write_report,
     write_sweep_report,
 )
-from twostroke.loadtests.report.run_plots import bin_edges, by_moment, requests_in_flight
-from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
+from twostroke.loadtests.report.plots import bin_edges, by_moment, requests_in_flight
+from twostroke.loadtests.capacity import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
 from twostroke.loadtests.run_folder import Record, RunFolder, Sample, write
 
 # What makes a browser fetch something.
