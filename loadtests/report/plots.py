@@ -105,7 +105,8 @@ def latency_cdfs(groups: Mapping[str, Answers], slo: SLO, kind: str = "") -> Plo
         seconds_axis(axis, np.concatenate(known))
         percent_axis(axis)
         axis.set_title(title)
-        axis.legend(loc="lower right")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="lower right")
     for axis in axes[:, 0]:
         axis.set_ylabel("share of answers (gaps)")
     return plot_of(

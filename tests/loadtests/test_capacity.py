@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loadtests.report.runs import read_sweep
 from twostroke.loadtests.capacity import (
     Crossing,
     Measured,
@@ -26,9 +27,7 @@ from twostroke.loadtests.capacity import (
 from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Gamma, Plan
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.figures import Validity
-from twostroke.loadtests.capacity import read_sweep
+from twostroke.loadtests.report.figures import Summary, Validity
 
 
 def curve(capacity: float, steepness: float = 8.0) -> Callable[[float], float]:

@@ -17,14 +17,15 @@ from twostroke.loadtests.report.figures import (
     SERVER_PARTS,
     FrequentError,
     Summary,
+    Validity,
+    judge,
     judged_rows,
-    mean_parts,
     num_workers,
+    read_observations,
     server_parts,
     summarise,
     summary_of,
 )
-from twostroke.loadtests.report.figures import Validity, judge, read_observations
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 
@@ -430,16 +431,17 @@ def test_parts_add_up_to_the_whole_and_none_is_negative(
     assert min(found) >= -1e-9
 
 
-def test_means_are_of_all_answers() -> None:
-    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (DISAGGREGATED | {"prefill_s": 0.25}, 0.5, 1.5)])
+def test_stages_are_means_of_all_answers() -> None:
+    quicker = DISAGGREGATED | {"prefill_s": 0.25}
+    found = summary(answer(3.0, 0.5, 1.5, stages=DISAGGREGATED), answer(4.0, 0.5, 1.5, stages=quicker)).stages
     assert [part.name for part in found] == list(SERVER_PARTS)
     assert next(part.mean_s for part in found if part.name == "prefill") == pytest.approx(0.3)
 
 
 def test_a_server_that_tells_no_stages_has_two_parts() -> None:
-    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (None, 0.3, 0.8)])
+    found = summary(answer(3.0, 0.5, 1.5, stages=DISAGGREGATED), answer(4.0, 0.3, 0.8)).stages
     assert [(part.name, part.mean_s) for part in found] == [
         (CLIENT_PARTS[0], pytest.approx(0.4)),
         (CLIENT_PARTS[1], pytest.approx(0.75)),
     ]
-    assert mean_parts([]) == []
+    assert summary(miss(3.0, "failed")).stages == []
