@@ -138,7 +138,7 @@ def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[
         raise ConfigError(
             f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
         )
-    from twostroke.loadtests.errors import LoadTestError
+    from twostroke.loadtests import LoadTestError
 
     run = _prepare(module, parser)
 

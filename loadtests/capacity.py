@@ -16,7 +16,7 @@ from statistics import mean, stdev
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Constant, Gamma, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate, number
 from twostroke.loadtests.report.figures import Summary

@@ -16,7 +16,7 @@ from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.locust_head import Head
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender

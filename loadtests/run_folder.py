@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError, unwritable
+from twostroke.loadtests import LoadTestError, unwritable
 from twostroke.loadtests.plan import Plan
 
 Status = Literal["ok", "refused", "failed", "unfinished"]

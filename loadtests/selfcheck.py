@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson, Session
 from twostroke.loadtests.report.estimates import percentile

@@ -6,13 +6,13 @@ and workloads are the fields of the plan's own classes.
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.run_facts import served_model
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import (
@@ -188,9 +188,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
     parser.add_argument("--plan", type=Path, metavar="FILE", help=f"do what this plan.json says, on {where}")
     added = _add_arrivals(parser.add_argument_group("when requests arrive")) if with_arrivals else []
     added += _add_workload(parser.add_argument_group("what is sent"))
-    added += _add_run(parser.add_argument_group("the run"))
+    added += add_options(parser.add_argument_group("the run"), _RUN_OPTIONS)
     server = parser.add_argument_group("what the server is asked", "Twostroke tells the first three itself.")
-    parser.set_defaults(not_beside_plan=added + _add_server(server))
+    added += add_options(server, _SERVER_OPTIONS)
+    prompts_help = "default: token ids, where the vocabulary is known"
+    added.append(server.add_argument("--prompts", choices=("ids", "text"), help=prompts_help))
+    eos_help = "let the model end its answers: they are then not as long as planned"
+    added.append(server.add_argument("--stop-at-eos", action="store_true", help=eos_help))
+    parser.set_defaults(not_beside_plan=added)
 
 
 def _add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
@@ -219,48 +224,35 @@ def _add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     return added
 
 
-def _add_run(run: argparse._ArgumentGroup) -> list[argparse.Action]:
-    slo_help = f"ttft=S,tpot=S, one, or {', '.join(SLO_PRESETS)}"
-    return [
-        run.add_argument(
-            "--seconds", type=above_zero, default=60.0, help="of arrivals, warm-up included (default: 60)"
-        ),
-        run.add_argument("--warm-up", type=float, default=0.0, metavar="S", help="of these; not judged (default: 0)"),
-        run.add_argument("--slo", type=slo_of, default=SLO(), metavar="TIMES", help=slo_help),
-        run.add_argument("--seed", type=int, default=0, help="another seed, other requests (default: 0)"),
-        run.add_argument(
-            "--workers",
-            type=positive_count,
-            default=1,
-            metavar="N",
-            help="processes that send, about 50 streams each (default: 1)",
-        ),
-        run.add_argument(
-            "--request-limit",
-            type=above_zero,
-            default=300.0,
-            metavar="S",
-            help="a slower answer is a failure (default: 300)",
-        ),
-    ]
+Option = tuple[str, Callable[[str], Any], Any, str, str]
+"""A name, what reads its value, the default, what stands for the value in the help, and the help itself."""
+
+_RUN_OPTIONS: tuple[Option, ...] = (
+    ("--seconds", above_zero, 60.0, "S", "of arrivals, warm-up included"),
+    ("--warm-up", float, 0.0, "S", "of these; not judged"),
+    ("--slo", slo_of, None, "TIMES", f"ttft=S,tpot=S, one, or {', '.join(SLO_PRESETS)}"),
+    ("--seed", int, 0, "N", "another seed, other requests"),
+    ("--workers", positive_count, 1, "N", "processes that send, about 50 streams each"),
+    ("--request-limit", above_zero, 300.0, "S", "a slower answer is a failure"),
+)
+_SERVER_OPTIONS: tuple[Option, ...] = (
+    ("--model", str, None, "NAME", "default: the first that the server lists"),
+    ("--max-context", positive_count, None, "TOKENS", "longer requests are rescaled to it"),
+    ("--vocabulary", positive_count, None, "N", "draw token ids below it"),
+    ("--service-tier", str, None, "CLASS", "sent with each request"),
+)
 
 
-def _add_server(server: argparse._ArgumentGroup) -> list[argparse.Action]:
+def add_options(group: argparse._ArgumentGroup, options: Iterable[Option]) -> list[argparse.Action]:
     return [
-        server.add_argument("--model", help="default: the first that the server lists"),
-        server.add_argument(
-            "--max-context", type=positive_count, metavar="TOKENS", help="longer requests are rescaled to it"
-        ),
-        server.add_argument("--vocabulary", type=positive_count, metavar="N", help="draw token ids below it"),
-        server.add_argument(
-            "--prompts", choices=("ids", "text"), help="default: token ids, where the vocabulary is known"
-        ),
-        server.add_argument("--service-tier", metavar="CLASS", help="sent with each request"),
-        server.add_argument(
-            "--stop-at-eos",
-            action="store_true",
-            help="let the model end its answers: they are then not as long as planned",
-        ),
+        group.add_argument(
+            name,
+            type=kind,
+            default=default,
+            metavar=metavar,
+            help=help_text if default is None else f"{help_text} (default: %(default)s)",
+        )
+        for name, kind, default, metavar, help_text in options
     ]
 
 
@@ -287,7 +279,7 @@ def plan_of(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> 
         max_context=max_context,
         arrivals=chosen,
         workload=workload,
-        slo=arguments.slo,
+        slo=arguments.slo or SLO(),
         seconds=arguments.seconds,
         name=arguments.name or Path(arguments.workload).stem,
         seed=arguments.seed,

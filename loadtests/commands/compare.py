@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import (
     add_plan_arguments,
     add_slo_multiple,
@@ -20,7 +21,6 @@ from twostroke.loadtests.commands.arguments import (
     positive_count,
     with_slo_multiple,
 )
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report import words

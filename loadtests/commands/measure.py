@@ -12,15 +12,17 @@ from typing import Any
 
 import msgspec
 
+from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.capacity import MOST_REPEATS, SWEEP_FILE, Search, Sweep, SweepEnded, SweepResult
 from twostroke.loadtests.commands.arguments import (
+    Option,
     above_zero,
+    add_options,
     add_plan_arguments,
     add_slo_multiple,
     plan_of,
     with_slo_multiple,
 )
-from twostroke.loadtests.errors import LoadTestError, RunLost
 from twostroke.loadtests.generator.runner import check_free, run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
 from twostroke.loadtests.report import words
@@ -119,17 +121,19 @@ def _report_on_sweep(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "valid": sweep.valid, "capacity": capacities, "ended_early": sweep.ended_early}
 
 
+_SWEEP_OPTIONS: tuple[Option, ...] = (
+    ("--cv", above_zero, 1.0, "CV", "of the gaps between arrivals; 1 is Poisson"),
+    ("--start", above_zero, 1.0, "RATE", "where the search begins"),
+    ("--precision", above_zero, 0.1, "SHARE", "of the rate: ends a search"),
+    ("--budget", above_zero, 3600.0, "S", "for all runs together"),
+)
+
+
 def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_plan_arguments(parser, with_arrivals=False)
     add_slo_multiple(parser)
     sweep = parser.add_argument_group("the sweep")
-    for name, default, metavar, help_text in (
-        ("--cv", 1.0, "CV", "of the gaps between arrivals (default: 1, Poisson)"),
-        ("--start", 1.0, "RATE", "where the search begins (default: 1)"),
-        ("--precision", 0.1, "SHARE", "of the rate: ends a search (default: 0.1)"),
-        ("--budget", 3600.0, "S", "for all runs together (default: 3600)"),
-    ):
-        sweep.add_argument(name, type=above_zero, default=default, metavar=metavar, help=help_text)
+    add_options(sweep, _SWEEP_OPTIONS)
     sweep.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measure these alone, instead of searching")
     sweep.add_argument(
         "--repeats",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.http_stream import Exchange, StreamedAnswer, read_stream
 from twostroke.loadtests.plan import Chat, Closed, Plan, Session, Turn
 from twostroke.loadtests.run_folder import Record

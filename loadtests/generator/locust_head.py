@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from flask import request
 
-from twostroke.loadtests.errors import unwritable
+from twostroke.loadtests import unwritable
 from twostroke.loadtests.generator.live import LiveFigures, Progress, Second, percentile, series
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of

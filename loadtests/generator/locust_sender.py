@@ -15,7 +15,7 @@ import msgspec
 from gevent.event import AsyncResult
 from gevent.pool import Group
 
-from twostroke.loadtests.errors import LoadTestError, unwritable
+from twostroke.loadtests import LoadTestError, unwritable
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
 from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second

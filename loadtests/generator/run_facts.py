@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import RunFacts
 
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError, RunLost, unwritable
+from twostroke.loadtests import LoadTestError, RunLost, unwritable
 from twostroke.loadtests.generator.dispatcher import check_prompts
 from twostroke.loadtests.generator.live import Progress, ProgressDisplay
 from twostroke.loadtests.generator.run_facts import get

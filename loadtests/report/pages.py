@@ -12,8 +12,8 @@ import jinja2
 import msgspec
 import numpy as np
 
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report import estimates, words
 from twostroke.loadtests.report.chart import Plot, in_our_style

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from itertools import count, pairwise, repeat, takewhile
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
 
 

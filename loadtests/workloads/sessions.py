@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import (
     Chat,
     Fixed,

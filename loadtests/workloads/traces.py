@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Piece, Turn
 from twostroke.loadtests.workloads.arrivals import seed_of
 from twostroke.loadtests.workloads.prompts import block_pieces

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loadtests.report.runs import read_sweep
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import (
     Crossing,
     Measured,
@@ -24,7 +25,6 @@ from twostroke.loadtests.capacity import (
     interval,
     next_rate,
 )
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Fixed, Gamma, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary, Validity

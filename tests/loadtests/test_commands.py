@@ -11,10 +11,10 @@ import pytest
 
 from tests.loadtests.report.runs import drawn, facts, plan, read_sweep, write_run
 from tests.loadtests.test_capacity import PLAN, summary_of
+from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.commands import arguments as plan_arguments
 from twostroke.loadtests.commands import compare, measure
 from twostroke.loadtests.commands.arguments import with_slo_multiple
-from twostroke.loadtests.errors import LoadTestError, RunLost
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary, Validity, summarise

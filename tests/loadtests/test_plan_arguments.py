@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.cluster.command_line import answering
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import (
     SLO,
     Arrivals,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.run_folder import Record, RunFolder
 from twostroke.loadtests.selfcheck import (

@@ -7,7 +7,7 @@ import pytest
 
 from tests.loadtests.generator.fake_server import FakeServer
 from tests.loadtests.generator.virtual_crew import VirtualCrew
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, check_prompts
 from twostroke.loadtests.plan import (
     SLO,

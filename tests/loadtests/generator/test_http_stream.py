@@ -9,7 +9,7 @@ import pytest
 
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, scripted_server, token_event
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.http_stream import (
     PIECES_AT_ONCE,
     BadResponse,

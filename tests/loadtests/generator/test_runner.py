@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError, RunLost
+from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.generator.live import Progress, ProgressDisplay
 from twostroke.loadtests.generator.runner import run_plan, samples_of
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cluster.command_line import answering
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.run_facts import ServedModel, api_key, served_model
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult, point_of
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.comparison import (

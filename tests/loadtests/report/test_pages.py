@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, read_sweep, write_run
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepPoint, SweepResult, point_of
-from twostroke.loadtests.errors import LoadTestError
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary, read_observations, summarise, summary_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
 from twostroke.loadtests.workloads.arrivals import arrival_times
 

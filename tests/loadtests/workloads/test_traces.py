@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Turn
 from twostroke.loadtests.workloads.traces import Trace, open_trace
 
