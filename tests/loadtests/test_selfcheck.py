@@ -8,20 +8,9 @@ from pathlib import Path
 import pytest
 
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.run_folder import Record, RunFolder
-from twostroke.loadtests.selfcheck import (
-    MIXED_RATE,
-    SCENARIOS,
-    Script,
-    Served,
-    check_attainment,
-    key_of,
-    rate_error,
-    script_of,
-    scripts,
-    timing_errors,
-)
+from twostroke.loadtests.selfcheck import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
+from twostroke.loadtests.stub_server import SCENARIOS, Served, key_of, script_of
 from twostroke.loadtests.workloads.sessions import sessions
 
 
@@ -45,9 +34,6 @@ def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent
     assert {record.status for record in records} == {"ok", "refused", "failed"}
     assert {script.ending for script in played} == {"whole", "broken", "silent"}
     assert 1 in {record.output_tokens for record in records}
-
-
-SLO_OF_BOTH = SLO(ttft_s=1.0, tpot_s=0.1)
 
 
 def record(
@@ -96,24 +82,6 @@ def test_the_rate_is_that_of_the_gaps() -> None:
     assert rate_error(10.0, [Served(index, index / 9) for index in range(11)]) == pytest.approx(0.1)
     with pytest.raises(LoadTestError, match="got 1 requests"):
         rate_error(10.0, [Served(0, 0.0)])
-
-
-@pytest.mark.parametrize(
-    ("script", "meets"),
-    [
-        (Script(ttft_s=1.0, gaps_s=(0.1, 0.1)), True),
-        (Script(ttft_s=1.1, gaps_s=(0.1,)), False),
-        (Script(ttft_s=0.1, gaps_s=(0.0, 0.3)), False),
-        (Script(ttft_s=0.1, gaps_s=(0.0, 0.19)), True),
-        (Script(ttft_s=0.1), True),
-        (Script(ttft_s=0.1, ending="broken"), False),
-        (Script(ttft_s=0.1, ending="silent"), False),
-        (Script(status=429), False),
-    ],
-    ids=str,
-)
-def test_what_meets_an_slo(script: Script, meets: bool) -> None:
-    assert script.meets(SLO_OF_BOTH) is meets
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

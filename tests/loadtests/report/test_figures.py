@@ -248,11 +248,6 @@ def test_a_folder_that_is_none_of_a_run_is_named(tmp_path: Path) -> None:
         summarise(RunFolder(tmp_path))
 
 
-def test_a_summary_can_be_read_again() -> None:
-    found = summary(*drawn(60, 10.0), miss(5.0, "failed", "x"))
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
-
-
 @st.composite
 def records(draw: Any) -> list[Record]:
     made: list[Record] = []

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, read_sweep, write_run
+from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepPoint, SweepResult, point_of
 from twostroke.loadtests.plan import SLO, Plan
@@ -244,16 +244,6 @@ def test_a_run_is_reckoned_anew_where_its_report_is_missing_or_of_another_versio
     for broken in (b"", b'{"name": "of another version"}'):
         (tmp_path / REPORT_FILE).write_bytes(broken)
         assert read_summary(tmp_path) == summarise(folder)
-
-
-def test_a_sweep_is_read_as_it_was_written(tmp_path: Path) -> None:
-    result = sweep(tmp_path, (10.0,))
-    assert read_sweep(tmp_path) == result
-
-
-def test_a_folder_that_is_no_sweeps_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LoadTestError, match=r"sweep\.json: not there"):
-        read_sweep(tmp_path)
 
 
 def test_a_rate_that_even_the_highest_run_reached_is_a_lower_bound() -> None:
