@@ -37,6 +37,7 @@ from twostroke.loadtests.plan import (
 from twostroke.loadtests.report.figures import summarise
 from twostroke.loadtests.run_folder import read_json
 from twostroke.loadtests.workloads.synthetic import SHAPES
+from twostroke.loadtests.workloads.traces import FORMATS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -210,11 +211,10 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
 
 def _add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     names = ", ".join((*SHAPES, *_WORKLOADS))
-    formats = ("auto", "azure", "mooncake", "burstgpt", "bailian")
     workload_help = f"{names}, or a trace's file (default: %(default)s)"
     added = [
         group.add_argument("--workload", default="azure-conv", help=workload_help),
-        group.add_argument("--format", choices=formats, help="of a trace's file (default: by its columns)"),
+        group.add_argument("--format", choices=("auto", *FORMATS), help="of a trace's file (default: by its columns)"),
     ]
     for field, (option, kind, metavar, help_text) in _WORKLOAD_OPTIONS.items():
         uses = [f"{getattr(of(), field):g} for {name}" for name, of in _WORKLOADS.items() if hasattr(of, field)]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from select import select
 
 import msgspec
 
@@ -42,17 +42,15 @@ class LocustProcesses:
         """Each line of the head; None where there was none for a while. Ends with the head."""
         decode = msgspec.json.Decoder(Progress).decode
         buffered = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.pipe, selectors.EVENT_READ)
-            while True:
-                if not selector.select(LOOK_INTERVAL_S):
-                    yield None
-                    continue
-                data = os.read(self.pipe, 65536)
-                if not data:
-                    return
-                *lines, buffered = (buffered + data).split(b"\n")
-                yield from map(decode, lines)
+        while True:
+            if not select([self.pipe], [], [], LOOK_INTERVAL_S)[0]:
+                yield None
+                continue
+            data = os.read(self.pipe, 65536)
+            if not data:
+                return
+            *lines, buffered = (buffered + data).split(b"\n")
+            yield from map(decode, lines)
 
     def check(self) -> None:
         """Raises RunLost where a worker is gone before the end."""

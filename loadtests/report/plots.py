@@ -38,6 +38,7 @@ from twostroke.loadtests.report.chart import (
 )
 from twostroke.loadtests.report.estimates import Estimate, Floats, duration, number, percentile
 from twostroke.loadtests.report.figures import NAN, Bools, Observations, ScalePoint, StagePart, Summary
+from twostroke.loadtests.report.words import slo_words
 from twostroke.loadtests.run_folder import Sample
 
 STAGE_COLOURS = (GREY, PURPLE, SKY, BLUE, "#bdbdbd", ORANGE, YELLOW, GREEN)
@@ -73,8 +74,7 @@ def attainment_by_scale(series: Mapping[str, Sequence[ScalePoint]], slo: SLO) ->
     axis.axvline(1, color=GREY, linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25x", "0.5x", "1x", "2x", "4x"])
-    asked = [f"{name} {duration(limit)}" for name, limit in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if limit]
-    axis.set_xlabel(f"SLO scale (1x: {', '.join(asked)})")
+    axis.set_xlabel(f"SLO scale (1x: {slo_words(slo)})")
     axis.set_ylabel("attainment")
     percent_axis(axis)
     axis.legend(loc="lower right")
