@@ -62,12 +62,12 @@ _BENCHES = {
 }
 
 _LOADTESTS = {
-    "run": ("loadtests.commands.run", "one run at one load, and its report"),
-    "sweep": ("loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
+    "run": ("loadtests.commands.measure:run", "one run at one load, and its report"),
+    "sweep": ("loadtests.commands.measure:sweep", "find the highest rate at which the SLO still holds"),
     "compare": ("loadtests.commands.compare", "put reports side by side"),
-    "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
+    "report": ("loadtests.commands.measure:report", "make the reports of runs and sweeps again"),
     "selfcheck": (
-        "loadtests.selfcheck.checks",
+        "loadtests.selfcheck",
         "try the load generator against a server with known timings",
     ),
 }
@@ -138,7 +138,7 @@ def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[
         raise ConfigError(
             f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
         )
-    from twostroke.loadtests.errors import LoadTestError
+    from twostroke.loadtests import LoadTestError
 
     run = _prepare(module, parser)
 

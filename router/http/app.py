@@ -189,6 +189,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: Literal["twostroke"]
     max_model_len: int | None  # tokens, prompt and output together; None until a decode worker is known
+    vocab_size: int  # all token ids are below it
 
 
 class ModelList(TypedDict):
@@ -211,6 +212,7 @@ async def models(service: Service) -> ModelList:
         "created": service.started_at,
         "owned_by": "twostroke",
         "max_model_len": max_context,
+        "vocab_size": service.tokenizer.vocab_size,
     }
     return {"object": "list", "data": [card]}
 

@@ -36,6 +36,7 @@ async def test_the_app_says_what_it_is(site_of):
         assert models["object"] == "list"
         assert models["data"][0]["id"] == "fake"
         assert models["data"][0]["max_model_len"] == 512
+        assert models["data"][0]["vocab_size"] == site.service.tokenizer.vocab_size
         assert (await site.http.get("/v1/models/fake")).json() == models["data"][0]
         assert (await site.http.get("/v1/models/other/name")).status_code == 404
 

@@ -11,18 +11,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson, Session
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.loadtests.report.figures import Summary, summarise
 from twostroke.loadtests.run_folder import Record, RunFolder
-from twostroke.loadtests.selfcheck.stub_server import (
+from twostroke.loadtests.stub_server import (
     MIXED_LIMIT_S,
     MIXED_SLO,
     MODEL,
@@ -37,24 +38,11 @@ from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
 
-@dataclass(frozen=True)
-class Errors:
-    """How far the generator's times are from the stub's, in seconds, whichever way."""
+def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> tuple[list[float], list[float]]:
+    """How far the generator's TTFT and ITL are from the stub's, whichever way, of all whole answers; seconds.
 
-    ttft_s: list[float]
-    itl_s: list[float]
-
-    def ttft_p99_s(self) -> float:
-        return percentile(self.ttft_s, 99) or 0.0
-
-    def itl_p99_s(self) -> float:
-        return percentile(self.itl_s, 99) or 0.0
-
-
-def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> Errors:
-    """Of all whole answers. TTFT: from the scheduled instant to the first token, against the stub's time from the
-    request's last byte to that token, so that lateness in sending is an error too. ITL: each gap.
-
+    TTFT: from the scheduled instant to the first token, against the stub's time from the request's last byte to that
+    token, so that lateness in sending is an error too. ITL: each gap.
     Raises LoadTestError where a record has no request at the stub, or not as many tokens, and where there are no gaps.
     """
     by_key = {f"{each.key:x}": each for each in served}
@@ -67,11 +55,10 @@ def timing_errors(records: Iterable[Record], served: Sequence[Served]) -> Errors
         if stub is None or len(stub.token_s) != len(record.token_s):
             raise LoadTestError(f"session {record.session} got another number of tokens than the stub has sent")
         ttft_s.append(abs(record.ttft_s - (stub.token_s[0] - stub.arrived_s)))
-        sent = zip(stub.token_s, stub.token_s[1:], strict=False)
-        itl_s += [abs(gap - (after - before)) for gap, (before, after) in zip(record.gaps_s, sent, strict=True)]
+        itl_s += [abs(gap - (b - a)) for gap, (a, b) in zip(record.gaps_s, pairwise(stub.token_s), strict=True)]
     if not itl_s:
         raise LoadTestError("no answer of two tokens or more came whole: there are no times to compare")
-    return Errors(ttft_s, itl_s)
+    return ttft_s, itl_s
 
 
 def rate_error(rate: float, served: Sequence[Served]) -> float:
@@ -104,49 +91,13 @@ FLOOD_RATE = 10_000.0  # requests a second, several times what one process can s
 FLOOD_S = 1.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One run, and what the stub did."""
-
-    folder: RunFolder
-    summary: Summary
-    served: list[Served]
+MOST_TIME_ERROR_S = 0.010  # P99
+MOST_RATE_ERROR = 0.01
+MOST_LOAD = 0.25  # of the cores, by others, for the figures to be the generator's own
 
 
-class Accuracy(msgspec.Struct, frozen=True):
-    """`steady`: streams enough for each process's core."""
-
-    ttft_error_p99_s: float
-    itl_error_p99_s: float
-    rate_error: float  # share of the rate asked
-    lag_p99_s: float
-    valid: bool
-    streams: float  # at once, on average, all processes together
-    processes: int
-    generator_cpu: float  # of a core, the busiest process
-    num_requests: int
-
-
-class Attainment(msgspec.Struct, frozen=True):
-    """`mixed`: refused, failed, broken, silent, slow and single-token answers among good ones."""
-
-    attainment: float
-    attainment_expected: float
-    attainment_error: float
-    num_requests: int
-    valid: bool
-
-
-class Saturation(msgspec.Struct, frozen=True):
-    """`immediate`, at a rate beyond one process."""
-
-    saturated_is_invalid: bool
-    saturated_reasons: tuple[str, ...]
-    saturated_ttft_p50_s: float | None  # what would have been believed of a server that answers within 1 ms
-
-
-def check_accuracy(folder: Path, seconds: float, processes: int) -> Accuracy:
-    """Raises LoadTestError where a run can't be carried out; so do the others."""
+def check_accuracy(folder: Path, seconds: float, processes: int) -> dict[str, Any]:
+    """`steady`: streams enough for each process's core. Raises LoadTestError where a run can't be carried out."""
     rate = processes * STREAMS / STREAM_S
     plan = msgspec.structs.replace(
         _PLAN,
@@ -157,24 +108,23 @@ def check_accuracy(folder: Path, seconds: float, processes: int) -> Accuracy:
         num_workers=processes,
         warm_up_s=STREAM_S,  # until then there are fewer streams
     )
-    outcome = _outcome(plan, "steady", folder)
-    judged = (record for record in outcome.folder.records() if record.scheduled_s >= plan.warm_up_s)
-    errors = timing_errors(judged, outcome.served)
-    lag = outcome.summary.lag
-    return Accuracy(
-        ttft_error_p99_s=errors.ttft_p99_s(),
-        itl_error_p99_s=errors.itl_p99_s(),
-        rate_error=rate_error(rate, outcome.served),
-        lag_p99_s=lag.p99.value if lag else 0.0,
-        valid=outcome.summary.validity.valid,
-        streams=rate * STREAM_S,
-        processes=processes,
-        generator_cpu=max(each.cpu_seconds / each.wall_seconds for each in outcome.folder.facts().generators),
-        num_requests=len(outcome.served),
-    )
+    run, summary, served = _outcome(plan, "steady", folder)
+    ttft_s, itl_s = timing_errors((each for each in run.records() if each.scheduled_s >= plan.warm_up_s), served)
+    return {
+        "ttft_error_p99_s": percentile(ttft_s, 99),
+        "itl_error_p99_s": percentile(itl_s, 99),
+        "rate_error": rate_error(rate, served),
+        "lag_p99_s": summary.lag.p99.value if summary.lag else 0.0,
+        "valid": summary.validity.valid,
+        "streams": rate * STREAM_S,  # at once, on average, all processes together
+        "processes": processes,
+        "generator_cpu": max(each.cpu_seconds / each.wall_seconds for each in run.facts().generators),  # of a core
+        "num_requests": len(served),
+    }
 
 
-def check_attainment(folder: Path, seconds: float) -> Attainment:
+def check_attainment(folder: Path, seconds: float) -> dict[str, Any]:
+    """`mixed`: refused, failed, broken, silent, slow and single-token answers among good ones. Raises as above."""
     plan = msgspec.structs.replace(
         _PLAN,
         arrivals=Poisson(MIXED_RATE),
@@ -183,26 +133,28 @@ def check_attainment(folder: Path, seconds: float) -> Attainment:
         warm_up_s=seconds / 10,
         request_limit_s=MIXED_LIMIT_S,
     )
-    outcome = _outcome(plan, "mixed", folder)
+    _, summary, _ = _outcome(plan, "mixed", folder)
     expected = analytic_attainment(plan, "mixed", sessions(plan))
-    measured = outcome.summary.attainment.value if outcome.summary.attainment else 0.0
-    return Attainment(
-        attainment=measured,
-        attainment_expected=expected,
-        attainment_error=abs(measured - expected),
-        num_requests=outcome.summary.counts.scheduled,
-        valid=outcome.summary.validity.valid,
-    )
+    measured = summary.attainment.value if summary.attainment else 0.0
+    return {
+        "attainment": measured,
+        "attainment_expected": expected,
+        "attainment_error": abs(measured - expected),
+        "num_requests": summary.counts.scheduled,
+        "valid": summary.validity.valid,
+    }
 
 
-def check_saturation(folder: Path) -> Saturation:
+def check_saturation(folder: Path) -> dict[str, Any]:
+    """`immediate`, at a rate beyond one process. Raises as above."""
     plan = msgspec.structs.replace(_PLAN, arrivals=Constant(FLOOD_RATE), slo=MIXED_SLO, seconds=FLOOD_S)
-    summary = _outcome(plan, "immediate", folder).summary
-    return Saturation(
-        saturated_is_invalid=not summary.validity.valid,
-        saturated_reasons=summary.validity.reasons,
-        saturated_ttft_p50_s=summary.ttft.p50.value if summary.ttft else None,
-    )
+    _, summary, _ = _outcome(plan, "immediate", folder)
+    return {
+        "saturated_is_invalid": not summary.validity.valid,
+        "saturated_reasons": summary.validity.reasons,
+        # What would have been believed of a server that answers within 1 ms.
+        "saturated_ttft_p50_s": summary.ttft.p50.value if summary.ttft else None,
+    }
 
 
 _PLAN = Plan(
@@ -218,18 +170,11 @@ _PLAN = Plan(
 )
 
 
-def _outcome(plan: Plan, scenario: str, folder: Path) -> Outcome:
+def _outcome(plan: Plan, scenario: str, folder: Path) -> tuple[RunFolder, Summary, list[Served]]:
     """Run against a stub of this scenario, into a subfolder of its name."""
-    run = RunFolder(folder / scenario)
-    run.path.mkdir(parents=True, exist_ok=True)
-    with stub_server(scenario, run.path / "stub.jsonl") as stub:
-        run_plan(msgspec.structs.replace(plan, url=stub.url, name=f"selfcheck {scenario}"), run.path)
-    return Outcome(run, summarise(run), stub.served)
-
-
-MOST_TIME_ERROR_S = 0.010  # P99
-MOST_RATE_ERROR = 0.01
-MOST_LOAD = 0.25  # of the cores, by others, for the figures to be the generator's own
+    with stub_server(scenario) as (url, served):
+        run = run_plan(msgspec.structs.replace(plan, url=url, name=f"selfcheck {scenario}"), folder / scenario)
+    return run, summarise(run), served
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -263,35 +208,33 @@ def _check(folder: Path, seconds: float, processes: int) -> int:
     if load_average > MOST_LOAD * cores:
         _say(f"this machine is busy ({load_average:.1f} processes want its {cores} cores): the errors will be theirs")
     _say(f"1 of 3: times and rate; {processes} x 50 streams, by {processes} processes, {seconds:g} s")
-    accuracy = check_accuracy(folder, seconds, processes)
+    steady = check_accuracy(folder, seconds, processes)
     _say("2 of 3: attainment, with refused, failed, broken and silent answers among good ones")
-    attainment = check_attainment(folder, seconds)
+    mixed = check_attainment(folder, seconds)
     _say("3 of 3: more than the generator can send, to a server that answers at once: this must come out as invalid")
-    saturation = check_saturation(folder)
+    flood = check_saturation(folder)
+    headline = {
+        "ttft_error_p99_s": steady["ttft_error_p99_s"],
+        "itl_error_p99_s": steady["itl_error_p99_s"],
+        "rate_error": steady["rate_error"],
+        "attainment_error": mixed["attainment_error"],
+        "saturated_is_invalid": flood["saturated_is_invalid"],
+    }
     verdicts = {
-        f"TTFT error P99 {accuracy.ttft_error_p99_s * 1e3:.2f} ms": accuracy.ttft_error_p99_s <= MOST_TIME_ERROR_S,
-        f"ITL error P99 {accuracy.itl_error_p99_s * 1e3:.2f} ms": accuracy.itl_error_p99_s <= MOST_TIME_ERROR_S,
-        f"rate off by {accuracy.rate_error:.3%}": accuracy.rate_error <= MOST_RATE_ERROR,
-        f"attainment {attainment.attainment:.4f}, by construction {attainment.attainment_expected:.4f}": (
-            attainment.attainment_error < 1e-9
+        f"TTFT error P99 {steady['ttft_error_p99_s'] * 1e3:.2f} ms": steady["ttft_error_p99_s"] <= MOST_TIME_ERROR_S,
+        f"ITL error P99 {steady['itl_error_p99_s'] * 1e3:.2f} ms": steady["itl_error_p99_s"] <= MOST_TIME_ERROR_S,
+        f"rate off by {steady['rate_error']:.3%}": steady["rate_error"] <= MOST_RATE_ERROR,
+        f"attainment {mixed['attainment']:.4f}, by construction {mixed['attainment_expected']:.4f}": (
+            mixed["attainment_error"] < 1e-9
         ),
-        "the generator's saturation is told from a slow server": saturation.saturated_is_invalid,
+        "the generator's saturation is told from a slow server": flood["saturated_is_invalid"],
     }
     for what, holds in verdicts.items():
         _say(f"{'holds' if holds else 'FAILS'}: {what}")
-    headline = {
-        "ttft_error_p99_s": accuracy.ttft_error_p99_s,
-        "itl_error_p99_s": accuracy.itl_error_p99_s,
-        "rate_error": accuracy.rate_error,
-        "attainment_error": attainment.attainment_error,
-        "saturated_is_invalid": saturation.saturated_is_invalid,
-        "ok": all(verdicts.values()),
-        "cores": cores,
-        "load_average": load_average,
-    }
-    runs = {"steady": accuracy, "mixed": attainment, "immediate": saturation}
-    print(json.dumps(headline | {name: msgspec.to_builtins(figures) for name, figures in runs.items()}))
-    return 0 if headline["ok"] else 1
+    ok = all(verdicts.values())
+    runs = {"steady": steady, "mixed": mixed, "immediate": flood}
+    print(json.dumps(headline | {"ok": ok, "cores": cores, "load_average": load_average} | runs))
+    return 0 if ok else 1
 
 
 def _say(line: str) -> None:
