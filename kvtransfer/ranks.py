@@ -20,7 +20,7 @@ from twostroke.kvtransfer.sides import LinkReport, TransferStats
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ProtocolError, TransferFailed
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
     AbortTransfer,
     CommitTransfer,
     DeclineTransfer,

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, PendingLink, chunk_seal
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, KVStore, PendingLink, chunk_seal
 from twostroke.kvtransfer.offers import UsedTickets
 from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import TransferStats
-from twostroke.kvtransfer.store import KVStore
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
 from twostroke.kvtransfer.transports import Transports
 from twostroke.kvtransfer.transports.choice import Choice, choose_transport

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
+from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, KVStore, chunk_seal
 from twostroke.kvtransfer.offers import UsedTickets
 from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.sides import LinkReport, TransferStats
-from twostroke.kvtransfer.store import KVStore
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.clock import Clock

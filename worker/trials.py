@@ -9,8 +9,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-from twostroke.kvtransfer.store import KVStore
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.messages import ProbeTimes

@@ -57,12 +57,18 @@ class Cut:
         return self.units_per_block == 1 and self.num_heads == self.layout.heads_per_rank and self.encoding == "raw"
 
     @property
+    def stored_unit_bytes(self) -> int:
+        """Bytes of a unit in this side's store."""
+        return self._rows * self.layout.head_dim * DTYPE_BYTES[self.layout.dtype]
+
+    @property
     def unit_bytes(self) -> int:
         """Bytes of a unit on the wire, scales included."""
-        rows = 2 * self.num_heads * self.unit_tokens
-        if self.encoding == "raw":
-            return rows * self.layout.head_dim * DTYPE_BYTES[self.layout.dtype]
-        return rows * (self.layout.head_dim + SCALE_BYTES)
+        return self.stored_unit_bytes if self.encoding == "raw" else self._rows * (self.layout.head_dim + SCALE_BYTES)
+
+    @property
+    def _rows(self) -> int:
+        return 2 * self.num_heads * self.unit_tokens
 
     def segments(self, runs: Iterable[Run], block_ids: tuple[int, ...]) -> tuple[Segment, ...]:
         """Where the runs' units lie in this side's store, for a request with this block table."""

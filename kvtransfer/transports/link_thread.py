@@ -34,12 +34,13 @@ class LinkThread:
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` on the thread, after all calls made before.
 
-        Raises ConnectionLost for an OSError and once the link is broken; a cancellation breaks it too.
+        Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
+        A cancellation breaks it too.
         """
         self._check()
         try:
             return await asyncio.shield(self.start(function, *args, **kwargs))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self.break_off()
             raise ConnectionLost(f"the link broke: {error}") from error
         except BaseException:

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import DIGEST_BYTES
+from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports.host_units import HostWire
 
 NUM_BUFFERS = 2

@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
 from twostroke.protocol.errors import ConnectionLost

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports import cuda_ipc
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
 from twostroke.kvtransfer.transports.device_units import DeviceUnits

@@ -16,8 +16,8 @@ from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, TransferFailed, WorkerLost
+from twostroke.protocol.messages import RankFailed, RankHello, RankLoaded, StepEnded
 from twostroke.protocol.network import Connection, TcpNetwork
-from twostroke.protocol.rank_messages import RankFailed, RankHello, RankLoaded, StepEnded
 from twostroke.protocol.requests import Address, Peer, SampledToken
 
 HOST = "127.0.0.1"

@@ -17,7 +17,6 @@ from typing import Any, cast
 import msgspec
 
 from twostroke.protocol import messages
-from twostroke.protocol import rank_messages as ranks
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameCodec
 from twostroke.protocol.kv_layout import KVLayout
@@ -36,13 +35,14 @@ _LAYOUT = KVLayout("0123abcd", "bfloat16", 32, 8, 128, 16, 2)
 _PARAMS: dict[str, str | int] = {"host": "127.0.0.1", "port": 65535, "token": "ff" * 16}
 _TOKEN = SampledToken(151935, -0.5, ((42, -0.5), (7, -1.5)))
 _REACH = messages.Reach(("shm", "tcp"), "machine", "cpu")
-_SEQUENCES = ranks.RankSequence((7, 9), 70_000, (1, 2, 3), True), ranks.RankSequence(tuple(range(90)), 0, (5,), False)
+_SEQUENCES = (
+    messages.RankSequence((7, 9), 70_000, (1, 2, 3), True),
+    messages.RankSequence(tuple(range(90)), 0, (5,), False),
+)
 
 CORPUS: tuple[Message, ...] = (
     messages.Hello(_SOURCE, _TARGET),
-    messages.Hello(
-        _SOURCE, _TARGET, messages.KVHello(_LAYOUT, 1, "int8", messages.Reach(("shm", "tcp"), "machine", "cpu"))
-    ),
+    messages.Hello(_SOURCE, _TARGET, messages.KVHello(_LAYOUT, 1, "int8", _REACH)),
     messages.Welcome(_TARGET),
     messages.Welcome(_TARGET, messages.KVWelcome(_LAYOUT, 0, "tcp", "it joins any", ("shm: elsewhere",), _PARAMS)),
     messages.Refuse("the layouts differ: größer"),
@@ -68,25 +68,24 @@ CORPUS: tuple[Message, ...] = (
     messages.Awaited(_ID),
     messages.Verified(_ID),
     messages.Abort(_ID, "reason"),
-    ranks.RankHello(_SOURCE, 3),
-    ranks.RankLoaded(Address("127.0.0.1", 65535)),
-    ranks.RankFailed("no memory"),
-    ranks.RankStep(
-        (ranks.RankSequence((7, 9), 70_000, (1, 2, 3), True), ranks.RankSequence(tuple(range(90)), 0, (5,), False)),
-        True,
+    messages.RankHello(_SOURCE, 3),
+    messages.RankLoaded(Address("127.0.0.1", 65535)),
+    messages.RankFailed("no memory"),
+    messages.RankStep(_SEQUENCES, True),
+    messages.RankStep(
+        (), False, (messages.RankCopy(True, (70_000, 5), (0, 300)), messages.RankCopy(False, (1,), (2,)))
     ),
-    ranks.RankStep((), False, (ranks.RankCopy(True, (70_000, 5), (0, 300)), ranks.RankCopy(False, (1,), (2,)))),
-    ranks.StepEnded(),
-    ranks.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
-    ranks.TransferReady(3, 17),
-    ranks.CommitTransfer(3, _TOKEN),
-    ranks.DeclineTransfer(_TICKET, "nothing is cached"),
-    ranks.ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
-    ranks.KeepTransfer(_TICKET),
-    ranks.RefuseTransfer(_TICKET),
-    ranks.AbortTransfer(4, "reason"),
-    ranks.TransferEnded(4, None, _TOKEN, ranks.TransferCounts(2**40, 1, 2)),
-    ranks.TransferEnded(3, "the peer is gone", None, ranks.TransferCounts()),
+    messages.StepEnded(),
+    messages.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
+    messages.TransferReady(3, 17),
+    messages.CommitTransfer(3, _TOKEN),
+    messages.DeclineTransfer(_TICKET, "nothing is cached"),
+    messages.ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
+    messages.KeepTransfer(_TICKET),
+    messages.RefuseTransfer(_TICKET),
+    messages.AbortTransfer(4, "reason"),
+    messages.TransferEnded(4, None, _TOKEN, messages.TransferCounts(2**40, 1, 2)),
+    messages.TransferEnded(3, "the peer is gone", None, messages.TransferCounts()),
 )
 _PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 _TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))

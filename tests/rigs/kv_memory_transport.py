@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import xxhash
 
-from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.link import HostStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import HostStore
 from twostroke.protocol.errors import ConnectionLost
 
 

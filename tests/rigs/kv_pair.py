@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from tests.rigs.kv_memory_transport import MemoryTransport
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.link import HostStore, Transport
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Reach

@@ -22,8 +22,7 @@ from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
     OpenTransfer,
     RankCopy,
     RankSequence,
@@ -32,6 +31,7 @@ from twostroke.protocol.rank_messages import (
     StepEnded,
     TransferReady,
 )
+from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, Peer, Ticket
 
 SECRET = b"a secret of tests"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twostroke.kvtransfer.rules.layout import Cut
-from twostroke.kvtransfer.transports.encodings import decode, encode, raw_unit_bytes
+from twostroke.kvtransfer.transports.host_units import decode, encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 ENCODINGS: list[Encoding] = ["int8", "fp8"]
@@ -29,7 +29,7 @@ def there_and_back(values: Tensor, encoding: Encoding, dtype: str) -> Tensor:
     target = cut_of(dtype, encoding, heads=heads, unit_tokens=tokens, head_dim=dim)
     wire = np.full(units * source.unit_bytes, 0xAB, np.uint8)
     encode(values.contiguous().view(torch.uint8).reshape(-1).numpy(), source, wire)
-    out = np.full(units * raw_unit_bytes(target), 0xCD, np.uint8)
+    out = np.full(units * target.stored_unit_bytes, 0xCD, np.uint8)
     decode(wire, target, out)
     return torch.from_numpy(out).view(getattr(torch, dtype)).reshape(values.shape).double()
 
@@ -135,7 +135,7 @@ def test_a_unit_is_its_codes_and_then_its_scales(
 
 def test_sizes_that_are_no_whole_units_and_cuts_without_encoding_are_refused() -> None:
     cut = cut_of("bfloat16", "int8")
-    raw, wire = np.zeros(raw_unit_bytes(cut), np.uint8), np.zeros(cut.unit_bytes, np.uint8)
+    raw, wire = np.zeros(cut.stored_unit_bytes, np.uint8), np.zeros(cut.unit_bytes, np.uint8)
     with pytest.raises(ValueError, match="not the same units"):
         encode(raw, cut, wire[:-1])
     with pytest.raises(ValueError, match="not the same units"):

@@ -9,8 +9,7 @@ import xxhash
 
 from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.encodings import encode
-from twostroke.kvtransfer.transports.host_units import HostUnits
+from twostroke.kvtransfer.transports.host_units import HostUnits, encode
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
 from twostroke.protocol.kv_layout import Encoding
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
 from twostroke.model.architectures.llama import decoder_spec
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.config import ModelConfig, RopeConfig
