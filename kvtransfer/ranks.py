@@ -9,14 +9,12 @@ Whether an offer has come rank 0 alone tells: every rank of a target has a lane 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.sides import LinkReport, TransferStats
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer, Transfer
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ProtocolError, TransferFailed
@@ -33,8 +31,6 @@ from twostroke.protocol.messages import (
     TransferReady,
 )
 from twostroke.protocol.requests import Address, SampledToken, Ticket
-
-_End = Coroutine[Any, Any, SampledToken | None]
 
 
 class _RankedSide:
@@ -81,13 +77,7 @@ class _RankedSide:
 
     def over(self, transfer: "_RankedTransfer") -> None:
         del self._transfers[transfer.number]
-        self._total.in_flight -= 1
-        if transfer.failure is None:
-            self._total.done += 1
-            self._total.seconds += self.clock() - transfer.started_s
-        else:
-            self._total.failed += 1
-            self._total.given_up += transfer.is_given_up
+        self._total.end(transfer.failure, self.clock() - transfer.started_s, is_given_up=transfer.is_given_up)
 
     def _part_ended(self, rank: int, message: TransferEnded) -> None:
         transfer = self._transfers.get(message.number)
@@ -185,8 +175,7 @@ class RankedReceiver(_RankedSide):
 class _RankedTransfer:
     """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it."""
 
-    def __init__(self, side: _RankedSide, own: IncomingTransfer | OutgoingTransfer, own_end: _End):
-        """`own_end` ends with rank 0's own part: by TransferFailed, or with its first token."""
+    def __init__(self, side: _RankedSide, own: Transfer):
         self.number = side.ranks.new_number()
         self.started_s = side.clock()
         self.failure: str | None = None  # why it is given up
@@ -196,7 +185,7 @@ class _RankedTransfer:
         self._left = {0, *side.ranks.others}
         self._first_tokens: list[SampledToken | None] = []
         self._over = asyncio.Event()
-        self._following = asyncio.create_task(self._follow(own_end), name=f"rank 0's part of transfer {self.number}")
+        self._following = asyncio.create_task(self._follow(), name=f"rank 0's part of transfer {self.number}")
         side.began(self)
 
     def abort(self, reason: str) -> None:
@@ -236,9 +225,9 @@ class _RankedTransfer:
 
     # --- inside ---
 
-    async def _follow(self, own_end: _End) -> None:
+    async def _follow(self) -> None:
         try:
-            first_token = await own_end
+            first_token = await self._own.end()
         except TransferFailed as error:
             self.part_ended(0, str(error), None)
         else:
@@ -264,7 +253,7 @@ class RankedOutgoing(_RankedTransfer):
     """Implements sides.Outgoing."""
 
     def __init__(self, side: _RankedSide, own: OutgoingTransfer):
-        super().__init__(side, own, _without_token(own))
+        super().__init__(side, own)
         self._part = own
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
@@ -288,9 +277,6 @@ class RankedOutgoing(_RankedTransfer):
 
 class RankedIncoming(_RankedTransfer):
     """Implements sides.Incoming."""
-
-    def __init__(self, side: _RankedSide, own: IncomingTransfer):
-        super().__init__(side, own, own.verified())
 
     async def verified(self) -> SampledToken | None:
         """As IncomingTransfer.verified, of every rank."""
@@ -344,7 +330,7 @@ class RankTransfers:
             case OpenTransfer(number, ticket, num_tokens, block_ids, num_ready_tokens):
                 outgoing = self._sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
                 self._outgoing[number] = outgoing
-                self._follow(number, _without_token(outgoing), self._sender.stats)
+                self._follow(number, outgoing, self._sender.stats)
             case TransferReady(number, num_tokens):
                 if (sending := self._outgoing.get(number)) is not None:
                     self._feed(sending, num_tokens)
@@ -356,7 +342,7 @@ class RankTransfers:
             case ExpectTransfer(number, ticket, block_ids, num_tokens, skip_tokens):
                 incoming = self._receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
                 self._incoming[number] = incoming
-                self._follow(number, incoming.verified(), self._receiver.stats)
+                self._follow(number, incoming, self._receiver.stats)
             case KeepTransfer(ticket):
                 self._receiver.keep(ticket)
             case RefuseTransfer(ticket):
@@ -382,22 +368,18 @@ class RankTransfers:
         if self._num_layers_done < self._num_layers:
             self._fed.append((transfer, num_tokens))
 
-    def _follow(self, number: int, end: _End, stats: TransferStats) -> None:
-        task = asyncio.create_task(self._see_off(number, end, stats), name=f"part of transfer {number}")
+    def _follow(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
+        task = asyncio.create_task(self._see_off(number, transfer, stats), name=f"part of transfer {number}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _see_off(self, number: int, end: _End, stats: TransferStats) -> None:
+    async def _see_off(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
         failure, first_token = None, None
         try:
-            first_token = await end
+            first_token = await transfer.end()
         except TransferFailed as error:
             failure = str(error)
         self._outgoing.pop(number, None)
         self._incoming.pop(number, None)
         counts = TransferCounts(stats.bytes, stats.digest_failures, stats.links_lost)
         self._tell(TransferEnded(number, failure, first_token, counts))
-
-
-async def _without_token(outgoing: OutgoingTransfer) -> None:
-    await outgoing.done()

@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, KVStore, PendingLink, chunk_seal
 from twostroke.kvtransfer.offers import UsedTickets
 from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
 from twostroke.kvtransfer.sides import TransferStats
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
+from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.transports import Transports
 from twostroke.kvtransfer.transports.choice import Choice, choose_transport
 from twostroke.protocol.clock import Clock
@@ -164,7 +164,7 @@ class KVReceiver:
         if fault is not None:
             for unwanted in self._offers.get(ticket.transfer_id, {}).values():
                 unwanted.deadline.restart()  # no request waits with it any more
-            transfer.peer_aborted(fault)
+            transfer.abort(fault)
             return transfer
         self._transfers[ticket.transfer_id] = transfer
         offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
@@ -268,8 +268,8 @@ class KVReceiver:
     async def _close(self) -> None:
         if self._listener is not None:
             await self._listener.close()
-        for transfer in tuple(self._transfers.values()):
-            transfer.peer_lost("the target is closing")
+        for transfer in tuple(self._transfers.values()):  # those that no connection carries any more
+            transfer.fail("the target is closing")
 
     def _source_ranks(self, ticket: Ticket) -> tuple[int, ...]:
         """The source's ranks that have something for this one; none where its number can't be."""
@@ -305,13 +305,7 @@ class KVReceiver:
     def _count(self, transfer: IncomingTransfer) -> None:
         if self._transfers.get(transfer.ticket.transfer_id) is transfer:
             del self._transfers[transfer.ticket.transfer_id]
-        self.stats.in_flight -= 1
-        if transfer.is_verified:
-            self.stats.done += 1
-            self.stats.seconds += self.clock() - transfer.started_s
-        else:
-            self.stats.failed += 1
-            self.stats.given_up += transfer.is_given_up
+        self.stats.end(transfer.failure, self.clock() - transfer.started_s, is_given_up=transfer.is_given_up)
 
     def _keep(self, pending: _PendingOffer) -> None:
         pending.deadline.stop()

@@ -12,11 +12,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, KVStore, chunk_seal
 from twostroke.kvtransfer.offers import UsedTickets
-from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.sides import LinkReport, TransferStats
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
+from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
@@ -88,8 +88,8 @@ class KVSender:
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
             ticket,
-            num_tokens,
             tuple(block_ids[:num_blocks]),
+            num_tokens,
             num_ready_tokens,
             num_layers=self.store.layout.num_layers,
             on_ended=self._count,
@@ -107,7 +107,7 @@ class KVSender:
             return transfer
         for lane in lanes:
             connection = self._connection(ticket, lane)
-            connection.add(transfer.add_lane(connection))
+            connection.add(transfer.add_lane(lane.target_rank, connection))
         return transfer
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -162,13 +162,7 @@ class KVSender:
 
     def _count(self, transfer: OutgoingTransfer) -> None:
         del self._transfers[transfer]
-        self.stats.in_flight -= 1
-        if transfer.is_released:
-            self.stats.done += 1
-            self.stats.seconds += self.clock() - transfer.started_s
-        else:
-            self.stats.failed += 1
-            self.stats.given_up += transfer.is_given_up
+        self.stats.end(transfer.failure, self.clock() - transfer.started_s, is_given_up=transfer.is_given_up)
 
     def _forget(self, connection: "SenderConnection") -> None:
         """A lost connection takes no more transfers; the next one opened builds another."""
@@ -289,7 +283,7 @@ class SenderConnection:
     def gave_up(self, lane: OutgoingLane, reason: str) -> None:
         self.decline(lane.ticket.transfer_id, reason)
 
-    def ended(self, lane: OutgoingLane) -> None:
+    def lane_ended(self, lane: OutgoingLane) -> None:
         self._transfers.pop(lane.ticket.transfer_id, None)
         self._line.pop(lane, None)
 

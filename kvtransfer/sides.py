@@ -23,6 +23,16 @@ class TransferStats:
     bytes: int = 0  # of KV on the wire, sent or received
     seconds: float = 0.0  # summed over the verified ones, from open or expect to verified
 
+    def end(self, failure: str | None, seconds: float, *, is_given_up: bool) -> None:
+        """A transfer has ended after so many seconds."""
+        self.in_flight -= 1
+        if failure is None:
+            self.done += 1
+            self.seconds += seconds
+        else:
+            self.failed += 1
+            self.given_up += is_given_up
+
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:

@@ -4,11 +4,10 @@ import asyncio
 
 from tests.rigs.kv_pair import TOKEN, D, P
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
 from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, Commit, Verified
 from twostroke.protocol.requests import Address, Ticket
@@ -34,10 +33,7 @@ class Ends:
     def gave_up(self, lane: OutgoingLane | IncomingLane, reason: str) -> None:
         self.told.append(reason)
 
-    def ended(self, lane: OutgoingLane) -> None:
-        self.num_ends += 1
-
-    def lane_ended(self, lane: IncomingLane) -> None:
+    def lane_ended(self, lane: OutgoingLane | IncomingLane) -> None:
         self.num_ends += 1
 
     def watch(self, transfer: OutgoingTransfer | IncomingTransfer) -> None:
@@ -55,8 +51,8 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
     """Everything is ready."""
     transfer = OutgoingTransfer(
         TICKET,
-        NUM_TOKENS,
         BLOCKS,
+        NUM_TOKENS,
         NUM_TOKENS,
         num_layers=2,
         on_ended=lambda _: None,
@@ -64,7 +60,7 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
         progress_s=progress_s,
     )
     ends.watch(transfer)
-    lane = transfer.add_lane(ends)
+    lane = transfer.add_lane(0, ends)
     lane.offered()
     return lane
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport, Wire
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Chunk, Run
 from twostroke.protocol.requests import Peer, Ticket

@@ -21,9 +21,8 @@ from tests.rigs.kv_faulty_pair import (
 )
 from tests.rigs.kv_pair import TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Hello, KVHello, Refuse
 from twostroke.protocol.requests import Peer

@@ -31,9 +31,9 @@ from tests.rigs.kv_faulty_pair import (
 from tests.rigs.kv_pair import FAST, SECRET, BytesStore, D, P, Pair, make_pair, settle
 from tests.rigs.raw_source import RawPeer, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.transfer import IncomingTransfer
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import KVWelcome, Message, Offer, Ping, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, TcpNetwork

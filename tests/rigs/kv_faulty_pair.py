@@ -13,11 +13,10 @@ import pytest
 
 from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import SenderState
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, KVHello
 from twostroke.protocol.requests import Peer

@@ -15,14 +15,13 @@ from msgspec.structs import replace
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
 from twostroke.kvtransfer import receiver, sender
-from twostroke.kvtransfer.incoming import IncomingLane
 from twostroke.kvtransfer.offers import UsedTickets
-from twostroke.kvtransfer.outgoing import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.rules import lifecycle
-from twostroke.kvtransfer.rules.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from twostroke.kvtransfer.rules.lifecycle import Event, ReceiverState, SenderState
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
+from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
 from twostroke.protocol.requests import Peer, Ticket, verify_ticket
@@ -277,11 +276,11 @@ SABOTAGES = [
     Sabotage("links are not closed", ((sender, "finish", _leave_the_link_open),)),
     Sabotage(
         "an abort does not wait for the chunk that is being written",
-        ((lifecycle._RECEIVER, (ReceiverState.RECEIVING, ReceiverEvent.ABORT), ReceiverState.ABORTED),),
+        ((lifecycle._TABLE, (ReceiverState.RECEIVING, Event.ABORT), ReceiverState.ABORTED),),
     ),
     Sabotage(
         "an abort does not wait for the chunk that is being read",
-        ((lifecycle._SENDER, (SenderState.SENDING, SenderEvent.ABORT), SenderState.ABORTED),),
+        ((lifecycle._TABLE, (SenderState.SENDING, Event.ABORT), SenderState.ABORTED),),
     ),
     Sabotage(
         "a lost connection does not wait for its link's end",
