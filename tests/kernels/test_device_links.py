@@ -170,8 +170,7 @@ async def test_units_that_the_peer_has_not_are_a_breach_of_the_protocol(shared: 
     source, target = Store(layout_of(), num_blocks=9, seed=1), Store(layout_of(), num_blocks=9)
     cut = Cut(source.layout, 0, 4, 4, "raw")
     async with linked(source, target, cut, cut) as (sender, receiver):
-        pool = receiver._pool  # type: ignore[attr-defined]
-        pool._num_units = 5
+        receiver._num_peer_units = 5  # type: ignore[attr-defined]
         await sender.send([Segment(0, (5,))], SEAL)
         with pytest.raises(ProtocolError, match="outside"):
             await receiver.receive([Segment(0, (0,))], SEAL)

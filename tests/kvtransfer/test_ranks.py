@@ -194,6 +194,8 @@ async def test_first_tokens_that_differ_between_ranks_are_not_believed(workers: 
         incoming.part_ended(rank, None, token)
     with pytest.raises(TransferFailed, match="different first tokens"):
         await incoming.verified()
+    for receiver in workers.fleet.receivers:  # whose parts have not ended
+        await receiver.close()
 
 
 async def test_a_rank_that_fails_tells_why() -> None:
