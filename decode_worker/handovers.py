@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import Incoming, ReceivingSide
+from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, ReceivingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import DecodeReply, FinishReason

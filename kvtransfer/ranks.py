@@ -10,10 +10,13 @@ Whether an offer has come rank 0 alone tells: every rank of a target has a lane 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.sides import LinkReport, TransferStats
+from twostroke.kvtransfer.sides import LinkReport
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer, Transfer
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
@@ -26,22 +29,24 @@ from twostroke.protocol.messages import (
     KeepTransfer,
     OpenTransfer,
     RefuseTransfer,
-    TransferCounts,
     TransferEnded,
     TransferReady,
 )
 from twostroke.protocol.requests import Address, SampledToken, Ticket
+from twostroke.protocol.stats import TransferStats
+
+S = TypeVar("S", KVSender, KVReceiver)
 
 
-class _RankedSide:
+class _RankedSide(Generic[S]):
     """What both sides have in common: the transfers under way, and the numbers of all ranks together."""
 
-    def __init__(self, own: KVSender | KVReceiver, ranks: RankConnections, clock: Clock):
+    def __init__(self, own: S, ranks: RankConnections, clock: Clock):
         self.ranks = ranks
         self.clock = clock
-        self._own_stats = own.stats  # rank 0's, which its own side keeps up to date
+        self._own = own
         self._total = TransferStats()  # of whole transfers
-        self._counts: dict[int, TransferCounts] = {}  # of the other ranks
+        self._stats: dict[int, TransferStats] = {}  # of the other ranks
         self._transfers: dict[int, _RankedTransfer] = {}  # by number
         ranks.watch(self._part_ended)
         ranks.lost.add_done_callback(lambda lost: self._ranks_lost(lost.result()))
@@ -49,25 +54,22 @@ class _RankedSide:
     @property
     def stats(self) -> TransferStats:
         """Transfers count once, what moves and goes wrong on every rank."""
-        counts: list[TransferStats | TransferCounts] = [self._own_stats, *self._counts.values()]
-        return TransferStats(
-            in_flight=self._total.in_flight,
-            done=self._total.done,
-            failed=self._total.failed,
-            given_up=self._total.given_up,
-            seconds=self._total.seconds,
-            digest_failures=sum(each.digest_failures for each in counts),
-            links_lost=sum(each.links_lost for each in counts),
-            bytes=sum(each.bytes for each in counts),
+        ranks = [self._own.stats, *self._stats.values()]
+        return msgspec.structs.replace(
+            self._total,
+            digest_failures=sum(each.digest_failures for each in ranks),
+            links_lost=sum(each.links_lost for each in ranks),
+            bytes=sum(each.bytes for each in ranks),
         )
 
-    async def _end_all(self, reason: str) -> None:
-        """Give every transfer up, and return once nothing touches their blocks any more."""
+    async def close(self) -> None:
+        """As a rank's own side's; the other ranks close theirs when they end."""
         transfers = tuple(self._transfers.values())
         for transfer in transfers:
-            transfer.abort(reason)
+            transfer.abort("the worker is closing")
         for transfer in transfers:
             await transfer.ended()
+        await self._own.close()
 
     def began(self, transfer: "_RankedTransfer") -> None:
         self._transfers[transfer.number] = transfer
@@ -82,7 +84,7 @@ class _RankedSide:
     def _part_ended(self, rank: int, message: TransferEnded) -> None:
         transfer = self._transfers.get(message.number)
         if transfer is not None:
-            self._counts[rank] = message.counts
+            self._stats[rank] = message.stats
             transfer.part_ended(rank, message.failure, message.first_token)
 
     def _ranks_lost(self, reason: str) -> None:
@@ -90,12 +92,8 @@ class _RankedSide:
             transfer.ranks_lost(reason)
 
 
-class RankedSender(_RankedSide):
+class RankedSender(_RankedSide[KVSender]):
     """Implements sides.SendingSide."""
-
-    def __init__(self, own: KVSender, ranks: RankConnections, clock: Clock):
-        super().__init__(own, ranks, clock)
-        self._own = own
 
     def open(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
@@ -114,19 +112,13 @@ class RankedSender(_RankedSide):
         """Those of rank 0: the others' go to the same workers, by the same means."""
         return self._own.links()
 
-    async def close(self) -> None:
-        """As KVSender.close; the other ranks close their own sides when they end."""
-        await self._end_all("the source is closing")
-        await self._own.close()
 
-
-class RankedReceiver(_RankedSide):
+class RankedReceiver(_RankedSide[KVReceiver]):
     """Implements sides.ReceivingSide."""
 
     def __init__(self, own: KVReceiver, others: tuple[Address, ...], ranks: RankConnections, clock: Clock):
         """`others` are where the other ranks listen for sources, in order."""
         super().__init__(own, ranks, clock)
-        self._own = own
         self._others = others
 
     @property
@@ -166,16 +158,11 @@ class RankedReceiver(_RankedSide):
         self._own.refuse(ticket)
         self.ranks.tell(RefuseTransfer(ticket))
 
-    async def close(self) -> None:
-        """As KVReceiver.close; the other ranks close their own sides when they end."""
-        await self._end_all("the target is closing")
-        await self._own.close()
-
 
 class _RankedTransfer:
     """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it."""
 
-    def __init__(self, side: _RankedSide, own: Transfer):
+    def __init__(self, side: _RankedSide[Any], own: Transfer):
         self.number = side.ranks.new_number()
         self.started_s = side.clock()
         self.failure: str | None = None  # why it is given up
@@ -252,7 +239,7 @@ class _RankedTransfer:
 class RankedOutgoing(_RankedTransfer):
     """Implements sides.Outgoing."""
 
-    def __init__(self, side: _RankedSide, own: OutgoingTransfer):
+    def __init__(self, side: RankedSender, own: OutgoingTransfer):
         super().__init__(side, own)
         self._part = own
 
@@ -381,5 +368,4 @@ class RankTransfers:
             failure = str(error)
         self._outgoing.pop(number, None)
         self._incoming.pop(number, None)
-        counts = TransferCounts(stats.bytes, stats.digest_failures, stats.links_lost)
-        self._tell(TransferEnded(number, failure, first_token, counts))
+        self._tell(TransferEnded(number, failure, first_token, stats))

@@ -21,7 +21,7 @@ import msgspec
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import TransferStats, WorkerStats
 from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
@@ -262,21 +262,13 @@ class RankFailed(Message, frozen=True):
     reason: str
 
 
-class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What one side of KV transfer has counted on a rank so far: as TransferStats."""
-
-    bytes: int = 0
-    digest_failures: int = 0
-    links_lost: int = 0
-
-
 class TransferEnded(Message, frozen=True):
     """The rank touches the transfer's blocks no more."""
 
     number: int
     failure: str | None  # None: verified
     first_token: SampledToken | None  # that came with an incoming one
-    counts: TransferCounts  # of the transfer's side
+    stats: TransferStats  # of the transfer's side on that rank
 
 
 # --- the leader to every rank ---

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
 from twostroke.model.step import Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.link import DataLink, LinkParams
 from twostroke.kvtransfer.timeouts import within
 from twostroke.protocol.errors import ConnectionLost
 
@@ -27,7 +27,7 @@ _ACCEPTED = b"\x01"
 _MAX_STRANGERS = 128
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-L = TypeVar("L")
+L = TypeVar("L", bound=DataLink)
 P = TypeVar("P")
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -46,29 +46,41 @@ def read_params(params: LinkParams, kind: type[P], transport: str) -> P:
         raise ConnectionLost(f"the peer's link parameters are not those of {transport}: {error}") from error
 
 
+class SocketTransport(Generic[L]):
+    """Has the doors and links of one rank."""
+
+    def __init__(self, join_timeout_s: float):
+        self.join_timeout_s = join_timeout_s
+        self.links: set[L] = set()
+        self.doors: set[Door[L]] = set()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(door.close() for door in tuple(self.doors)))
+        await asyncio.gather(*(link.close() for link in tuple(self.links)))
+
+
 class Door(Generic[L]):
     """A PendingLink: listens for one peer with the right token, until all its connections have come."""
 
     def __init__(
         self,
+        transport: SocketTransport[L],
         listener: socket.socket,
         token: bytes,
         params: LinkParams,
+        make_link: Callable[[list[socket.socket]], Awaitable[L]],
         *,
         most: int,
-        join_timeout_s: float,
-        make_link: Callable[[list[socket.socket]], Awaitable[L]],
-        on_end: Callable[["Door[L]"], None],
     ):
-        """`most` connections are let in at most; `make_link` owns those that it gets, and `on_end` is called once."""
+        """Lets `most` connections in at most. `make_link` owns those that it gets."""
         listener.setblocking(False)
+        transport.doors.add(self)
+        self._transport = transport
         self._listener = listener
         self._token = token
         self._params = params
-        self._most = most
-        self._join_timeout_s = join_timeout_s
         self._make_link = make_link
-        self._on_end = on_end
+        self._most = most
         self._guests: dict[int, socket.socket] = {}  # by the connection's index
         self._num_guests: int | None = None  # as the first that came says
         self._fault = "the link was given up"
@@ -81,7 +93,7 @@ class Door(Generic[L]):
         return self._params
 
     async def established(self) -> L:
-        await within(self._join_timeout_s, self._settled.wait(), "the peer's way to the link")
+        await within(self._transport.join_timeout_s, self._settled.wait(), "the peer's way to the link")
         await self._stop()
         if len(self._guests) != self._num_guests:
             raise ConnectionLost(self._fault)
@@ -102,7 +114,7 @@ class Door(Generic[L]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
-        self._on_end(self)
+        self._transport.doors.discard(self)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -127,7 +139,7 @@ class Door(Generic[L]):
         is_admitted = False
         try:
             guest.setblocking(False)
-            async with asyncio.timeout(self._join_timeout_s):
+            async with asyncio.timeout(self._transport.join_timeout_s):
                 token, index, count = _GREETING.unpack(await _receive_exactly(guest, _GREETING.size))
                 if hmac.compare_digest(token, self._token) and self._is_expected(index, count):
                     self._num_guests = count

@@ -38,21 +38,17 @@ class LinkThread:
         A cancellation breaks it too.
         """
         self._check()
+        future: asyncio.Future[R] = self._loop.create_future()
+        self._under_way.add(future)
+        self._calls.put((lambda: function(*args, **kwargs), future))
         try:
-            return await asyncio.shield(self.start(function, *args, **kwargs))
+            return await asyncio.shield(future)
         except (OSError, RuntimeError) as error:
             self.break_off()
             raise ConnectionLost(f"the link broke: {error}") from error
         except BaseException:
             self.break_off()
             raise
-
-    def start(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-        """As `call`, for who waits for several threads at once, and breaks off all of them; not to be cancelled."""
-        future: asyncio.Future[R] = self._loop.create_future()
-        self._under_way.add(future)
-        self._calls.put((lambda: function(*args, **kwargs), future))
-        return future
 
     def break_off(self) -> None:
         """Wake the thread, if it is in a call on the socket, with an error. Later calls are refused."""

@@ -12,7 +12,6 @@ transfer that has ended.
 The socket has an abstract name: nothing is left in the file system.
 """
 
-import asyncio
 import hmac
 import secrets
 import socket
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.joining import Door, Token, draw_token, knock, read_params
+from twostroke.kvtransfer.transports.joining import Door, SocketTransport, Token, draw_token, knock, read_params
 from twostroke.kvtransfer.transports.link_thread import LinkThread, receive_exactly
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import KVLayout, incompatibility
@@ -210,17 +209,12 @@ class _Params(msgspec.Struct):
     token: Token
 
 
-class LocalTransport(ABC):
+class LocalTransport(SocketTransport[DataLink], ABC):
     """Makes links over unix sockets for one rank of a worker, between processes of one machine and one user."""
 
     name: str
 
-    def __init__(self, join_timeout_s: float):
-        self._join_timeout_s = join_timeout_s
-        self._links: set[DataLink] = set()
-        self._doors: set[Door[LocalTarget]] = set()
-
-    async def prepare(self, host: str, cut: Cut) -> Door[LocalTarget]:
+    async def prepare(self, host: str, cut: Cut) -> Door[DataLink]:
         self._check(cut)
         params = _Params(secrets.token_hex(16), draw_token())
         try:
@@ -228,36 +222,22 @@ class LocalTransport(ABC):
         except OSError as error:
             raise ConnectionLost(f"can't listen for a peer on this machine: {error}") from error
 
-        async def make_link(guests: list[socket.socket]) -> LocalTarget:
+        async def make_link(guests: list[socket.socket]) -> DataLink:
             thread = LinkThread(guests[0], f"kv-{self.name}")
-            return await self._opened(LocalTarget(thread, self._target_memory(cut), self._links.discard))
+            return await self._opened(LocalTarget(thread, self._target_memory(cut), self.links.discard))
 
-        door = Door(
-            listener,
-            params.token,
-            msgspec.to_builtins(params),
-            most=1,
-            join_timeout_s=self._join_timeout_s,
-            make_link=make_link,
-            on_end=self._doors.discard,
-        )
-        self._doors.add(door)
-        return door
+        return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
     async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
         self._check(cut)
         theirs = read_params(params, _Params, self.name)
         address = _PREFIX + theirs.name.encode()
-        (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self._join_timeout_s)
+        (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
         # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks would
         # all be announced before the target copies the first, and a short prompt's wait behind them.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         thread = LinkThread(connected, f"kv-{self.name}")
-        return await self._opened(LocalSource(thread, self._source_memory(cut), self._links.discard))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(door.close() for door in tuple(self._doors)))
-        await asyncio.gather(*(link.close() for link in tuple(self._links)))
+        return await self._opened(LocalSource(thread, self._source_memory(cut), self.links.discard))
 
     @abstractmethod
     def _source_memory(self, cut: Cut) -> SourceMemory: ...
@@ -272,9 +252,9 @@ class LocalTransport(ABC):
 
     async def _opened(self, link: E) -> E:
         """The link, open. Closed where that fails."""
-        self._links.add(link)
+        self.links.add(link)
         try:
-            await link.open(self._join_timeout_s)
+            await link.open(self.join_timeout_s)
         except BaseException:
             await link.close()
             raise

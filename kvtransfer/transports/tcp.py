@@ -11,12 +11,11 @@ once its link is closed nobody reads them.
 """
 
 import asyncio
-import contextlib
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -24,7 +23,7 @@ import xxhash
 from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
-from twostroke.kvtransfer.transports.joining import Door, Token, draw_token, knock, read_params
+from twostroke.kvtransfer.transports.joining import Door, SocketTransport, Token, draw_token, knock, read_params
 from twostroke.kvtransfer.transports.link_thread import LinkThread
 from twostroke.protocol.errors import ConnectionLost
 
@@ -46,7 +45,7 @@ class _Params(msgspec.Struct):
     streams: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class TcpTransport:
+class TcpTransport(SocketTransport["TcpLink"]):
     """Makes TcpLinks for one rank.
 
     A link between machines has at most `streams` connections, from 1 to 64; the smaller of both sides' numbers counts.
@@ -63,12 +62,10 @@ class TcpTransport:
         max_bytes_per_s: int | None = None,
     ):
         """`max_bytes_per_s` is what one link sends at most; None: as much as goes."""
+        super().__init__(join_timeout_s)
         self._store = store
-        self._join_timeout_s = join_timeout_s
         self._streams = streams
         self._max_bytes_per_s = max_bytes_per_s
-        self._doors: set[Door[TcpLink]] = set()
-        self._links: set[TcpLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> "Door[TcpLink]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
@@ -82,17 +79,7 @@ class TcpTransport:
         async def make_link(guests: list[socket.socket]) -> TcpLink:
             return self._make_link(guests, cut)
 
-        door = Door(
-            listener,
-            params.token,
-            msgspec.to_builtins(params),
-            most=self._streams,
-            join_timeout_s=self._join_timeout_s,
-            make_link=make_link,
-            on_end=self._doors.discard,
-        )
-        self._doors.add(door)
-        return door
+        return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=self._streams)
 
     async def join(self, params: LinkParams, cut: Cut) -> "TcpLink":
         theirs = read_params(params, _Params, self.name)
@@ -101,19 +88,15 @@ class TcpTransport:
         except OSError as error:
             raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
         most = min(theirs.streams, self._streams)
-        connected = await knock(family, address, theirs.token, most=most, join_timeout_s=self._join_timeout_s)
+        connected = await knock(family, address, theirs.token, most=most, join_timeout_s=self.join_timeout_s)
         if self._max_bytes_per_s is not None:
             for each in connected:
                 _pace(each, max(1, self._max_bytes_per_s // len(connected)))
         return self._make_link(connected, cut)
 
-    async def close(self) -> None:
-        await asyncio.gather(*(door.close() for door in tuple(self._doors)))
-        await asyncio.gather(*(link.close() for link in tuple(self._links)))
-
     def _make_link(self, connected: Sequence[socket.socket], cut: Cut) -> "TcpLink":
-        link = TcpLink(connected, self._store, cut, self._links.discard)
-        self._links.add(link)
+        link = TcpLink(connected, self._store, cut, self.links.discard)
+        self.links.add(link)
         return link
 
 
@@ -126,23 +109,18 @@ class TcpLink:
         self._streams = [TcpStream(each, HostWire(store, cut)) for each in connected]
         self._unit_bytes = cut.unit_bytes
         self._on_close = on_close
-        self._is_broken = False
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        with self._unbroken():
-            await _all([part.thread.start(part.send, *own) for part, own in self._parts(segments, seal)])
+        await self._all(part.thread.call(part.send, *own) for part, own in self._parts(segments, seal))
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        with self._unbroken():
-            parts = self._parts(segments, seal)
-            return all(await _all([part.thread.start(part.receive, *own) for part, own in parts]))
+        return all(await self._all(part.thread.call(part.receive, *own) for part, own in self._parts(segments, seal)))
 
     async def discard(self, num_units: int) -> None:
-        with self._unbroken():
-            streams = zip(self._streams, pairwise(self._bounds(num_units)), strict=False)
-            await _all(
-                [each.thread.start(each.discard, (end - first) * self._unit_bytes) for each, (first, end) in streams]
-            )
+        streams = zip(self._streams, pairwise(self._bounds(num_units)), strict=False)
+        await self._all(
+            each.thread.call(each.discard, (end - first) * self._unit_bytes) for each, (first, end) in streams
+        )
 
     async def close(self) -> None:
         self._break_off()
@@ -169,37 +147,17 @@ class TcpLink:
             )
         ]
 
-    @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Raises ConnectionLost where the link is broken. An error or a cancellation within breaks it."""
-        if self._is_broken:
-            raise ConnectionLost("the link is closed")
+    async def _all(self, calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+        """All streams' results. An error on one of them, and a cancellation, break them all."""
         try:
-            yield
-        except OSError as error:
-            self._break_off()
-            raise ConnectionLost(f"the link broke: {error}") from error
+            return await asyncio.gather(*calls)
         except BaseException:
             self._break_off()
             raise
 
     def _break_off(self) -> None:
-        self._is_broken = True
         for stream in self._streams:
             stream.thread.break_off()
-
-
-async def _all(calls: Sequence[asyncio.Future[R]]) -> list[R]:
-    """All results, or the first error. A cancellation leaves the calls to the streams' `close`."""
-    gathered = asyncio.gather(*calls)
-    gathered.add_done_callback(_retrieve)
-    return await asyncio.shield(gathered)
-
-
-def _retrieve(gathered: asyncio.Future[list[R]]) -> None:
-    """An error of calls that nobody awaits any more has nobody left to be told to."""
-    if not gathered.cancelled():
-        gathered.exception()
 
 
 class TcpStream:

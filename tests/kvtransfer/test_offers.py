@@ -17,7 +17,7 @@ from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
-from twostroke.kvtransfer.offers import AwaitedOffers, UsedTickets
+from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome

@@ -23,7 +23,7 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Message, decode_message, encode_message
 from twostroke.protocol.network import TcpConnection
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import TransferStats, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 
 SECRET = b"the fuzzer's secret"
@@ -84,8 +84,8 @@ CORPUS: tuple[Message, ...] = (
     messages.KeepTransfer(_TICKET),
     messages.RefuseTransfer(_TICKET),
     messages.AbortTransfer(4, "reason"),
-    messages.TransferEnded(4, None, _TOKEN, messages.TransferCounts(2**40, 1, 2)),
-    messages.TransferEnded(3, "the peer is gone", None, messages.TransferCounts()),
+    messages.TransferEnded(4, None, _TOKEN, TransferStats(bytes=2**40, links_lost=1)),
+    messages.TransferEnded(3, "the peer is gone", None, TransferStats()),
 )
 _PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 _TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))

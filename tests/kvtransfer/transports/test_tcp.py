@@ -96,8 +96,8 @@ async def test_a_large_chunk_goes_over_all_streams_and_a_small_one_over_the_firs
     carried: list[int] = []
     async with linked("tcp, 3 streams", source, target) as (sender, receiver):
         for stream in sender._streams:
-            start = stream.thread.start
-            stream.thread.start = lambda *args, s=start: carried.append(args[2]) or s(*args)  # type: ignore[method-assign]
+            call = stream.thread.call
+            stream.thread.call = lambda *args, c=call: carried.append(args[2]) or c(*args)  # type: ignore[method-assign]
         for num_blocks, parts in ((64, 3), (2 * MIN_PART_BYTES // cut.unit_bytes, 2), (10, 1)):
             carried.clear()
             chunk = [Segment(0, tuple(range(num_blocks)))]
