@@ -66,7 +66,7 @@ def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
 
 
 def pack_names(names: Iterable[ShortName]) -> bytes:
-    """Names for a message: 8 bytes each, one after the other, as in the blocks' hashes (little-endian, as all our machines)."""
+    """Names for a message: 8 little-endian bytes each, one after the other, as in the blocks' hashes."""
     return array("Q", names).tobytes()
 
 
