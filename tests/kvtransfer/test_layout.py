@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_memory_transport import MemoryTransport
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
@@ -186,23 +185,6 @@ def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None
 # --- the same with real senders and receivers, one for each rank ---
 
 
-class CutTransport(MemoryTransport):
-    """Memory links that pack and unpack units of any cut."""
-
-    def __init__(self, store: ArrayStore):
-        super().__init__(store)
-        self._array = store
-
-    def pack(self, segment: Segment, cut: Cut) -> bytes:
-        return b"".join(self._array.unit(segment.layer, unit, cut).tobytes() for unit in segment.unit_ids)
-
-    def unpack(self, segment: Segment, cut: Cut, data: bytes) -> None:
-        for index, unit in enumerate(segment.unit_ids):
-            place = self._array.unit(segment.layer, unit, cut)
-            piece = data[index * cut.unit_bytes : (index + 1) * cut.unit_bytes]
-            place[:] = np.frombuffer(piece, np.uint16).reshape(place.shape)
-
-
 class Fleet:
     """All ranks of a source and of a target."""
 
@@ -214,8 +196,7 @@ class Fleet:
         self._transports: list[Transports] = []
 
         def transports(store: ArrayStore) -> Transports:
-            made = CutTransport(store) if transport == "memory" else make_transport(transport, store)
-            self._transports.append(Transports({transport: made}, reach(transport)))
+            self._transports.append(Transports({transport: make_transport(transport, store)}, reach(transport)))
             return self._transports[-1]
 
         self.senders = [KVSender(peer=P, store=store, transports=transports(store), **common) for store in self.sources]

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport, Wire
+from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Chunk, Run
@@ -34,7 +34,28 @@ def compute(out: OutgoingTransfer, num_layers: int, *ends: int) -> None:
             out.layer_ready(layer, end)
 
 
-def assert_arrived(pair: Pair, source_ids: list[int], target_ids: list[int], skip: int = 0) -> None:
+async def arrives(
+    pair: Pair,
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    num_tokens: int,
+    *ends: int,
+    skip: int = 0,
+    ready: int = 0,
+) -> OutgoingTransfer:
+    """A whole transfer, computed in chunks that end at `ends`, and checked. `ready` tokens are there from the start."""
+    ticket = pair.ticket()
+    incoming = pair.receiver.expect(ticket, target_ids, num_tokens, skip)
+    out = pair.sender.open(ticket, num_tokens, source_ids, ready)
+    compute(out, pair.source.layout.num_layers, *ends)
+    out.commit(TOKEN)
+    assert await incoming.verified() == TOKEN
+    await out.done()
+    assert_arrived(pair, source_ids, target_ids, skip // BLOCK_SIZE)
+    return out
+
+
+def assert_arrived(pair: Pair, source_ids: Sequence[int], target_ids: Sequence[int], skip: int = 0) -> None:
     for layer in range(pair.source.layout.num_layers):
         for source_id, target_id in list(zip(source_ids, target_ids, strict=True))[skip:]:
             assert pair.source.block(layer, source_id) == pair.target.block(layer, target_id)
@@ -44,14 +65,7 @@ def assert_arrived(pair: Pair, source_ids: list[int], target_ids: list[int], ski
 async def test_every_block_arrives_in_its_place_with_the_first_token(transport: str) -> None:
     async with make_pair(transport) as pair:
         pair.source.fill(1)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [7, 8, 3], 10, 0)
-        out = pair.sender.open(ticket, 10, [4, 0, 1], 0)
-        compute(out, 3, 4, 9, 10)
-        out.commit(TOKEN)
-        assert await incoming.verified() == TOKEN
-        await out.done()
-        assert_arrived(pair, [4, 0, 1], [7, 8, 3])
+        await arrives(pair, [4, 0, 1], [7, 8, 3], 10, 4, 9, 10)
         untouched = set(range(32)) - {7, 8, 3}
         assert all(pair.target.block(layer, block) == bytes(96) for layer in range(3) for block in untouched)
         num_bytes = 3 * 3 * 96
@@ -86,26 +100,14 @@ async def test_a_prefix_that_the_target_has_is_not_sent() -> None:
         pair.source.fill(1)
         pair.target.fill(2)
         before = pair.target.block(0, 5)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [5, 6, 7], 12, 8)
-        out = pair.sender.open(ticket, 12, [0, 1, 2], 4)
-        compute(out, 3, 12)
-        out.commit(TOKEN)
-        await incoming.verified()
-        await out.done()
-        assert_arrived(pair, [0, 1, 2], [5, 6, 7], skip=2)
+        await arrives(pair, [0, 1, 2], [5, 6, 7], 12, 12, skip=8, ready=4)
         assert pair.target.block(0, 5) == before
         assert pair.sender.stats.bytes == 3 * 96
 
 
 async def test_a_prompt_that_is_all_there_needs_no_chunk() -> None:
     async with make_pair() as pair:
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [5, 6], 7, 7)
-        out = pair.sender.open(ticket, 7, [0, 1], 7)
-        out.commit(TOKEN)
-        assert await incoming.verified() == TOKEN
-        await out.done()
+        await arrives(pair, [0, 1], [5, 6], 7, skip=7, ready=7)
         assert pair.receiver.stats.bytes == 0
 
 
@@ -132,14 +134,7 @@ async def test_a_short_prompt_is_one_chunk_of_all_its_layers(transport: str) -> 
     source, target = BytesStore(30, 16), BytesStore(30, 16)
     async with make_pair(transport, source=source, target=target) as pair:
         source.fill(1)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, range(8), 32, 0)
-        out = pair.sender.open(ticket, 32, range(8, 16), 0)
-        compute(out, 30, 32)
-        out.commit(TOKEN)
-        await incoming.verified()
-        await out.done()
-        assert_arrived(pair, list(range(8, 16)), list(range(8)))
+        out = await arrives(pair, range(8, 16), range(8), 32, 32)
         assert out.lanes[0].num_chunks == 1
 
 
@@ -169,11 +164,8 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
                 await super().send(segments, seal)
             sent.extend(name for name, ids in blocks.items() if segments[0].unit_ids[0] in ids)
 
-    class Recording(MemoryTransport):
-        def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
-            return Recorded(wire, self, cut)
-
-    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: Recording(source)) as pair:
+    recording = MemoryTransport(source, link_type=Recorded)
+    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: recording) as pair:
         source.fill(1)
         outs, waiting = [], []
         for name, ids in blocks.items():
@@ -214,32 +206,19 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
         finally:
             under_way -= 1
 
-    class Watching(MemoryTransport):
-        def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
-            return Watched(wire, self, cut)
-
-    wraps: dict[str, Any] = {f"wrap_{side}": lambda _: Watching(source if side == "source" else target)}
+    watching = MemoryTransport(source if side == "source" else target, link_type=Watched)
+    wraps: dict[str, Any] = {f"wrap_{side}": lambda _: watching}
     config = TransferConfig(max_chunk_bytes=4 * BLOCK_BYTES, lease_s=20)
     async with make_pair(source=source, target=target, config=config, **wraps) as pair:
         source.fill(1)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, range(64), 256, 0)
-        out = pair.sender.open(ticket, 256, range(64), 256)
-        out.commit(TOKEN)
-        await incoming.verified()
-        await out.done()
-        assert source.copy() == target.copy()
+        await arrives(pair, range(64), range(64), 256, ready=256)
         assert most == 2
 
 
 async def test_the_sender_tells_what_link_each_pair_has() -> None:
     async with make_pair(("memory_fast", "memory_slow")) as pair:
         assert pair.sender.links() == ()
-        ticket = pair.ticket()
-        pair.receiver.expect(ticket, [1], 4, 0)
-        out = pair.sender.open(ticket, 4, [1], 4)
-        out.commit(TOKEN)
-        await out.done()
+        await arrives(pair, [1], [1], 4, ready=4)
         (report,) = pair.sender.links()
         assert (report.target, report.rank, report.transport) == (D, 0, "memory_fast")
         assert report.why
@@ -252,14 +231,8 @@ async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
     source, target = BytesStore(1, 64, 60), BytesStore(1, 64, 60)
     async with make_pair(source=source, target=target, config=TransferConfig(max_chunk_bytes=3500)) as pair:
         source.fill(1)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, range(64), 256, 0)
-        out = pair.sender.open(ticket, 256, range(64), 256)
-        out.commit(TOKEN)
-        await incoming.verified()
-        await out.done()
+        out = await arrives(pair, range(64), range(64), 256, ready=256)
         assert out.lanes[0].num_chunks == 22
-        assert source.copy() == target.copy()
 
 
 @EACH
@@ -268,14 +241,7 @@ async def test_large_chunks_of_scattered_blocks_arrive(transport: str) -> None:
     async with make_pair(transport, source=source, target=target) as pair:
         source.fill(1)
         source_ids, target_ids = random.Random(1).sample(range(3000), 3000), random.Random(2).sample(range(3000), 3000)
-        ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, target_ids, 3000 * BLOCK_SIZE, 0)
-        out = pair.sender.open(ticket, 3000 * BLOCK_SIZE, source_ids, 0)
-        compute(out, 2, 3000 * BLOCK_SIZE)
-        out.commit(TOKEN)
-        await incoming.verified()
-        await out.done()
-        assert_arrived(pair, source_ids, target_ids)
+        await arrives(pair, source_ids, target_ids, 3000 * BLOCK_SIZE, 3000 * BLOCK_SIZE)
 
 
 async def test_a_cancelled_waiter_leaves_the_transfer_as_it_is() -> None:
@@ -297,13 +263,8 @@ async def test_a_cancelled_waiter_leaves_the_transfer_as_it_is() -> None:
 async def test_a_connection_rests_and_goes_on_beyond_its_lease() -> None:
     config = TransferConfig(lease_s=0.15)
     async with make_pair(config=config) as pair:
-        for request in ("before", "after"):
-            ticket = pair.ticket(request)
-            incoming = pair.receiver.expect(ticket, [1], 4, 0)
-            out = pair.sender.open(ticket, 4, [1], 4)
-            out.commit(TOKEN)
-            await incoming.verified()
-            await out.done()
+        for _ in range(2):
+            await arrives(pair, [1], [1], 4, ready=4)
             (task,) = pair.sender._tasks
             await asyncio.wait([task], timeout=0.4)
             assert not task.done(), "pings keep it"

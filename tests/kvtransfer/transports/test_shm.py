@@ -1,29 +1,27 @@
 """What only shm links do: one copy, by the target alone, out of a cache of which the target believes nothing.
 
-Also how two ends on one machine find each other: who is let in, and what the system may refuse.
+Also how two ends on one machine find each other. What the system refuses, and processes that die: tests/faults.
 """
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
 import resource
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.rigs.kv_links import SharedBytesStore, blocks, join, linked, mappings, move, two
+from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
 from tests.rigs.kv_pair import open_descriptors
 from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transports import joining, local, shm
-from twostroke.kvtransfer.transports.shm import ShmPool, ShmTransport, receive_pool, send_pool
+from twostroke.kvtransfer.transports import joining, local
+from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 
@@ -105,52 +103,6 @@ async def test_a_closed_link_reads_no_longer() -> None:
             await sender.send([Segment(0, (1,))], 1)
 
 
-_SOURCE = """
-import asyncio, json, sys
-sys.path[:0] = json.loads(sys.argv[1])
-from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transports.shm import ShmTransport
-from tests.rigs.kv_links import SharedBytesStore, blocks
-
-async def main():
-    store = SharedBytesStore()
-    store.fill(1)
-    link = await ShmTransport(store).join(json.loads(sys.stdin.readline()), blocks(store))
-    await link.send([Segment(1, (3, 4, 5))], 7)
-    print("sent", flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-async def test_a_source_that_is_killed_after_it_sent_harms_nobody() -> None:
-    target = SharedBytesStore()
-    transport = ShmTransport(target, join_timeout_s=60.0)
-    pending = await transport.prepare("", blocks(target))
-    folders = [str(Path(__file__).parents[3]), *(entry for entry in sys.path if entry)]
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _SOURCE, msgspec.json.encode(folders).decode()),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        child.stdin.write(msgspec.json.encode(pending.params) + b"\n")
-        receiver = await pending.established()
-        assert await child.stdout.readline() == b"sent\n"
-    finally:
-        child.kill()
-        await child.communicate()
-    assert await receiver.receive([Segment(1, (0, 1, 2))], 7), "the memory lives as long as it is mapped"
-    source = filled()
-    assert [target.block(1, i) for i in range(3)] == [source.block(1, i) for i in range(3, 6)]
-    with pytest.raises(ConnectionLost):
-        await receiver.receive([Segment(1, (0, 1, 2))], 7)
-    await transport.close()
-
-
 # --- joining ---
 
 
@@ -199,9 +151,6 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
         await pending.close()
 
 
-# --- what the system may refuse ---
-
-
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -212,45 +161,6 @@ def no_descriptors_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def without_descriptors(call: Callable[..., Any]) -> Callable[..., Any]:
-    def limited(*arguments: Any) -> Any:
-        with no_descriptors_left():
-            return call(*arguments)
-
-    return limited
-
-
-def refusing(code: int) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return refuse
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "fault"),
-    [
-        (shm, "send_pool", without_descriptors(send_pool)),
-        (shm, "receive_pool", without_descriptors(receive_pool)),
-        (shm.mmap, "mmap", refusing(errno.ENOMEM)),
-        (shm.socket, "send_fds", refusing(errno.ENOSPC)),
-    ],
-    ids=["descriptors of the source", "descriptors of the target", "mapping", "passing"],
-)
-async def test_what_the_system_refuses_is_a_lost_connection_on_both_sides(where: Any, name: str, fault: Any) -> None:
-    source, target = filled(), SharedBytesStore()
-    async with two("shm", source, target, join_timeout_s=5.0) as (sending, receiving):
-        pending = await receiving.prepare("", blocks(target))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(where, name, fault)
-            outcomes = await asyncio.gather(
-                sending.join(pending.params, blocks(source)), pending.established(), return_exceptions=True
-            )
-        assert [type(outcome) for outcome in outcomes] == [ConnectionLost, ConnectionLost]
-        ends = await join(sending, receiving, blocks(source))
-        assert await move(ends, [Segment(0, (1,))], [Segment(0, (1,))])
 
 
 async def test_without_a_descriptor_for_the_socket_neither_end_can_begin() -> None:
