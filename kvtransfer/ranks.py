@@ -44,7 +44,7 @@ class _RankedSide(Generic[S]):
     def __init__(self, own: S, ranks: RankConnections, clock: Clock):
         self.ranks = ranks
         self.clock = clock
-        self._own = own
+        self._own: S = own
         self._total = TransferStats()  # of whole transfers
         self._stats: dict[int, TransferStats] = {}  # of the other ranks
         self._transfers: dict[int, _RankedTransfer] = {}  # by number

@@ -8,7 +8,7 @@ A transfer ends well once every lane has; a lane that fails takes the others wit
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
 from twostroke.kvtransfer.rules.layout import Cut, Segment
@@ -50,7 +50,7 @@ class Transfer:
         block_ids: tuple[int, ...],
         num_tokens: int,
         *,
-        on_ended: Callable[[Self], None],
+        on_ended: Callable[[Any], None],
         clock: Clock,
     ):
         self.ticket = ticket
@@ -102,7 +102,7 @@ class Lane(Generic[S]):
     def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, clock: Clock, progress_s: float):
         self.transfer = transfer
         self.ticket = transfer.ticket
-        self.state = state
+        self.state: S = state
         self._keeper = keeper
         self._cut: Cut | None = None  # until granted
         self._num_under_way = 0  # chunks
@@ -369,7 +369,9 @@ class IncomingTransfer(Transfer):
     ):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
         self.skip_tokens = skip_tokens
-        self.lanes = {rank: IncomingLane(self, keeper, clock, progress_s) for rank in source_ranks}
+        self.lanes: dict[int, IncomingLane] = {
+            rank: IncomingLane(self, keeper, clock, progress_s) for rank in source_ranks
+        }
 
     async def verified(self) -> SampledToken | None:
         """The first token (None: a prefix only), once every block holds its verified KV.
