@@ -49,8 +49,7 @@ from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.sections import TransportChoice
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.kvtransfer.transports.host_units import HostUnits
 from twostroke.loadtests.report.estimates import percentile

@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import ENDS, VERIFIED_BY_PEER, Event, ReceiverState, SenderState, transition
 from twostroke.kvtransfer.timeouts import Deadline
 from twostroke.protocol.clock import Clock

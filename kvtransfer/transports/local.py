@@ -28,8 +28,16 @@ from numpy.typing import NDArray
 from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.joining import Door, SocketTransport, Token, draw_token, knock, read_params
-from twostroke.kvtransfer.transports.link_thread import LinkThread, receive_exactly
+from twostroke.kvtransfer.transports.sockets import (
+    Door,
+    LinkThread,
+    SocketTransport,
+    Token,
+    draw_token,
+    knock,
+    read_params,
+    receive_exactly,
+)
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import KVLayout, incompatibility
 

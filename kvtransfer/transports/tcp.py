@@ -3,7 +3,7 @@
 A chunk is cut into parts, one for each stream, by a rule that both sides know; the parts of successive chunks follow
 each other on their streams. Each stream has a thread, which moves its part (`sendmsg`, `recvmsg_into`) and digests it.
 
-The two ends find each other through a door (joining.py). The bytes that follow are neither authenticated nor
+The two ends find each other through a door (sockets.py). The bytes that follow are neither authenticated nor
 encrypted: the KV network is trusted not to alter them on purpose; digests find accidents.
 
 Why a zombie can do no harm: all it can do is fill sockets. Which bytes go where is the receiving side's to say, and
@@ -23,8 +23,15 @@ import xxhash
 from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
-from twostroke.kvtransfer.transports.joining import Door, SocketTransport, Token, draw_token, knock, read_params
-from twostroke.kvtransfer.transports.link_thread import LinkThread
+from twostroke.kvtransfer.transports.sockets import (
+    Door,
+    LinkThread,
+    SocketTransport,
+    Token,
+    draw_token,
+    knock,
+    read_params,
+)
 from twostroke.protocol.errors import ConnectionLost
 
 MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings

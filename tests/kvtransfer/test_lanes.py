@@ -4,8 +4,7 @@ import asyncio
 
 from tests.rigs.kv_pair import TOKEN, D, P
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import TransferFailed

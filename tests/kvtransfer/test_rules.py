@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
+from twostroke.kvtransfer.rules.layout import ChunkPlan
 from twostroke.kvtransfer.rules.lifecycle import (
     ENDS,
     Event,

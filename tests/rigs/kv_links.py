@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports import joining
+from twostroke.kvtransfer.transports import sockets
 from twostroke.kvtransfer.transports.shm import ShmTransport
 from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.kv_layout import Encoding
@@ -70,7 +70,7 @@ async def two(name: str, source: BytesStore, target: BytesStore, **options: Any)
     sending, receiving = make(name, source, **options), make(name, target, **options)
     with pytest.MonkeyPatch.context() as patch:
         if name == "tcp, 3 streams":
-            patch.setattr(joining, "is_within_one_machine", lambda _: False)
+            patch.setattr(sockets, "is_within_one_machine", lambda _: False)
         try:
             yield sending, receiving
         finally:

@@ -20,7 +20,7 @@ import pytest
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
 from tests.rigs.kv_pair import open_descriptors
 from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transports import joining, local
+from twostroke.kvtransfer.transports import local, sockets
 from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
@@ -128,7 +128,7 @@ async def test_encoded_kv_is_refused_at_both_ends() -> None:
 
 @pytest.mark.parametrize("refuses", ["source", "target"])
 async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = joining.is_trusted
+    real = sockets.is_trusted
 
     def is_trusted(connected: socket.socket) -> bool:
         """As if this side ran as somebody else: the listener's end has the name, the connecting one none."""
@@ -138,7 +138,7 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
             patch.setattr(os, "geteuid", lambda: 4242)
             return real(connected)
 
-    monkeypatch.setattr(joining, "is_trusted", is_trusted)
+    monkeypatch.setattr(sockets, "is_trusted", is_trusted)
     store = SharedBytesStore()
     async with two("shm", store, store, join_timeout_s=0.3) as (sending, receiving):
         pending = await receiving.prepare("", blocks(store))

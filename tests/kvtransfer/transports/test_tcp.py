@@ -15,7 +15,7 @@ from tests.rigs.kv_pair import BytesStore, settle
 from tests.rigs.proxy import Mangle, Proxy
 from twostroke.kvtransfer.link import DIGEST_BYTES
 from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transports import joining
+from twostroke.kvtransfer.transports import sockets
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.requests import Address
@@ -112,7 +112,7 @@ async def test_parts_of_a_chunk_do_not_pass_for_each_other(monkeypatch: pytest.M
     source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
     source.fill(1)
     source.layers[0][len(source.layers[0]) // 2 :] = source.layers[0][: len(source.layers[0]) // 2]
-    monkeypatch.setattr(joining, "is_within_one_machine", lambda _: False)
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
     async with two("tcp", source, target) as (sending, receiving):
         receiving._streams = 2
         ends = await join(sending, receiving, blocks(source))
@@ -172,7 +172,7 @@ async def test_between_machines_the_smaller_number_of_streams_counts_and_within_
     sending, receiving = TcpTransport(store, streams=ours), TcpTransport(store, streams=theirs)
     ends = await join(sending, receiving, blocks(store))
     assert [len(end._streams) for end in ends] == [1, 1]
-    monkeypatch.setattr(joining, "is_within_one_machine", lambda _: False)
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
     ends = await join(sending, receiving, blocks(store))
     assert [len(end._streams) for end in ends] == [count, count]
     await sending.close()
@@ -180,7 +180,7 @@ async def test_between_machines_the_smaller_number_of_streams_counts_and_within_
 
 
 async def test_a_links_limit_is_shared_by_its_streams_on_the_sending_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "is_within_one_machine", lambda _: False)
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
     store = BytesStore()
     sending, receiving = TcpTransport(store, streams=2, max_bytes_per_s=10_000_001), TcpTransport(store)
     ends = await join(sending, receiving, blocks(store))

@@ -1,4 +1,4 @@
-"""How the two ends of a link over sockets find each other.
+"""Links over sockets: how their two ends find each other, and the thread that blocks on each socket.
 
 The receiving side opens a door: a listening socket of its own for one peer. Where it is and a one-time token are told
 on the authenticated control connection, and the peer shows the token on every connection of the link. On a unix socket
@@ -6,13 +6,16 @@ either side must also belong to the same user.
 """
 
 import asyncio
+import contextlib
 import hmac
 import os
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, Generic, TypeVar
+from queue import SimpleQueue
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import msgspec
 
@@ -29,6 +32,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 L = TypeVar("L", bound=DataLink)
 P = TypeVar("P")
+A = ParamSpec("A")
+R = TypeVar("R")
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
@@ -218,4 +223,94 @@ async def _receive_exactly(connected: socket.socket, num_bytes: int) -> bytes:
         if not part:
             raise ConnectionResetError("the peer closed the connection")
         received += part
+    return received
+
+
+class LinkThread:
+    """Owns a connected socket and the thread that blocks on it."""
+
+    def __init__(self, connected: socket.socket, name: str):
+        connected.setblocking(True)
+        self.socket = connected
+        self._loop = asyncio.get_running_loop()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self._broken = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken
+
+    async def call(self, function: Callable[A, R], /, *args: A.args, **kwargs: A.kwargs) -> R:
+        """`function(*args, **kwargs)` on the thread, after all calls made before.
+
+        Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
+        A cancellation breaks it too.
+        """
+        self._check()
+        future: asyncio.Future[R] = self._loop.create_future()
+        self._under_way.add(future)
+        self._calls.put((lambda: function(*args, **kwargs), future))
+        try:
+            return await asyncio.shield(future)
+        except (OSError, RuntimeError) as error:
+            self.break_off()
+            raise ConnectionLost(f"the link broke: {error}") from error
+        except BaseException:
+            self.break_off()
+            raise
+
+    def break_off(self) -> None:
+        """Wake the thread, if it is in a call on the socket, with an error. Later calls are refused."""
+        self._broken = True
+        with contextlib.suppress(OSError):  # the peer was quicker, or we are not connected yet
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    async def close(self) -> None:
+        """When this returns no call is under way, and none will be."""
+        self.break_off()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+        self._calls.put(None)
+        self._thread.join()
+        self.socket.close()
+
+    def _check(self) -> None:
+        if self._broken:
+            raise ConnectionLost("the link is closed")
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            function, future = item
+            result: Any = None
+            failure: BaseException | None = None
+            try:
+                self._check()
+                result = function()
+            except BaseException as error:  # it belongs to whoever waits
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop was closed over our heads: nobody waits
+                self._loop.call_soon_threadsafe(self._settle, future, result, failure)
+            del item, function, future, result, failure  # not kept alive by a thread that waits
+
+    def _settle(self, future: asyncio.Future[Any], result: object, failure: BaseException | None) -> None:
+        self._under_way.discard(future)
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+            future.exception()  # whoever made the call may have been cancelled
+
+
+def receive_exactly(connected: socket.socket, num_bytes: int) -> bytearray:
+    """Blocks. Raises OSError where the peer leaves before."""
+    received = bytearray(num_bytes)
+    view = memoryview(received)
+    while view:
+        count = connected.recv_into(view, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionResetError("the peer closed it")
+        view = view[count:]
     return received
