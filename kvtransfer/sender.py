@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["KVSender", "LinkReport", "OutgoingTransfer"]
 
 
+@dataclass(kw_only=True, eq=False)
 class KVSender(RankSide):
     """Opens transfers, and keeps one connection for each rank of each worker that this rank sends to."""
 
