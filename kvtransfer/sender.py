@@ -8,6 +8,7 @@ next transfer to the same worker makes a fresh connection with a fresh link.
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
