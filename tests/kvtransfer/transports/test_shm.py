@@ -228,7 +228,8 @@ def test_a_pool_that_is_not_as_agreed_is_not_mapped(
     hand_over(ends[0], STORE.memory_fd, payload)
     with pytest.raises(ProtocolError, match=complaint):
         receive_pool(ends[1], blocks(STORE))
-    assert (open_descriptors(), mappings()) == before
+    assert open_descriptors() <= before[0]
+    assert mappings() <= before[1]
 
 
 def test_memory_that_could_shrink_is_not_mapped(ends: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
