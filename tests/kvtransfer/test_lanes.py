@@ -129,22 +129,7 @@ async def test_a_verified_senders_blocks_are_free_once_the_last_of_its_calls_has
     assert (ends.told, ends.failures, ends.num_ends) == ([], [], 1)
 
 
-def test_a_target_that_says_its_request_waits_for_room_has_all_the_time_to_grant() -> None:
-    async def script() -> None:
-        ends = Ends()
-        lane = await offered(ends, progress_s=2)
-        lane.awaited()
-        lane.awaited()
-        await asyncio.sleep(100)
-        assert (lane.state, ends.failures) == (SenderState.OFFERED, [])
-        lane.granted(CUT, 0)
-        assert lane.has_chunk
-        lane.abort("enough")
-
-    run_virtually(script())
-
-
-def test_a_target_that_says_so_too_late_has_not_all_the_time_to_verify() -> None:
+def test_a_target_that_says_too_late_that_its_request_waits_for_room_has_not_all_the_time_to_verify() -> None:
     async def script() -> None:
         ends = Ends()
         lane = await outgoing(ends, progress_s=2)

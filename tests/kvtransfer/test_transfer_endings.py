@@ -4,9 +4,9 @@ What a source or a target refuses: tickets, layouts and hellos that do not fit, 
 """
 
 import asyncio
-from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.rigs.kv_faulty_pair import (
     EACH,
@@ -17,7 +17,6 @@ from tests.rigs.kv_faulty_pair import (
     faulty_pair,
     finish,
     get_to,
-    hello,
 )
 from tests.rigs.kv_pair import TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
 from twostroke.kvtransfer.config import TransferConfig
@@ -315,44 +314,42 @@ async def test_too_many_offers_without_a_request_are_refused() -> None:
         assert first.lanes[0].state is SenderState.OFFERED
 
 
+LAYOUT = BytesStore().layout
+KV = KVHello(LAYOUT, 0, "raw", reach("memory"))
+
+
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("hello", "text"),
     [
         (
-            {"receiver": Peer("decode-0", 23)},
+            Hello(P, Peer("decode-0", 23), KV),
             "you look for decode-0 of epoch 17, and this is decode-0 of epoch 16",
         ),
         (
-            {"receiver": Peer("decode-9", 22)},
+            Hello(P, Peer("decode-9", 22), KV),
             "you look for decode-9 of epoch 16, and this is decode-0 of epoch 16",
         ),
-        ({"model": "g"}, "the model differs: g at the source, f at the target"),
-        ({"tp_size": 2, "num_kv_heads": 2}, "the number of KV heads differs: 2 at the source, 1 at the target"),
-        ({"names": ("other",)}, "the source offers other, the target memory"),
+        (
+            Hello(P, D, replace(KV, layout=replace(LAYOUT, model="g"))),
+            "the model differs: g at the source, f at the target",
+        ),
+        (
+            Hello(P, D, replace(KV, layout=replace(LAYOUT, tp_size=2, num_kv_heads=2))),
+            "the number of KV heads differs: 2 at the source, 1 at the target",
+        ),
+        (Hello(P, D, replace(KV, reach=reach("other"))), "the source offers other, the target memory"),
+        *(
+            (Hello(P, D, replace(KV, rank=rank)), f"rank {rank} of 1 has nothing for rank 0 of 1")
+            for rank in (-1, 1, 1 << 40)
+        ),
+        (Hello(P, D), "this is no token channel"),
     ],
 )
-async def test_a_hello_that_does_not_fit_is_refused_with_both_values(fields: dict[str, Any], text: str) -> None:
+async def test_a_hello_that_does_not_fit_is_refused_with_both_values(hello: Hello, text: str) -> None:
     async with make_pair() as pair:
         connection = await pair.network.connect(pair.address)
-        connection.send(hello(pair, **fields))
+        connection.send(hello)
         refusal = await connection.receive()
         assert isinstance(refusal, Refuse)
         assert text in refusal.reason
-        await connection.close()
-
-
-@pytest.mark.parametrize("rank", [-1, 1, 1 << 40])
-async def test_a_rank_that_has_nothing_for_this_one_is_refused(rank: int) -> None:
-    async with make_pair() as pair:
-        connection = await pair.network.connect(pair.address)
-        connection.send(Hello(P, D, KVHello(pair.source.layout, rank, "raw", reach("memory"))))
-        assert await connection.receive() == Refuse(f"rank {rank} of 1 has nothing for rank 0 of 1")
-        await connection.close()
-
-
-async def test_a_token_channels_hello_is_refused() -> None:
-    async with make_pair() as pair:
-        connection = await pair.network.connect(pair.address)
-        connection.send(Hello(P, D))
-        assert await connection.receive() == Refuse("this is no token channel")
         await connection.close()

@@ -19,10 +19,9 @@ from tests.rigs.kv_faulty_pair import (
     faulty_pair,
     finish,
     get_to,
-    hello,
 )
 from tests.rigs.kv_pair import FAST, SECRET, D, P, make_pair, settle
-from tests.rigs.raw_source import RawPeer, raw_peer
+from tests.rigs.raw_source import RawPeer, greeting, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.lifecycle import SenderState
@@ -212,7 +211,7 @@ async def receive_pings(connection: Connection) -> None:
 async def test_a_silent_source_loses_its_connection_and_its_transfers() -> None:
     async with make_pair(config=TransferConfig(lease_s=0.15)) as pair:
         connection = await pair.network.connect(pair.address)
-        connection.send(hello(pair))
+        connection.send(greeting(pair))
         assert isinstance(await connection.receive(), Welcome)
         with pytest.raises(ConnectionLost):
             await receive_pings(connection)

@@ -6,20 +6,16 @@ A sender and a receiver with transports that can be harmed, and the steps of a t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-import msgspec
 import pytest
 
-from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
+from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.messages import Hello, KVHello
-from twostroke.protocol.requests import Peer
 
 
 class Gate:
@@ -191,12 +187,6 @@ async def assert_a_transfer_works(pair: Pair, blocks: tuple[int, int] = (20, 21)
     assert await incoming.verified() == TOKEN
     await out.done()
     assert_whole(pair, blocks)
-
-
-def hello(pair: Pair, *, receiver: Peer = D, names: Sequence[str] = ("memory",), **fields: Any) -> Hello:
-    """As the pair's sender says it; `fields` replace those of its layout."""
-    layout = msgspec.structs.replace(pair.source.layout, **fields)
-    return Hello(P, receiver, KVHello(layout, 0, "raw", reach(*names)))
 
 
 async def get_to(sender: OutgoingTransfer, state: SenderState) -> None:

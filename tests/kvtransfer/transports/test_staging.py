@@ -114,12 +114,3 @@ def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front
         assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
         assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
     assert HostStaging(store, cut, 1).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
-
-
-def test_units_that_the_store_has_not_are_refused() -> None:
-    store = store_of(1)
-    staging = HostStaging(store, Cut(store.layout, 0, 4, 4, "raw"))
-    packed = staging.buffer(0, 1)
-    for segment in (Segment(2, (0,)), Segment(0, (20,)), Segment(0, (-1,))):
-        with pytest.raises(ValueError, match=r"layer|units"):
-            staging.pack([segment], 1, packed)
