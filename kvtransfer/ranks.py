@@ -17,7 +17,7 @@ import msgspec
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.sides import LinkReport
-from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer, Transfer
+from twostroke.kvtransfer.transfer import IncomingTransfer, Outcome, OutgoingTransfer, Transfer
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ProtocolError, TransferFailed
@@ -68,7 +68,7 @@ class _RankedSide(Generic[S]):
         for transfer in transfers:
             transfer.abort("the worker is closing")
         for transfer in transfers:
-            await transfer.ended()
+            await transfer.settled()
         await self._own.close()
 
     def began(self, transfer: "_RankedTransfer") -> None:
@@ -159,35 +159,24 @@ class RankedReceiver(_RankedSide[KVReceiver]):
         self.ranks.tell(RefuseTransfer(ticket))
 
 
-class _RankedTransfer:
-    """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it."""
+class _RankedTransfer(Outcome):
+    """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it.
+
+    It is given up by who began it here, not by a part that failed.
+    """
 
     def __init__(self, side: _RankedSide[Any], own: Transfer):
+        super().__init__()
         self.number = side.ranks.new_number()
         self.started_s = side.clock()
-        self.failure: str | None = None  # why it is given up
-        self.is_given_up = False  # by who began it here, not for a part that failed
         self._side = side
         self._own = own
         self._left = {0, *side.ranks.others}
         self._first_tokens: list[SampledToken | None] = []
-        self._over = asyncio.Event()
         self._following = asyncio.create_task(self._follow(), name=f"rank 0's part of transfer {self.number}")
         side.began(self)
 
-    def abort(self, reason: str) -> None:
-        """Give all parts up. Any time, any number of times."""
-        self.is_given_up |= self.failure is None
-        self._fail(reason)
-
-    async def whole(self) -> SampledToken | None:
-        """Wait for the end of all parts; returns the first token that came. Raises TransferFailed."""
-        await self._over.wait()
-        if self.failure is not None:
-            raise TransferFailed(self.failure)
-        return self._first_tokens[0]
-
-    async def ended(self) -> None:
+    async def settled(self) -> None:
         """Wait for the end of all parts, however that is."""
         await self._over.wait()
         await self._following
@@ -201,12 +190,12 @@ class _RankedTransfer:
         self._left.discard(rank)
         self._first_tokens.append(first_token)
         if failure is not None:
-            self._fail(failure if rank == 0 else f"{failure} (on rank {rank})")
+            self.fail(failure if rank == 0 else f"{failure} (on rank {rank})")
         self._look_for_end()
 
     def ranks_lost(self, reason: str) -> None:
         """The other ranks are ending, and do nothing with their blocks any more."""
-        self._fail(reason)
+        self.fail(reason)
         self._left &= {0}
         self._look_for_end()
 
@@ -220,17 +209,18 @@ class _RankedTransfer:
         else:
             self.part_ended(0, None, first_token)
 
-    def _fail(self, reason: str) -> None:
-        if self._over.is_set() or self.failure is not None:
+    def fail(self, reason: str) -> None:
+        if self.ended or self.failure is not None:
             return
         self.failure = reason
         self._side.ranks.tell(AbortTransfer(self.number, reason))
         self._own.abort(reason)
 
     def _look_for_end(self) -> None:
-        if self._left or self._over.is_set():
+        if self._left or self.ended:
             return
-        if self.failure is None and any(token != self._first_tokens[0] for token in self._first_tokens):
+        self.first_token = self._first_tokens[0] if self._first_tokens else None
+        if self.failure is None and any(token != self.first_token for token in self._first_tokens):
             self.failure = f"the source's ranks name different first tokens: {self._first_tokens}"
         self._over.set()
         self._side.over(self)
@@ -259,7 +249,7 @@ class RankedOutgoing(_RankedTransfer):
 
     async def done(self) -> None:
         """As OutgoingTransfer.done, of every rank."""
-        await self.whole()
+        await self.end()
 
 
 class RankedIncoming(_RankedTransfer):
@@ -267,7 +257,7 @@ class RankedIncoming(_RankedTransfer):
 
     async def verified(self) -> SampledToken | None:
         """As IncomingTransfer.verified, of every rank."""
-        return await self.whole()
+        return await self.end()
 
     async def cancel(self) -> None:
         """As IncomingTransfer.cancel."""

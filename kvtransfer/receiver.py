@@ -72,7 +72,6 @@ class KVReceiver(RankSide):
 
     def __post_init__(self) -> None:
         self._listener: Listener | None = None
-        self._host = ""
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
         self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
@@ -97,8 +96,9 @@ class KVReceiver(RankSide):
 
     async def start(self, host: str) -> tuple[Address]:
         """Listen for sources on a free port of `host`. Raises ConnectionLost where that can't be had."""
-        self._host = host
-        self._listener = await self.network.listen(host, self._serve)
+        self._listener = await self.network.listen(
+            host, lambda connection: ReceiverConnection(self, connection, host).run()
+        )
         return (self._listener.address,)
 
     async def close(self) -> None:
@@ -239,9 +239,6 @@ class KVReceiver(RankSide):
                     self._take_offer(transfer_id, rank)
 
     # --- inside ---
-
-    async def _serve(self, connection: Connection) -> None:
-        await ReceiverConnection(self, connection, self._host).run()
 
     async def _close(self) -> None:
         if self._listener is not None:

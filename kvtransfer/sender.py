@@ -174,7 +174,7 @@ class SenderConnection:
         self._lane = lane
         self._without = without
         self._transfers: dict[bytes, OutgoingLane] = {}
-        self._declined: dict[bytes, str] = {}  # to be told once the connection stands
+        self._declined: list[Abort] = []  # to be told once the connection stands
         self._control: LeasedConnection | None = None  # set once the peer has welcomed us, as is the cut
         self._cut: Cut | None = None
         self._has_carried = False  # a chunk
@@ -192,7 +192,7 @@ class SenderConnection:
         if self._control is not None:
             self._control.post(Abort(transfer_id, reason))
         else:
-            self._declined[transfer_id] = reason
+            self._declined.append(Abort(transfer_id, reason))
 
     async def run(self) -> None:
         """Connect and serve until the connection or its link is lost or this is cancelled; then end every lane left."""
@@ -276,8 +276,8 @@ class SenderConnection:
         ]
         for lane in tuple(self._transfers.values()):
             self._offer(control, lane)
-        for transfer_id, reason in self._declined.items():
-            control.post(Abort(transfer_id, reason))
+        for abort in self._declined:
+            control.post(abort)
         self._declined.clear()
         return cut
 

@@ -38,7 +38,38 @@ class LaneCarrier(LaneKeeper, Protocol):
         """A chunk or the commit may be sent now."""
 
 
-class Transfer:
+class Outcome:
+    """How a transfer ends, once."""
+
+    def __init__(self) -> None:
+        self.first_token: SampledToken | None = None  # that has come with the KV
+        self.failure: str | None = None
+        self.is_given_up = False  # one of both sides did not want it any more
+        self._over = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """The blocks are not touched any more, and won't be."""
+        return self._over.is_set()
+
+    def abort(self, reason: str) -> None:
+        """Give the transfer up; the peer is told. Never waits. Any time, any number of times."""
+        self.is_given_up |= self.failure is None and not self.ended
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """Part of it has failed, or it is given up, or never could be: all of it ends."""
+        raise NotImplementedError
+
+    async def end(self) -> SampledToken | None:
+        """Wait for the end, as `done` and `verified` do; returns the first token that has come, where one has."""
+        await self._over.wait()
+        if self.failure is not None:
+            raise TransferFailed(self.failure)
+        return self.first_token
+
+
+class Transfer(Outcome):
     """KV of one request, on its way from or into these blocks."""
 
     lanes: Mapping[int, "Lane[Any]"]  # by the peer's rank
@@ -52,35 +83,14 @@ class Transfer:
         on_ended: Callable[[Any], None],
         clock: Clock,
     ):
+        super().__init__()
         self.ticket = ticket
         self.block_ids = block_ids
         self.num_tokens = num_tokens
         self.started_s = clock()
-        self.first_token: SampledToken | None = None
-        self.failure: str | None = None
-        self.is_given_up = False  # one of both sides did not want it any more
         self._on_ended = on_ended
-        self._over = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        """The blocks are not touched any more, and won't be."""
-        return self._over.is_set()
-
-    def abort(self, reason: str) -> None:
-        """Give the transfer up; the peer is told. Never waits. Any time, any number of times."""
-        self.is_given_up |= self.failure is None and not self.ended
-        self.fail(reason)
-
-    async def end(self) -> SampledToken | None:
-        """Wait for the end, as `done` and `verified` do; returns the first token that has come, where one has."""
-        await self._over.wait()
-        if self.failure is not None:
-            raise TransferFailed(self.failure)
-        return self.first_token
 
     def fail(self, reason: str) -> None:
-        """A lane has failed, or the transfer is given up, or never could be: all lanes end."""
         if self.ended or self.failure is not None:
             return
         self.failure = reason
