@@ -176,6 +176,13 @@ class _RankedTransfer(Outcome):
         self._following = asyncio.create_task(self._follow(), name=f"rank 0's part of transfer {self.number}")
         side.began(self)
 
+    def fail(self, reason: str) -> None:
+        if self.ended or self.failure is not None:
+            return
+        self.failure = reason
+        self._side.ranks.tell(AbortTransfer(self.number, reason))
+        self._own.abort(reason)
+
     async def settled(self) -> None:
         """Wait for the end of all parts, however that is."""
         await self._over.wait()
@@ -208,13 +215,6 @@ class _RankedTransfer(Outcome):
             self.part_ended(0, str(error), None)
         else:
             self.part_ended(0, None, first_token)
-
-    def fail(self, reason: str) -> None:
-        if self.ended or self.failure is not None:
-            return
-        self.failure = reason
-        self._side.ranks.tell(AbortTransfer(self.number, reason))
-        self._own.abort(reason)
 
     def _look_for_end(self) -> None:
         if self._left or self.ended:

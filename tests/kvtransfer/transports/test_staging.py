@@ -9,6 +9,7 @@ import xxhash
 
 from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports import staging as staging_buffers
 from twostroke.kvtransfer.transports.host_units import HostUnits, encode
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
 from twostroke.protocol.kv_layout import Encoding
@@ -104,13 +105,16 @@ def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
 
 
-def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front() -> None:
+def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = store_of()
     cut = Cut(store.layout, 0, 4, 4, "raw")
     for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
-        staging = HostStaging(store, cut, max_chunk_bytes)
+        monkeypatch.setattr(staging_buffers, "MAX_CHUNK_BYTES", max_chunk_bytes)
+        staging = HostStaging(store, cut)
         landing = staging.landing(0, 2)
         assert landing.numel() == room * cut.unit_bytes + 16
         assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
         assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
-    assert HostStaging(store, cut, 1).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
+    assert HostStaging(store, cut).landing(0, 18).numel() == 18 * cut.unit_bytes + 16

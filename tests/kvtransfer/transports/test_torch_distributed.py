@@ -76,9 +76,7 @@ async def test_a_message_of_another_size_than_announced_is_damaged_and_no_more()
     store = BytesStore(1, 64, 4096)
     store.fill(1)
     before = store.copy()
-    transport, sender, receiver = await linked(
-        store, whole(store), join_timeout_s=20, max_chunk_bytes=32 * store.block_bytes
-    )
+    transport, sender, receiver = await linked(store, whole(store), join_timeout_s=20)
     small, large = [Segment(0, (1,))], [Segment(0, tuple(range(32)))]
     await sender.send(large, 1)
     assert not await receiver.receive(small, 1), "more came than was announced"
