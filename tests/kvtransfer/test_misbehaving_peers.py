@@ -5,7 +5,7 @@ A target whose messages a source can make nothing of.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -70,15 +70,6 @@ async def test_a_chunk_that_can_not_be_ends_its_transfer_alone(sequence: int, ru
         assert await good_waiting == TOKEN
 
 
-async def test_a_unit_that_comes_twice_ends_its_transfer() -> None:
-    async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket, waiting = await granted(pair, peer)
-        await peer.send_chunk(ticket, 0, Run(0, 0, 2))
-        await peer.send_chunk(ticket, 1, Run(0, 1, 2))
-        with pytest.raises(TransferFailed, match="units 1 to 3 of layer 0 came twice"):
-            await waiting
-
-
 @pytest.mark.parametrize("field", ["sequence", "transfer", "epoch", "runs"])
 async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
@@ -119,44 +110,24 @@ async def test_a_commit_of_less_than_everything_is_not_verified(num_layers: int,
             await waiting
 
 
-async def test_nothing_may_follow_the_commit() -> None:
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (lambda transfer_id: announced(transfer_id, 1, Run(2, 0, 3)), "chunk 1 came after the commit"),
+        (lambda transfer_id: Commit(transfer_id, 1, TOKEN), "committed 1 chunks"),
+    ],
+    ids=["chunk", "commit"],
+)
+async def test_nothing_may_follow_the_commit(more: Callable[[bytes], Message], text: str) -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket, waiting = await granted(pair, peer)
         chunk = announced(ticket.transfer_id, 0, *(Run(layer, 0, 3) for layer in range(2)))
-        peer.connection.send(chunk)
-        peer.connection.send(Commit(ticket.transfer_id, 1, TOKEN))
-        peer.connection.send(announced(ticket.transfer_id, 1, Run(2, 0, 3)))
-        with pytest.raises(TransferFailed, match="chunk 1 came after the commit"):
-            await wait_while_sending(waiting, peer, chunk)
-
-
-async def wait_while_sending(waiting: "asyncio.Task[object]", peer: RawPeer, chunk: Chunk) -> None:
-    """A transfer that was given up ends with the chunk that is under way."""
-    assert isinstance(await peer.answer(), Abort)
-    await peer.send_bytes(chunk)
-    await waiting
-
-
-async def test_a_second_commit_is_one_too_many() -> None:
-    async with make_pair() as pair, raw_peer(pair) as peer:
-        ticket, waiting = await granted(pair, peer)
-        chunk = announced(ticket.transfer_id, 0, *(Run(layer, 0, 3) for layer in range(3)))
-        peer.connection.send(chunk)
-        for _ in range(2):
-            peer.connection.send(Commit(ticket.transfer_id, 1, TOKEN))
-        with pytest.raises(TransferFailed, match="committed 1 chunks"):
-            await wait_while_sending(waiting, peer, chunk)
-
-
-async def test_chunks_and_commits_of_unknown_transfers_are_discarded() -> None:
-    async with make_pair() as pair, raw_peer(pair) as peer:
-        await peer.send_chunk(pair.ticket("never offered"), 0, Run(0, 0, 3))
-        peer.connection.send(Commit(b"?" * 16, 1, TOKEN))
-        ticket, waiting = await granted(pair, peer)
-        for layer in range(3):
-            await peer.send_chunk(ticket, layer, Run(layer, 0, 3))
-        peer.connection.send(Commit(ticket.transfer_id, 3, TOKEN))
-        assert await waiting == TOKEN
+        for message in (chunk, Commit(ticket.transfer_id, 1, TOKEN), more(ticket.transfer_id)):
+            peer.connection.send(message)
+        assert isinstance(await peer.answer(), Abort)
+        await peer.send_bytes(chunk)  # a transfer that was given up ends with the chunk that is under way
+        with pytest.raises(TransferFailed, match=text):
+            await waiting
 
 
 async def test_an_offer_is_good_only_for_the_source_that_its_ticket_names() -> None:

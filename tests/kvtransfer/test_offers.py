@@ -6,14 +6,13 @@ KV whose request waits for room at the target: it is kept, for as long as somebo
 """
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
@@ -189,20 +188,8 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
     run_virtually(main(), limit_s=10 * LONG_S)
 
 
-def on_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test whose first argument is both ends, for pytest."""
-
-    def run(**params: Any) -> None:
-        play(lambda ends: test(ends, **params))
-
-    parameters = list(inspect.signature(test).parameters.values())[1:]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__name__ = test.__name__
-    return run
-
-
 @pytest.mark.parametrize("first", ["offer", "request"])
-@on_virtual_time
+@played_by(play)
 async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(ends: Ends, first: str) -> None:
     ticket = ends.ticket()
     if first == "request":  # as it is on a target of several ranks, and where a source has several
@@ -215,7 +202,7 @@ async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted
     await ends.assert_arrives(ticket, out)
 
 
-@on_virtual_time
+@played_by(play)
 async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
     out = await ends.offer(ends.ticket())
     with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
@@ -223,7 +210,7 @@ async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
     assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
 
 
-@on_virtual_time
+@played_by(play)
 async def test_a_kept_offer_ends_when_its_request_is_given_up(ends: Ends) -> None:
     ticket, out = await ends.keep()
     ends.target.receiver.refuse(ticket)
@@ -231,7 +218,7 @@ async def test_a_kept_offer_ends_when_its_request_is_given_up(ends: Ends) -> Non
         await out.done()
 
 
-@on_virtual_time
+@played_by(play)
 async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None:
     ticket, out = await ends.keep()
     out.abort("its blocks are needed")
@@ -242,7 +229,7 @@ async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None
 
 
 @pytest.mark.parametrize("lost", ["source", "target"])
-@on_virtual_time
+@played_by(play)
 async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> None:
     ticket, out = await ends.keep()
     await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
@@ -253,7 +240,7 @@ async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> N
     ends.target.receiver.refuse(ticket)
 
 
-@on_virtual_time
+@played_by(play)
 async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged(ends: Ends) -> None:
     ticket, out = await ends.keep()
     forged = replace(ticket, mac=bytes(16))
@@ -263,7 +250,7 @@ async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_t
         await out.done()
 
 
-@on_virtual_time
+@played_by(play)
 async def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept(ends: Ends) -> None:
     stranger = await ends.connect_rank(1)
     ticket = ends.ticket()
@@ -278,7 +265,7 @@ async def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept(en
     await stranger.close()
 
 
-@on_virtual_time
+@played_by(play)
 async def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same(ends: Ends) -> None:
     ticket = ends.ticket()
     out = await ends.offer(ticket)
@@ -289,7 +276,7 @@ async def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_s
     await out.done()
 
 
-@on_virtual_time
+@played_by(play)
 async def test_all_ranks_offers_of_one_transfer_are_kept_as_one(ends: Ends) -> None:
     ends.target.receiver.config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
     ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)

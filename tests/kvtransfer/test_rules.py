@@ -80,17 +80,6 @@ def test_an_end_is_left_by_no_event() -> None:
             assert after in (None, state), (state, event)
 
 
-def test_every_state_can_be_reached_and_every_other_one_left_by_an_abort_and_the_chunks_end() -> None:
-    for start in (SenderState.OFFERING, ReceiverState.AWAITING_OFFER):
-        reached = {start}
-        for _ in range(len(type(start))):
-            reached |= {after for state, _, after in ALL if state in reached and after is not None}
-        assert reached == set(type(start))
-        for state in reached - ENDS:
-            given_up = [after for at, event, after in ALL if at is state and event.name == "ABORT"]
-            assert given_up[0].name in ("ABORTED", "ABORTING", "RELEASING")
-
-
 def test_blocks_under_a_chunk_are_never_let_go_before_it_ends_unless_the_link_is_closed() -> None:
     for state, event, after in itertools.filterfalse(lambda cell: cell[2] is None, ALL):
         is_touched = state.name in ("SENDING", "FINISHING", "RELEASING", "RECEIVING", "ABORTING")

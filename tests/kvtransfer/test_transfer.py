@@ -11,18 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
-from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
+from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Chunk, Run
-from twostroke.protocol.requests import Peer, Ticket
+from twostroke.protocol.requests import Peer
 
 EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 
@@ -235,15 +233,6 @@ async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
         assert out.lanes[0].num_chunks == 22
 
 
-@EACH
-async def test_large_chunks_of_scattered_blocks_arrive(transport: str) -> None:
-    source, target = BytesStore(2, 3000, 40), BytesStore(2, 3000, 40)
-    async with make_pair(transport, source=source, target=target) as pair:
-        source.fill(1)
-        source_ids, target_ids = random.Random(1).sample(range(3000), 3000), random.Random(2).sample(range(3000), 3000)
-        await arrives(pair, source_ids, target_ids, 3000 * BLOCK_SIZE, 3000 * BLOCK_SIZE)
-
-
 async def test_a_cancelled_waiter_leaves_the_transfer_as_it_is() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
@@ -297,59 +286,6 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
         out.layer_ready(0, 5)
         with pytest.raises(TransferFailed, match="done with it"):
             await out.done()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_byte_arrives_where_it_belongs(data: st.DataObject) -> None:
-    """Random tables, chunkings, prefixes, orders and sizes; two transfers at once."""
-    num_layers, head_dim = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
-    source, target = BytesStore(num_layers, 40, head_dim), BytesStore(num_layers, 40, head_dim)
-    block_bytes = source.block_bytes
-    source.fill(1)
-    target.fill(2)
-    before = target.copy()
-    source_ids, target_ids = data.draw(st.permutations(range(40))), data.draw(st.permutations(range(40)))
-    plans = []
-    for index in range(2):
-        num_tokens = data.draw(st.integers(1, 20 * BLOCK_SIZE))
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
-        ready = data.draw(st.integers(0, num_tokens))
-        ends = sorted(data.draw(st.lists(st.integers(ready, num_tokens), max_size=4)))
-        skip = data.draw(st.integers(0, num_blocks))
-        span = slice(20 * index, 20 * index + num_blocks)
-        plans.append((num_tokens, ready, [*ends, num_tokens], skip, source_ids[span], target_ids[span]))
-    transport, expects_late = data.draw(st.sampled_from(["memory", "tcp"])), data.draw(st.booleans())
-    config = TransferConfig(max_chunk_bytes=data.draw(st.integers(1, 2000)), lease_s=20)
-
-    async def run() -> None:
-        async with make_pair(transport, source=source, target=target, config=config) as pair:
-            tickets = [pair.ticket(str(index)) for index in range(2)]
-
-            def expect(ticket: Ticket, plan: Any) -> IncomingTransfer:
-                return pair.receiver.expect(ticket, plan[5], plan[0], min(plan[0], BLOCK_SIZE * plan[3]))
-
-            incomings = []
-            if not expects_late:
-                incomings = [expect(t, p) for t, p in zip(tickets, plans, strict=True)]
-            outs = [pair.sender.open(t, p[0], p[4], p[1]) for t, p in zip(tickets, plans, strict=True)]
-            for out, plan in zip(outs, plans, strict=True):
-                for end in plan[2]:
-                    compute(out, num_layers, end)
-                    await asyncio.sleep(0)
-                out.commit(TOKEN)
-            if expects_late:
-                incomings = [expect(t, p) for t, p in zip(tickets, plans, strict=True)]
-            await asyncio.gather(*(incoming.verified() for incoming in incomings), *(out.done() for out in outs))
-
-    asyncio.run(run())
-    wanted = [bytearray(layer) for layer in before]
-    for _, _, _, skip, from_ids, to_ids in plans:
-        for layer in range(num_layers):
-            for source_id, target_id in list(zip(from_ids, to_ids, strict=True))[skip:]:
-                place = slice(target_id * block_bytes, (target_id + 1) * block_bytes)
-                wanted[layer][place] = source.block(layer, source_id)
-    assert target.copy() == [bytes(layer) for layer in wanted]
 
 
 CHUNK = Chunk(b"t" * 16, 3, (Run(2, 0, 4), Run(3, 0, 4)), 4096)
