@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, make_transport, reach
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
@@ -259,8 +258,7 @@ async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches
         outs[0].commit(TOKEN)
         await outs[0].done()
         outs[1].abort("its engine died")
-        with pytest.raises(TransferFailed, match="its engine died"):
-            await incoming.verified()
+        await fails(incoming.verified(), match="its engine died")
         assert incoming.ended
 
 
@@ -269,10 +267,8 @@ async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() ->
         (out,) = (sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
         first = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
         fleet.receivers[1].refuse(fleet.ticket)
-        with pytest.raises(TransferFailed, match="given the request up already"):
-            await out.done()
-        with pytest.raises(TransferFailed):
-            await first.verified()
+        await fails(out.done(), match="given the request up already")
+        await fails(first.verified())
 
 
 async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None:
@@ -281,15 +277,13 @@ async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None
         incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
         for token, out in enumerate(outs):
             out.commit(SampledToken(token))
-        with pytest.raises(TransferFailed, match="different first tokens"):
-            await incoming.verified()
+        await fails(incoming.verified(), match="different first tokens")
 
 
 async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
         odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
-        with pytest.raises(TransferFailed, match="counts 2 ranks, and this worker has 1"):
-            await fleet.senders[0].open(odd, 8, (0, 1), 8).done()
+        await fails(fleet.senders[0].open(odd, 8, (0, 1), 8).done(), match="counts 2 ranks, and this worker has 1")
 
 
 async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None:
@@ -302,5 +296,4 @@ async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None
         again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
         given_up = fleet.senders[1].open(again, 8, (0, 1), 8)
         await fleet.senders[1].close()
-        with pytest.raises(TransferFailed, match="the source is closing"):
-            await given_up.done()
+        await fails(given_up.done(), match="the source is closing")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
+from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
@@ -19,7 +20,6 @@ from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
 from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
-from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 
@@ -205,8 +205,7 @@ async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted
 @played_by(play)
 async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
     out = await ends.offer(ends.ticket())
-    with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
-        await out.done()
+    await fails(out.done(), match=r"no request came|did not grant")
     assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
 
 
@@ -214,8 +213,7 @@ async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
 async def test_a_kept_offer_ends_when_its_request_is_given_up(ends: Ends) -> None:
     ticket, out = await ends.keep()
     ends.target.receiver.refuse(ticket)
-    with pytest.raises(TransferFailed, match="has given the request up"):
-        await out.done()
+    await fails(out.done(), match="has given the request up")
 
 
 @played_by(play)
@@ -224,8 +222,9 @@ async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None
     out.abort("its blocks are needed")
     await asyncio.sleep(0.5)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-    with pytest.raises(TransferFailed, match="has given the transfer up already"):
-        await ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified()
+    await fails(
+        ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified(), match="has given the transfer up already"
+    )
 
 
 @pytest.mark.parametrize("lost", ["source", "target"])
@@ -233,8 +232,7 @@ async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None
 async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> None:
     ticket, out = await ends.keep()
     await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
-    with pytest.raises(TransferFailed):
-        await out.done()
+    await fails(out.done())
     await asyncio.sleep(0.5)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
     ends.target.receiver.refuse(ticket)
@@ -244,10 +242,8 @@ async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> N
 async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged(ends: Ends) -> None:
     ticket, out = await ends.keep()
     forged = replace(ticket, mac=bytes(16))
-    with pytest.raises(TransferFailed, match="signature"):
-        await ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified()
-    with pytest.raises(TransferFailed, match="no request came"):
-        await out.done()
+    await fails(ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
+    await fails(out.done(), match="no request came")
 
 
 @played_by(play)

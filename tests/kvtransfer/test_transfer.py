@@ -13,12 +13,11 @@ import msgspec
 import pytest
 
 from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport
-from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, make_pair, settle
+from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, fails, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transfer import OutgoingTransfer
-from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.messages import Chunk, Run
 from twostroke.protocol.requests import Peer
 
@@ -284,8 +283,7 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
         out.abort("done with it")
         out.commit(TOKEN)
         out.layer_ready(0, 5)
-        with pytest.raises(TransferFailed, match="done with it"):
-            await out.done()
+        await fails(out.done(), match="done with it")
 
 
 CHUNK = Chunk(b"t" * 16, 3, (Run(2, 0, 4), Run(3, 0, 4)), 4096)

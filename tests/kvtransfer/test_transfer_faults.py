@@ -20,12 +20,12 @@ from tests.rigs.kv_faulty_pair import (
     finish,
     get_to,
 )
-from tests.rigs.kv_pair import FAST, SECRET, D, make_pair, settle
+from tests.rigs.kv_pair import FAST, SECRET, D, fails, make_pair, settle
 from tests.rigs.raw_source import RawPeer, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.lifecycle import SenderState
-from twostroke.protocol.errors import ConnectionLost, TransferFailed
+from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Message, Offer, Ping
 from twostroke.protocol.network import Connection, Handler, Listener, TcpNetwork
 from twostroke.protocol.requests import Address
@@ -39,10 +39,7 @@ async def test_a_damaged_chunk_ends_its_transfer_and_the_next_one_has_a_fresh_li
         source.spoils = 1
         out, incoming = begin(pair)
         finish(out)
-        with pytest.raises(TransferFailed, match="chunk 0 was damaged on its way"):
-            await incoming.verified()
-        with pytest.raises(TransferFailed, match="chunk 0 was damaged on its way"):
-            await out.done()
+        await fails(incoming.verified(), out.done(), match="chunk 0 was damaged on its way")
         assert source.log == ["spoilt a chunk"]
         assert pair.receiver.stats.digest_failures == 1
         assert (pair.receiver.stats.failed, pair.receiver.stats.given_up) == (1, 0)
@@ -59,9 +56,7 @@ async def test_damage_ends_the_other_transfers_on_its_connection_too() -> None:
         source.spoils = 1
         out, incoming = begin(pair)
         finish(out)
-        for waiting in (incoming.verified(), other_incoming.verified(), out.done(), other.done()):
-            with pytest.raises(TransferFailed):
-                await waiting
+        await fails(incoming.verified(), other_incoming.verified(), out.done(), other.done())
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
@@ -77,9 +72,7 @@ async def test_a_link_that_breaks_ends_all_transfers_on_it_and_the_next_one_has_
         for out, _ in transfers:
             finish(out)
         for out, incoming in transfers:
-            for waiting in (out.done(), incoming.verified()):
-                with pytest.raises(TransferFailed):
-                    await waiting
+            await fails(out.done(), incoming.verified())
         assert broken.log == ["broke a link"]
         await settle(lambda: not pair.sender._tasks)
         await assert_a_transfer_works(pair)
@@ -92,10 +85,8 @@ async def test_a_link_that_can_not_be_joined_is_the_next_time_another_transports
         source.refusals = 1
         out, incoming = begin(pair)
         finish(out)
-        with pytest.raises(TransferFailed, match="the memory_fast link can't be joined: the peer can't be reached"):
-            await out.done()
-        with pytest.raises(TransferFailed):
-            await incoming.verified()
+        await fails(out.done(), match="the memory_fast link can't be joined: the peer can't be reached")
+        await fails(incoming.verified())
         assert source.log == ["refused a join"]
         assert pair.sender.stats.links_lost == 1
         await settle(lambda: not pair.sender._tasks)
@@ -148,28 +139,22 @@ async def test_a_grant_that_never_comes_ends_with_the_lease_on_both_sides() -> N
     async with make_pair(config=TransferConfig(progress_s=0.1)) as pair:
         out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         finish(out)
-        with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
-            await out.done()
+        await fails(out.done(), match=r"no request came|did not grant")
         incoming = pair.receiver.expect(out.ticket, [4, 5], NUM_TOKENS, 0)
-        with pytest.raises(TransferFailed, match=r"given the transfer up already|gave up: the target did not grant"):
-            await incoming.verified()
+        await fails(incoming.verified(), match=r"given the transfer up already|gave up: the target did not grant")
 
 
 async def test_a_source_without_progress_is_given_up() -> None:
     async with make_pair(config=TransferConfig(progress_s=0.1), sender_config=FAST) as pair:
         out, incoming = begin(pair)
-        with pytest.raises(TransferFailed, match="no progress"):
-            await incoming.verified()
-        with pytest.raises(TransferFailed, match="no progress"):
-            await out.done()
+        await fails(incoming.verified(), out.done(), match="no progress")
 
 
 async def test_an_unreachable_target_fails_the_transfer_and_the_next_one_tries_again() -> None:
     async with make_pair() as pair:
         await pair.receiver.close()
         out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
-        with pytest.raises(TransferFailed, match="no answer from"):
-            await out.done()
+        await fails(out.done(), match="no answer from")
         (address,) = await pair.receiver.start("127.0.0.1")
         pair.address = address
         await assert_a_transfer_works(pair)
@@ -181,8 +166,7 @@ async def test_a_lost_connection_is_built_again_by_the_next_transfer() -> None:
         out, _ = begin(pair)
         await get_to(out, SenderState.GRANTED)
         await pair.receiver.close()
-        with pytest.raises(TransferFailed):
-            await out.done()
+        await fails(out.done())
         (pair.address,) = await pair.receiver.start("127.0.0.1")
         await assert_a_transfer_works(pair)
 
@@ -244,10 +228,8 @@ async def test_a_target_that_reads_no_messages_holds_a_sources_blocks_no_longer_
         network.connections[0].is_deaf = True
         for layer in range(3):
             out.layer_ready(layer, 4)
-        with pytest.raises(TransferFailed, match="has taken no message"):
-            await out.done()
-        with pytest.raises(TransferFailed):
-            await incoming.verified()
+        await fails(out.done(), match="has taken no message")
+        await fails(incoming.verified())
         await sender.close()
 
 
