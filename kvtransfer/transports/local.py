@@ -224,6 +224,7 @@ class LocalTransport(SocketTransport[DataLink], ABC):
 
     async def prepare(self, host: str, cut: Cut) -> Door[DataLink]:
         self._check(cut)
+        memory = self._target_memory(cut)
         params = _Params(secrets.token_hex(16), draw_token())
         try:
             listener = socket.create_server(_PREFIX + params.name.encode(), family=socket.AF_UNIX)
@@ -232,12 +233,13 @@ class LocalTransport(SocketTransport[DataLink], ABC):
 
         async def make_link(guests: list[socket.socket]) -> DataLink:
             thread = LinkThread(guests[0], f"kv-{self.name}")
-            return await self._opened(LocalTarget(thread, self._target_memory(cut), self.links.discard))
+            return await self._opened(LocalTarget(thread, memory, self.links.discard))
 
         return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
     async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
         self._check(cut)
+        memory = self._source_memory(cut)
         theirs = read_params(params, _Params, self.name)
         address = _PREFIX + theirs.name.encode()
         (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
@@ -245,7 +247,7 @@ class LocalTransport(SocketTransport[DataLink], ABC):
         # all be announced before the target copies the first, and a short prompt's wait behind them.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         thread = LinkThread(connected, f"kv-{self.name}")
-        return await self._opened(LocalSource(thread, self._source_memory(cut), self.links.discard))
+        return await self._opened(LocalSource(thread, memory, self.links.discard))
 
     @abstractmethod
     def _source_memory(self, cut: Cut) -> SourceMemory: ...

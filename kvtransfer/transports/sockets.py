@@ -83,7 +83,7 @@ class Door(Generic[L]):
         self._transport = transport
         self._listener = listener
         self._token = token
-        self._params = params
+        self.params = params
         self._make_link = make_link
         self._most = most
         self._guests: dict[int, socket.socket] = {}  # by the connection's index
@@ -92,10 +92,6 @@ class Door(Generic[L]):
         self._settled = asyncio.Event()  # all have come, or nobody will
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
-
-    @property
-    def params(self) -> LinkParams:
-        return self._params
 
     async def established(self) -> L:
         await within(self._transport.join_timeout_s, self._settled.wait(), "the peer's way to the link")

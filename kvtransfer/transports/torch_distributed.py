@@ -131,7 +131,7 @@ class PendingGroup:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
         # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
-        self._link.refuse_peer()
+        self._link.shut_store()
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self._link.announce, self._prefix, "given up")
         await self._link.close()
@@ -270,7 +270,7 @@ class GroupLink:
                 self._staging.wait(work)
                 intact = unpack is None or unpack(packed)
             except BaseException:
-                self._shut_store()
+                self.shut_store()
                 raise
             finally:
                 self._free.put(index)
@@ -296,7 +296,7 @@ class GroupLink:
         try:
             return await asyncio.shield(ended)
         except BaseException:
-            self._shut_store()
+            self.shut_store()
             raise
 
     def _retire(self, ended: asyncio.Future[Any]) -> None:
@@ -308,7 +308,7 @@ class GroupLink:
 
     async def close(self) -> None:
         """Nothing touches the store when this returns; a hanging call ends later, see `ended`."""
-        self._shut_store()
+        self.shut_store()
         if self._closing is None:
             self._closing = asyncio.wrap_future(self._dropped)
             self._closing.add_done_callback(lambda _: self._on_close(self))
@@ -324,10 +324,6 @@ class GroupLink:
         if self._closing is not None:
             await asyncio.wait([self._closing])
             self._waiting.shutdown()  # it has nothing left to do but to return
-
-    def refuse_peer(self) -> None:
-        """Whoever joins now finds the link closed."""
-        self._shut_store()
 
     def _drop_after_the_last(self) -> None:
         """On the posting thread, which has nothing left to do: let the waiting thread drop the group in the end."""
@@ -359,7 +355,8 @@ class GroupLink:
         if self._closed:
             raise ConnectionLost("the link is closed")
 
-    def _shut_store(self) -> None:
+    def shut_store(self) -> None:
+        """Nothing touches the store any more, and whoever joins now finds the link closed."""
         with self._touching_store:  # waits for a copy at most
             self._closed = True
 

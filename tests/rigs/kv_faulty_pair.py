@@ -59,7 +59,14 @@ class FaultyTransport:
         if self.prepare_refusals:
             self.prepare_refusals -= 1
             raise ConnectionLost("it can't be prepared here")
-        return _FaultyPending(await self.inner.prepare(host, cut), self)
+        pending: Any = await self.inner.prepare(host, cut)
+        established = pending.established
+
+        async def faulty() -> DataLink:
+            return FaultyLink(await established(), self)
+
+        pending.established = faulty
+        return pending  # type: ignore[no-any-return]
 
     async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         await self.join_gate.passed()
@@ -71,22 +78,6 @@ class FaultyTransport:
 
     async def close(self) -> None:
         await self.inner.close()
-
-
-class _FaultyPending:
-    def __init__(self, inner: PendingLink, transport: FaultyTransport):
-        self._inner = inner
-        self._transport = transport
-
-    @property
-    def params(self) -> LinkParams:
-        return self._inner.params
-
-    async def established(self) -> DataLink:
-        return FaultyLink(await self._inner.established(), self._transport)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 class FaultyLink:

@@ -95,7 +95,7 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
     transport, sender, receiver = await linked(store, whole(store), join_timeout_s=20)
     receiving = asyncio.create_task(receiver.receive([Segment(0, (1,))], 1))
     await settle(lambda: receiver._free.qsize() < NUM_BUFFERS)
-    receiver.refuse_peer()  # as `close` begins
+    receiver.shut_store()  # as `close` begins
     await sender.send([Segment(0, (2,))], 1)
     with pytest.raises(ConnectionLost, match="closed"):
         await receiving
