@@ -330,7 +330,7 @@ class SenderConnection:
             link = await transport.join(welcome.link, cut)
         except ConnectionLost as lost:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
-        self.report = LinkReport(self.target, self._lane.target_rank, welcome.transport, welcome.why, welcome.missing)
+        self.report = LinkReport(self.target, welcome.transport, welcome.why, welcome.missing)
         max_units = max(1, self._sender.config.max_chunk_bytes // cut.unit_bytes)
         patience = Patience(self._sender.config.lease_s)
         movers = [self._move(control, link, patience, max_units) for _ in range(CHUNKS_UNDER_WAY)]

@@ -82,7 +82,6 @@ class LinkReport:
     """How this rank sends to one rank of another worker."""
 
     target: Peer
-    rank: int  # of the target
     transport: str
     why: str  # this transport, in words for people
     missing: tuple[str, ...]  # for each better transport: what it would need

@@ -6,6 +6,7 @@ A sender and a receiver with transports that can be harmed, and the steps of a t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
