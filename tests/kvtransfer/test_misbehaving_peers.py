@@ -337,17 +337,9 @@ async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | N
         await fails(out.done(), match=text or "enough")
 
 
-async def test_a_target_that_says_too_late_or_of_nobody_that_it_waits_for_room_says_nothing() -> None:
-    late = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
-    async with make_pair() as pair, raw_target(pair, *late) as ticket:
-        out = pair.sender.open(ticket, 4, [1], 4)
-        out.commit(TOKEN)
-        await out.done()
-
-
-async def test_a_target_that_is_slow_to_prepare_its_link_may_ping_before_its_welcome() -> None:
-    verified = [lambda transfer_id: Verified(transfer_id)]
-    async with make_pair() as pair, raw_target(pair, *verified, pings=2) as ticket:
+async def test_a_target_may_ping_before_its_welcome_and_say_too_late_or_of_nobody_that_it_waits_for_room() -> None:
+    answers = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
+    async with make_pair() as pair, raw_target(pair, *answers, pings=2) as ticket:
         out = pair.sender.open(ticket, 4, [1], 4)
         out.commit(TOKEN)
         await out.done()
