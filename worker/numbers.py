@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.step import Engine
 from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, WorkerStats
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.scheduler import Scheduler
 from twostroke.worker.step_costs import StepCostFit

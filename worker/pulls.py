@@ -15,8 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket

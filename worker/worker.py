@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.link import KVStore
+from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
 from twostroke.model.step import Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (

@@ -14,13 +14,13 @@ from twostroke.cluster.ranks.led_ranks import LedRanks, StartRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
+from twostroke.protocol.messages import most_step_bytes
 from twostroke.protocol.network import Network
-from twostroke.protocol.rank_messages import most_step_bytes
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
+    from twostroke.kvtransfer.link import KVStore
     from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-    from twostroke.kvtransfer.store import KVStore
     from twostroke.model.step import Engine
     from twostroke.worker.block_pool import BlockPool
     from twostroke.worker.worker import Equipment

@@ -11,9 +11,9 @@ from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
+    from twostroke.kvtransfer.link import KVStore
     from twostroke.kvtransfer.receiver import KVReceiver
     from twostroke.kvtransfer.sender import KVSender
-    from twostroke.kvtransfer.store import KVStore
     from twostroke.kvtransfer.transports import Transports
     from twostroke.model.load import LoadedEngine
     from twostroke.model.parallel.tensor_parallel import RankPlace

@@ -23,16 +23,15 @@ from twostroke.kvtransfer.timeouts import run_until_lost
 from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
-from twostroke.protocol.messages import Message
-from twostroke.protocol.network import Connection, TcpNetwork
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
+    Message,
     RankFailed,
     RankHello,
     RankLoaded,
-    RankMessage,
     RankStep,
     StepEnded,
 )
+from twostroke.protocol.network import Connection, TcpNetwork
 from twostroke.protocol.requests import SamplingParams
 from twostroke.protocol.settings import from_plain, to_plain
 
@@ -141,7 +140,7 @@ class _Rank:
             self._stepping.result()
             self._stepping = None
 
-    def _tell(self, message: RankMessage) -> None:
+    def _tell(self, message: Message) -> None:
         with contextlib.suppress(ConnectionLost):  # then nobody is there to be told
             self._connection.send(message)
 

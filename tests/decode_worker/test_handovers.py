@@ -28,7 +28,7 @@ from tests.simulation.worker_rig import (
     make_parts,
     play,
 )
-from twostroke.kvtransfer.incoming import IncomingTransfer
+from twostroke.kvtransfer.transfer import IncomingTransfer
 from twostroke.protocol.errors import TransferFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Drain, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket

@@ -17,9 +17,8 @@ from tests.simulation.scenario import Scenario, make_scenario
 from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.kvtransfer.incoming import IncomingLane
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
 from twostroke.protocol.errors import TransferFailed

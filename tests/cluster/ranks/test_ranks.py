@@ -18,12 +18,10 @@ from twostroke.cluster.deployments.worker_parts import check_step_size
 from twostroke.cluster.ranks.led_ranks import RankOrder
 from twostroke.cluster.ranks.rank_process import run_rank
 from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
-from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
     OpenTransfer,
     RankCopy,
     RankSequence,
@@ -32,7 +30,9 @@ from twostroke.protocol.rank_messages import (
     StepEnded,
     TransferReady,
 )
+from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, Peer, Ticket
+from twostroke.protocol.stats import TransferStats
 
 SECRET = b"a secret of tests"
 WORKER = Peer("w", 5)

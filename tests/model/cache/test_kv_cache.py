@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.model.conftest import TINY
-from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
+from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.protocol.errors import ConfigError

@@ -7,8 +7,8 @@ import pytest
 
 from tests.simulation.policies.crowd import NUM_REQUESTS, run_crowd
 from twostroke.decode_worker.worker import DecodeWorker
-from twostroke.kvtransfer.outgoing import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.transfer import OutgoingLane
 
 
 def num_computed_twice() -> int:

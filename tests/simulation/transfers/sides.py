@@ -12,8 +12,7 @@ from tests.simulation.fake_store import Array, FakeStore
 from tests.simulation.memory_network import Trace
 from tests.simulation.transfers.plan import PROGRESS_S, Plan, TransferPlan
 from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import SampledToken, Ticket, mint_ticket
 

@@ -1,85 +1,37 @@
-"""What links of all transports between stores of plain bytes have in common, and the choice of transports.
-
-Links of shm, which need shared memory: test_shm.py.
-"""
+"""What links of all transports have in common, and the choice of transports."""
 
 import asyncio
-import contextlib
 import random
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
-from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
-from twostroke.kvtransfer.link import DataLink, Transport
+from tests.rigs.kv_links import NAMES, SharedBytesStore, blocks, linked, move, two
+from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import make_transports
-from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.errors import ConfigError, ConnectionLost
-from twostroke.protocol.kv_layout import Encoding
 
-
-def make(name: str, store: BytesStore, **options: float) -> Transport:
-    if name == "torch_distributed":
-        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
-
-        return TorchDistributedTransport(store, **options)
-    made = TcpTransport(store, local_streams=3 if name == "tcp, 3 streams" else 1, **options)
-    if name == "tcp, from Python":  # where the C functions that pumps need can't be called
-        made._make_pump = lambda _: None
-    return made
-
-
-ALL = pytest.mark.parametrize("name", ["tcp", "tcp, 3 streams", "tcp, from Python", "torch_distributed"])
-
-
-@contextlib.asynccontextmanager
-async def two(
-    name: str, source: BytesStore, target: BytesStore, **options: float
-) -> AsyncIterator[tuple[Transport, Transport]]:
-    """A transport on either side; no descriptor and no thread may be left in the end."""
-    if name == "torch_distributed":
-        await warm_up_torch()
-    descriptors, threads = open_descriptors(), link_threads()
-    sending, receiving = make(name, source, **options), make(name, target, **options)
-    try:
-        yield sending, receiving
-    finally:
-        await sending.close()
-        await receiving.close()
-    await settle(lambda: open_descriptors() <= descriptors and link_threads() <= threads)
-
-
-async def link(
-    sending: Transport, receiving: Transport, source_cut: Cut, target_cut: Cut | None = None
-) -> tuple[DataLink, DataLink]:
-    pending = await receiving.prepare("127.0.0.1", source_cut if target_cut is None else target_cut)
-    joined, established = await asyncio.gather(sending.join(pending.params, source_cut), pending.established())
-    return joined, established
-
-
-def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
-    """Whole blocks as units."""
-    return Cut(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+ALL = pytest.mark.parametrize("name", NAMES)
+ON_SOCKETS = pytest.mark.parametrize("name", ["shm", "tcp"])
 
 
 @ALL
-@pytest.mark.parametrize(("num_blocks", "head_dim"), [(1, 1), (5, 6), (2500, 4), (40, 8192)])
+@pytest.mark.parametrize(("num_blocks", "head_dim"), [(1, 1), (2500, 4), (40, 8192)])
 async def test_blocks_arrive_in_the_order_of_both_tables(name: str, num_blocks: int, head_dim: int) -> None:
-    source, target = (BytesStore(2, num_blocks, head_dim) for _ in range(2))
+    source, target = (SharedBytesStore(2, num_blocks, head_dim) for _ in range(2))
     source.fill(1)
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    async with linked(name, source, target) as ends:
         tables = [
             [tuple(random.Random(seed).sample(range(num_blocks), num_blocks)) for seed in pair]
             for pair in ((1, 2), (3, 4))
         ]
         for seal, layers in ((0, (0,)), (2**64 - 1, (1, 0))):
             chunks = [[Segment(layer, tables[side][layer]) for layer in layers] for side in range(2)]
-            _, is_intact = await asyncio.gather(sender.send(chunks[0], seal), receiver.receive(chunks[1], seal))
-            assert is_intact
+            assert await move(ends, chunks[0], chunks[1], seal)
             for layer in layers:
                 for from_id, to_id in zip(tables[0][layer], tables[1][layer], strict=True):
                     assert source.block(layer, from_id) == target.block(layer, to_id)
@@ -87,17 +39,13 @@ async def test_blocks_arrive_in_the_order_of_both_tables(name: str, num_blocks: 
 
 @ALL
 async def test_heads_and_blocks_of_other_sizes_are_filled_where_they_belong(name: str) -> None:
-    source = BytesStore(1, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
-    target = BytesStore(1, 160, 512, num_kv_heads=4, block_size=4)
+    source = SharedBytesStore(1, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
+    target = SharedBytesStore(1, 160, 512, num_kv_heads=4, block_size=4)
     source.fill(1)
     source_cut, target_cut = Cut(source.layout, 1, 1, 4, "raw"), Cut(target.layout, 3, 1, 4, "raw")
     order = tuple(random.Random(1).sample(range(160), 160))
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, source_cut, target_cut)
-        _, is_intact = await asyncio.gather(
-            sender.send([Segment(0, order)], 1), receiver.receive([Segment(0, tuple(range(160)))], 1)
-        )
-        assert is_intact
+    async with linked(name, source, target, source_cut, target_cut) as ends:
+        assert await move(ends, [Segment(0, order)], [Segment(0, tuple(range(160)))])
     size = 512 * 2  # of a row: one token of one head
     for to_id, unit_id in enumerate(order):
         block, part = divmod(unit_id, 4)
@@ -111,12 +59,11 @@ async def test_heads_and_blocks_of_other_sizes_are_filled_where_they_belong(name
 
 @ALL
 async def test_many_calls_under_way_are_carried_out_in_their_order(name: str) -> None:
-    source, target = BytesStore(1, 64, 2048), BytesStore(1, 64, 2048)
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
     source.fill(1)
     draw = random.Random(5)
     sizes = [draw.choice([1, 2, 30, 64]) for _ in range(40)]  # some inline, some in parts
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    async with linked(name, source, target) as (sender, receiver):
 
         async def call(make_call: Callable[[int, list[Segment]], object], seed: int) -> list[object]:
             under_way: list[asyncio.Future[object]] = []
@@ -140,25 +87,22 @@ async def test_many_calls_under_way_are_carried_out_in_their_order(name: str) ->
 
 @ALL
 async def test_what_is_discarded_leaves_the_stream_in_step(name: str) -> None:
-    source, target = BytesStore(1, 8, 20_000), BytesStore(1, 8, 20_000)
+    source, target = SharedBytesStore(1, 8, 20_000), SharedBytesStore(1, 8, 20_000)
     source.fill(1)
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    async with linked(name, source, target) as (sender, receiver):
         await asyncio.gather(sender.send([Segment(0, (0, 1, 2, 3, 4, 5))], 1), receiver.discard(6))
         assert target.copy() == [bytes(len(target.layers[0]))]
-        _, is_intact = await asyncio.gather(sender.send([Segment(0, (7,))], 2), receiver.receive([Segment(0, (2,))], 2))
-        assert is_intact
+        assert await move((sender, receiver), [Segment(0, (7,))], [Segment(0, (2,))])
         assert target.block(0, 2) == source.block(0, 7)
 
 
 @ALL
 @pytest.mark.parametrize("num_blocks", [2, 64])
 async def test_a_chunk_with_another_seal_or_another_chunks_bytes_is_not_intact(name: str, num_blocks: int) -> None:
-    source, target = BytesStore(1, 64, 2048), BytesStore(1, 64, 2048)
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
     source.fill(1)
     chunk = [Segment(0, tuple(range(num_blocks)))]
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    async with linked(name, source, target) as (sender, receiver):
         for sealed, expected in ((1, 2), (2**63, 2**63 + 2**40), (5, 5)):
             _, is_intact = await asyncio.gather(sender.send(chunk, sealed), receiver.receive(chunk, expected))
             assert is_intact == (sealed == expected), "the stream stays in step"
@@ -170,9 +114,8 @@ async def test_a_chunk_with_another_seal_or_another_chunks_bytes_is_not_intact(n
 
 @ALL
 async def test_units_that_a_store_has_not_break_the_link(name: str) -> None:
-    source, target = BytesStore(1, 64, 2048), BytesStore(1, 64, 2048)
-    async with two(name, source, target) as (sending, receiving):
-        sender, _ = await link(sending, receiving, blocks(source))
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
+    async with linked(name, source, target) as (sender, _):
         with pytest.raises((ValueError, ConnectionLost), match="not all within"):
             await sender.send([Segment(0, (64,))], 1)
         with pytest.raises(ConnectionLost):
@@ -181,10 +124,9 @@ async def test_units_that_a_store_has_not_break_the_link(name: str) -> None:
 
 @ALL
 async def test_a_cancelled_receive_breaks_the_link_and_late_bytes_go_nowhere(name: str) -> None:
-    source, target = BytesStore(1, 8, 16_384), BytesStore(1, 8, 16_384)
+    source, target = SharedBytesStore(1, 8, 16_384), SharedBytesStore(1, 8, 16_384)
     source.fill(1)
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    async with linked(name, source, target) as (sender, receiver):
         receive = asyncio.create_task(receiver.receive([Segment(0, (0, 1, 2, 3))], 1))
         behind = asyncio.create_task(receiver.receive([Segment(0, (4, 5))], 2))
         await asyncio.wait([receive], timeout=0.02)
@@ -206,9 +148,8 @@ async def test_a_cancelled_receive_breaks_the_link_and_late_bytes_go_nowhere(nam
 
 @ALL
 async def test_a_peer_that_is_gone_breaks_the_link(name: str) -> None:
-    source, target = BytesStore(1, 8, 16_384), BytesStore(1, 8, 16_384)
-    async with two(name, source, target) as (sending, receiving):
-        sender, receiver = await link(sending, receiving, blocks(source))
+    source, target = SharedBytesStore(1, 8, 16_384), SharedBytesStore(1, 8, 16_384)
+    async with linked(name, source, target) as (sender, receiver):
         await sender.close()
         for size in (1, 3):
             with pytest.raises(ConnectionLost):
@@ -219,7 +160,7 @@ async def test_a_peer_that_is_gone_breaks_the_link(name: str) -> None:
 
 @ALL
 async def test_a_peer_that_does_not_join_is_not_awaited_for_ever(name: str) -> None:
-    store = BytesStore()
+    store = SharedBytesStore()
     async with two(name, store, store, join_timeout_s=0.2) as (_, receiving):
         pending = await receiving.prepare("127.0.0.1", blocks(store))
         with pytest.raises(ConnectionLost):
@@ -229,7 +170,7 @@ async def test_a_peer_that_does_not_join_is_not_awaited_for_ever(name: str) -> N
 
 @ALL
 async def test_a_pending_link_may_be_given_up_while_it_is_awaited(name: str) -> None:
-    store = BytesStore()
+    store = SharedBytesStore()
     async with two(name, store, store, join_timeout_s=30) as (_, receiving):
         pending = await receiving.prepare("127.0.0.1", blocks(store))
         waiting = asyncio.create_task(pending.established())
@@ -241,19 +182,55 @@ async def test_a_pending_link_may_be_given_up_while_it_is_awaited(name: str) -> 
 
 @ALL
 async def test_parameters_of_another_transport_are_refused(name: str) -> None:
-    store = BytesStore()
+    store = SharedBytesStore()
     async with two(name, store, store) as (sending, _):
         with pytest.raises(ConnectionLost, match="not those of"):
             await sending.join({"segment": "x"}, blocks(store))
 
 
-class MappedStore(BytesStore):
-    """One that says it can be mapped."""
+@ON_SOCKETS
+async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers_come_first(name: str) -> None:
+    source, target = SharedBytesStore(), SharedBytesStore()
+    source.fill(1)
+    cut = blocks(source)
+    async with two(name, source, target) as (sending, receiving):
+        pending = await receiving.prepare("127.0.0.1", cut)
+        where = pending.params
+        strangers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
+        for stranger in strangers:
+            at = f"\0twostroke-kv-{where['name']}" if name == "shm" else (where["host"], where["port"])
+            stranger.connect(at)
+        zeros = "A" * 43 + "="
+        for wrong, complaint in (
+            ({"token": zeros}, "can't join"),
+            ({"token": "no"}, "not those of"),
+            ({"streams": 0} if name == "tcp" else {"token": 5}, "not those of"),
+            ({"port": 1} if name == "tcp" else {"name": "nobody"}, "can't join"),
+        ):
+            with pytest.raises(ConnectionLost, match=complaint):
+                await sending.join({**where, **wrong}, cut)
+        ends = await asyncio.gather(sending.join(where, cut), pending.established())
+        assert await move(ends, [Segment(0, (1,))], [Segment(0, (2,))])
+        assert target.block(0, 2) == source.block(0, 1)
+        with pytest.raises(ConnectionLost):
+            await sending.join(where, cut)
+        for stranger in strangers:
+            assert stranger.recv(1) == b"", "sent away once the peer had come"
+            stranger.close()
 
-    memory_fd = 0
 
-    def layer_offset(self, layer: int) -> int:
-        return layer * len(self.layers[0])
+@ON_SOCKETS
+async def test_a_transport_that_is_closed_closes_its_doors(name: str) -> None:
+    store = SharedBytesStore()
+    async with two(name, store, store) as (sending, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(store))
+        waiting = asyncio.create_task(pending.established())
+        await asyncio.sleep(0)
+        await receiving.close()
+        with pytest.raises(ConnectionLost, match="given up"):
+            await waiting
+        with pytest.raises(ConnectionLost, match="can't join"):
+            await sending.join(pending.params, blocks(store))
 
 
 class GpuStore:
@@ -270,17 +247,17 @@ class GpuStore:
 
 def test_a_store_gets_all_transports_that_it_can_do_best_first() -> None:
     assert make_transports("auto", BytesStore()).reach.transports == ("tcp",)
-    mapped = make_transports("auto", MappedStore())
+    mapped = make_transports("auto", SharedBytesStore())
     assert mapped.reach.transports == tuple(mapped.by_name) == ("shm", "tcp")
     assert (mapped.reach.device, mapped.reach.is_configured) == ("cpu", False)
-    assert make_transports("tcp", MappedStore()).reach.is_configured
-    assert make_transports("tcp", MappedStore()).reach.transports == ("tcp",)
+    assert make_transports("tcp", SharedBytesStore()).reach.is_configured
+    assert make_transports("tcp", SharedBytesStore()).reach.transports == ("tcp",)
     assert make_transports("torch_distributed", BytesStore()).reach.transports == ("torch_distributed",)
 
 
 def test_a_name_of_a_transport_is_its_key() -> None:
     for choice in ("shm", "tcp", "torch_distributed"):
-        assert [made.name for made in make_transports(choice, MappedStore()).by_name.values()] == [choice]
+        assert [made.name for made in make_transports(choice, SharedBytesStore()).by_name.values()] == [choice]
 
 
 @pytest.mark.parametrize(
