@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
-from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Ticket, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
@@ -94,7 +94,7 @@ class Attempt:
                 if not (complete and call.done()):
                     # The channel is quicker than the call, works where the call is stuck, and reaches a prefill
                     # worker whose call is over and whose transfer is not.
-                    self._channels.cancel(worker, request_id)
+                    self._channels.send(worker, Cancel(request_id))
                 call.cancel()
             tasks = list(calls.values())
             if prefill is not None and telling is not None:
@@ -176,7 +176,7 @@ class Attempt:
             self._stream.fail(error)
             return
         while not self._stream.heard:
-            self._channels.prefill_failed(self._decode, self._request.request_id)
+            self._channels.send(self._decode, PrefillFailed(self._request.request_id))
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
 
     async def _prefill_or_lose(self, worker: Peer, pull: Ticket | None) -> PrefillReply:
@@ -203,7 +203,7 @@ class Attempt:
         if source is None or not self._channels.is_connected(source.peer):
             return None
         ticket = self._mint(source, self._path.reader)
-        self._channels.send_prefix(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
+        self._channels.send(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
         return ticket
 
     def _mint(self, source: WorkerInfo, target: WorkerInfo) -> Ticket:

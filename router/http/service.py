@@ -90,7 +90,7 @@ class RouterService:
         self.metrics = RouterMetrics(config.model_name)
         self.metrics.watch_fleet(lambda: not self.missing(), expected)
         self.metrics.registry.register(ScalingCollector(scaling))
-        pipeline.time_decisions(self.metrics.decision_time.observe)
+        pipeline.on_decision = self.metrics.decision_time.observe
         self.clock = clock
         self.slo = slo or SLOConfig()
         self.tenants = tenants

@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, typical
@@ -114,14 +116,7 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
         numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
     costs = typical(stats.costs for _, stats in workers)
     if costs is not None:
-        numbers |= {
-            "base_s": costs.base_s,
-            "token_s": costs.token_s,
-            "pair_s": costs.pair_s,
-            "row_s": costs.row_s,
-            "context_s": costs.context_s,
-            "num_samples": float(costs.num_samples),
-        }
+        numbers |= {name: float(value) for name, value in msgspec.structs.asdict(costs).items()}
     return numbers
 
 

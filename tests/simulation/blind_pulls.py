@@ -67,7 +67,7 @@ class BlindPulls:
             target.transfer_addresses,
             source_ranks=source.layout.tp_size,
         )
-        self._channels.send_prefix(source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))
+        self._channels.send(source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))
         return ticket
 
 

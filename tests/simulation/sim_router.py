@@ -78,10 +78,10 @@ class SimRouter:
     def known_blocks(self, worker: Peer) -> set[ShortName] | None:
         """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
         cached = self.pipeline._chooser._cached
-        if cached is None or not self.channels.is_connected(worker) or worker not in cached._index._workers:
+        if cached is None or not self.channels.is_connected(worker) or worker not in cached._workers:
             return None
-        bit = 1 << cached._index._workers[worker].column
-        return {name for name, holders in cached._index._held.items() if holders & bit}
+        bit = 1 << cached._workers[worker].column
+        return {name for name, holders in cached._held.items() if holders & bit}
 
     async def ended(self) -> None:
         """Return when its requests' tasks have ended."""

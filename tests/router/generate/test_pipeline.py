@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.router.generate.reading_tokens import allow, collect, nth_token
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
@@ -13,8 +13,10 @@ from twostroke.router.observe.stages import Stages
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
-        stages = Stages(0.0)
+        stages, decisions_s = Stages(0.0), []
+        rig.pipeline.on_decision = decisions_s.append
         assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert len(decisions_s) == 1
         assert len(rig["p0"].seen) == len(rig["d0"].seen) == 1
         assert rig["p0"].seen[0].request_id == rig["d0"].seen[0].request_id != "template"
         assert (stages.num_cached_tokens, stages.prefill_s, stages.transfer_s) == (3, 0.02, 0.03)
@@ -116,6 +118,17 @@ async def test_nobody_there_is_told_at_once(fleet_of, a_request):
         with pytest.raises(NoPath) as caught:
             await collect(rig, a_request())
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+
+async def test_places_at_a_worker_that_can_not_be_reached_are_given_back(fleet_of, a_request, monkeypatch):
+    async with fleet_of(1, 1) as rig:
+
+        async def ensure(info):
+            raise ConnectionLost("a bug")
+
+        monkeypatch.setattr(rig.channels, "ensure", ensure)
+        with pytest.raises(ConnectionLost):
+            await collect(rig, a_request())
 
 
 @pytest.mark.parametrize("change", ["max_tokens", "stop_token_ids"])

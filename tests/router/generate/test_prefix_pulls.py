@@ -128,7 +128,7 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
         def is_connected(self, worker):
             return is_connected and worker == source.peer
 
-        def send_prefix(self, worker, message):
+        def send(self, worker, message):
             asked.append((worker, message.ticket))
 
     async with fleet_of(1, 2) as rig:
