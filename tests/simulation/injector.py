@@ -4,10 +4,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from tests.simulation.fault_plan import Fault
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import ROUTER_LEASE_S
+from tests.simulation.scenario import ROUTER_LEASE_S, Fault
 from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
 from tests.simulation.sim_router import SimRouter
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message

@@ -11,15 +11,13 @@ import msgspec
 
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
-from tests.simulation.memory_transport import LinkFabric, memory_transports
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.parts import Parts, parts_around
 from tests.simulation.scenario import Scenario
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import Transports
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
@@ -33,19 +31,6 @@ RESTART_S = 0.05
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a worker's process is made of."""
-
-    worker: PrefillWorker | DecodeWorker
-    receiver: KVReceiver | None
-    store: FakeStore
-    pool: SpoilingPool
-    engine: FakeEngine
-    network: MemoryNetwork
-    transports: Transports
-
-
 @dataclass(eq=False)
 class SimProcess:
     """One worker with all that its process holds. Its tasks run in its own context, so that it can be stopped."""
@@ -53,15 +38,13 @@ class SimProcess:
     host: str
     info: WorkerInfo
     context: Context
+    worker: PrefillWorker | DecodeWorker
+    engine: FakeEngine
     parts: Parts
     died: "asyncio.Future[None]"
     is_draining: bool = False
     violations: list[str] = field(default_factory=list)
     calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
-
-    @property
-    def worker(self) -> PrefillWorker | DecodeWorker:
-        return self.parts.worker
 
     @property
     def store(self) -> FakeStore:
@@ -70,10 +53,6 @@ class SimProcess:
     @property
     def pool(self) -> SpoilingPool:
         return self.parts.pool
-
-    @property
-    def engine(self) -> FakeEngine:
-        return self.parts.engine
 
 
 class SimFleet:
@@ -106,16 +85,16 @@ class SimFleet:
         """Start a worker; the fleet knows it from then on."""
         host = f"{role}-{self._num_started}"
         self._num_started += 1
-        context, parts = process_context(host), self._make(role, host)
-        info = await _in(context, parts.worker.start(host))
-        process = SimProcess(host, info, context, parts, asyncio.get_running_loop().create_future())
+        context = process_context(host)
+        worker, engine, parts = self._make(role, host)
+        info = await _in(context, worker.start(host))
+        process = SimProcess(host, info, context, worker, engine, parts, asyncio.get_running_loop().create_future())
         self.processes[info.peer] = process
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
 
-    def _make(self, role: Role, host: str) -> Parts:
+    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, FakeEngine, Parts]:
         scenario = self._scenario
-        loop = asyncio.get_running_loop()
         is_prefill = role == "prefill"
         block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
         store = FakeStore(
@@ -125,29 +104,16 @@ class SimFleet:
         swap_space = None
         if not is_prefill and scenario.swap_blocks:
             swap_space = FakeSwapSpace(store, num_blocks=scenario.swap_blocks)
-        pool, engine, network = SpoilingPool(store), self.engine_type(store, swap_space), self._fabric.at(host)
-        transports = memory_transports(self._links, host, store, scenario.transports)
-        peer = Peer(host, self._draw.getrandbits(63))
+        engine, peer = self.engine_type(store, swap_space), Peer(host, self._draw.getrandbits(63))
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
-        sender = KVSender(
-            peer=peer, store=store, network=network, transports=transports, config=transfers, clock=loop.time
+        parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, scenario.transports)
+        clock = asyncio.get_running_loop().time
+        equipment = Equipment(
+            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, scenario.max_context
         )
-        receiver = KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=transfers,
-            clock=loop.time,
-            secret=SECRET,
-        )
-        equipment = Equipment(peer, engine, store, pool, network, sender, receiver, loop.time, scenario.max_context)
-        worker: PrefillWorker | DecodeWorker
         if is_prefill:
-            worker = PrefillWorker(scenario.prefill, equipment)
-        else:
-            worker = DecodeWorker(scenario.decode, equipment, swap_space)
-        return Parts(worker, receiver, store, pool, engine, network, transports)
+            return PrefillWorker(scenario.prefill, equipment), engine, parts
+        return DecodeWorker(scenario.decode, equipment, swap_space), engine, parts
 
     def crash(self, process: SimProcess) -> None:
         """Take a worker away at once."""

@@ -10,7 +10,6 @@ import pytest
 from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.run import quiet_logs
 from tests.simulation.scenario import ROUTER_LEASE_S, Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet
 from tests.simulation.sim_router import SimRouter
@@ -71,8 +70,6 @@ class Site:
 
 
 def play(script: Callable[[Site], Awaitable[None]], *, num_decode: int = NUM_WORKERS) -> None:
-    quiet_logs()
-
     async def main() -> None:
         scenario = replace(
             make_scenario(0),

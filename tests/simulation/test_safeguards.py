@@ -22,7 +22,7 @@ from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.verdicts import Verdict
@@ -30,6 +30,7 @@ from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Case, Suspects
+from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
@@ -203,7 +204,14 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
     server._routers.pop(router_id, None)
 
 
+def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
+    _failed(records, case, worker, error)
+    if isinstance(error, RequestError):
+        records._ejection.failed(worker)
+
+
 _end_chunk = IncomingLane.end_chunk
+_failed = WorkerRecords.failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
@@ -305,6 +313,14 @@ SABOTAGES = [
         _take_all_requests,
         with_faults=True,
         only="drain_decode",
+    ),
+    Sabotage(
+        "refusals count as a worker's failures",
+        WorkerRecords,
+        "failed",
+        _hold_refusals_against_workers,
+        with_faults=True,
+        only="overload",
     ),
     Sabotage(
         "missed news of blocks are not asked for",

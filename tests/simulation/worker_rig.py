@@ -1,4 +1,4 @@
-"""One worker alone on virtual time, with a router's connection: for the workers' own tests."""
+"""One worker alone on virtual time, with a router's connection, and another to pull from: for the workers' tests."""
 
 import asyncio
 from collections import defaultdict
@@ -10,14 +10,12 @@ from typing import Any
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
+from tests.simulation.memory_transport import KINDS, LinkFabric
+from tests.simulation.parts import Parts, parts_around
 from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import Transports
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import ConnectionLost
@@ -34,6 +32,8 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.worker.pulls import PrefixExports, Transfers
+from twostroke.worker.sequence import SequenceState
 from twostroke.worker.worker import Equipment
 
 SECRET = b"a secret of tests"
@@ -54,39 +54,12 @@ def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateReque
     )
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A worker's blocks and both sides of its transfers."""
-
-    store: FakeStore
-    pool: SpoilingPool
-    transports: Transports
-    sender: KVSender
-    receiver: KVReceiver
-
-
 def make_parts(
     peer: Peer, fabric: MemoryFabric, links: LinkFabric, *, num_blocks: int = 32, block_size: int = BLOCK
 ) -> Parts:
-    """All that a worker named `peer` needs besides an engine. Sender, receiver and transports are to be closed."""
+    """All that a worker named `peer` needs besides an engine."""
     store = FakeStore(fake_layout(num_layers=LAYERS, block_size=block_size), num_blocks=num_blocks)
-    transports = memory_transports(links, peer.worker_id, store)
-    network, clock = fabric.at(peer.worker_id), asyncio.get_running_loop().time
-    return Parts(
-        store,
-        SpoilingPool(store),
-        transports,
-        KVSender(peer=peer, store=store, network=network, transports=transports, config=TRANSFERS, clock=clock),
-        KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=TRANSFERS,
-            clock=clock,
-            secret=SECRET,
-        ),
-    )
+    return parts_around(store, peer, fabric.at(peer.worker_id), links, TRANSFERS, SECRET)
 
 
 @dataclass
@@ -192,9 +165,10 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     peer = PREFILL if role == "prefill" else DECODE
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
-    store, pool, network = parts.store, parts.pool, fabric.at(peer.worker_id)
-    engine = FakeEngine(store, swap_space)
-    equipment = Equipment(peer, engine, store, pool, network, parts.sender, parts.receiver, clock, max_context=100)
+    pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
+    equipment = Equipment(
+        peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
+    )
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         worker = PrefillWorker(PrefillConfig(**config), equipment)
@@ -221,3 +195,58 @@ def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 async def a_moment() -> None:
     """Until frames under way have arrived."""
     await asyncio.sleep(0.1)
+
+
+# --- a worker beside the rig's, whose prefix cache holds what it is told to ---
+
+
+SOURCE = Peer("source-9", 99)
+
+
+@dataclass
+class Source:
+    """Another worker, with nothing but a cache and the sending side of its transfers."""
+
+    rig: Rig
+    parts: Parts
+    exports: PrefixExports
+    transfers: Transfers
+
+    async def compute(self, request: GenerateRequest) -> None:
+        """Have the request's whole blocks in the cache."""
+        sequence = SequenceState(request, self.parts.store.layout.block_size)
+        sequence.reserve(self.parts.pool, sequence.num_uncomputed)
+        await FakeEngine(self.parts.store).step([sequence.step(sequence.num_uncomputed)])
+        sequence.num_computed = len(request.token_ids)
+        sequence.publish_full_blocks(self.parts.pool)
+        sequence.reset(self.parts.pool)
+
+    def ticket(self, name: str = "r", target: Peer | None = None, secret: bytes = SECRET) -> Ticket:
+        """Permission for a transfer from here to the rig's worker, or `target`."""
+        info = self.rig.info
+        return mint_ticket(secret, name, SOURCE, target or info.peer, info.transfer_addresses)
+
+    def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
+        """As PrefixExports.send."""
+        return self.exports.send(ticket, request.token_ids, request.cache_salt)
+
+    def vanish(self) -> None:
+        """Nothing of this worker reaches anybody any more."""
+        self.rig.fabric.cut(SOURCE.worker_id)
+        self.rig.links.cut(SOURCE.worker_id)
+
+
+@asynccontextmanager
+async def source_beside(rig: Rig, block_size: int = BLOCK) -> AsyncIterator[Source]:
+    """Afterwards nothing of it may be left."""
+    parts = make_parts(SOURCE, rig.fabric, rig.links, block_size=block_size)
+    transfers = Transfers(lambda: None)
+    exports = PrefixExports(sender=parts.sender, pool=parts.pool, transfers=transfers)
+    try:
+        yield Source(rig, parts, exports, transfers)
+    finally:
+        await parts.sender.close()
+        await transfers.ended()
+        await parts.transports.close()
+        assert parts.pool.owned_blocks == 0
+        parts.pool.check_integrity()

@@ -18,7 +18,7 @@ from tests.simulation.transfers.plan import (
     PROGRESS_S,
     FaultPlan,
 )
-from tests.simulation.transfers.process import Process
+from tests.simulation.transfers.sides import Process
 from tests.simulation.virtual_loop import VirtualLoop
 
 TOO_LONG = 1.6

@@ -2,20 +2,93 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from tests.simulation.fake_store import Array, FakeStore
-from tests.simulation.memory_network import Trace
-from tests.simulation.transfers.plan import PROGRESS_S, Plan, TransferPlan
-from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
+from tests.simulation.fake_store import Array, FakeStore, fake_layout
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport
+from tests.simulation.parts import Parts, parts_around
+from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
+from tests.simulation.virtual_loop import PROCESS
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken, Ticket, mint_ticket
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
+
+SECRET = b"the simulation's secret"
+NUM_BLOCKS = 64
+MAX_PENDING_OFFERS = 4
+
+
+class Process:
+    """One incarnation of a worker. All its tasks run in its own context, so that it can be stopped and continued."""
+
+    def __init__(self, plan: Plan, number: int, epoch: int, fabric: MemoryFabric, links: LinkFabric):
+        self.number = number
+        self.host = f"worker-{number}"
+        self.peer = Peer(self.host, epoch)
+        self.name = f"{self.host} of epoch {epoch}"
+        self.is_dead = False
+        self.links_left = 0  # after its end: links that nobody has closed
+        self.addresses: tuple[Address, ...] = ()
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self._context = Context()
+        self._context.run(PROCESS.set, self.name)
+        worker = plan.workers[number]
+        layout = fake_layout(
+            num_layers=plan.num_layers,
+            block_size=worker.block_size,
+            tp_size=worker.tp_size,
+            num_kv_heads=plan.num_kv_heads,
+        )
+        config = TransferConfig(
+            lease_s=LEASE_S,
+            progress_s=PROGRESS_S,
+            max_chunk_bytes=worker.max_chunk_bytes,
+            max_pending_offers=MAX_PENDING_OFFERS,
+        )
+        self.ranks = tuple(
+            parts_around(
+                FakeStore(layout, num_blocks=NUM_BLOCKS, rank=rank),
+                self.peer,
+                # A process that is started again listens where its forerunner did.
+                fabric.at(self.host, port=1000 + 10 * number + rank),
+                links,
+                config,
+                SECRET,
+                plan.links_from,
+            )
+            for rank in range(worker.tp_size)
+        )
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
+        """Run a task in this process."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{name} at {self.name}", context=self._context.copy())
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
+        return task
+
+    async def start(self) -> None:
+        """Listen."""
+        for rank in self.ranks:
+            self.addresses += await self.spawn(rank.receiver.start(self.host), "start")
+
+    async def close(self) -> None:
+        """End everything that this process has."""
+        for rank in self.ranks:
+            await self.spawn(rank.sender.close(), "close")
+            await self.spawn(rank.receiver.close(), "close")
+            for transport in rank.transports.by_name.values():
+                if isinstance(transport, MemoryTransport):
+                    self.links_left += len(transport.open_links)
+            await rank.transports.close()
 
 
 @dataclass(frozen=True)
@@ -287,17 +360,17 @@ def _heads(store: FakeStore) -> slice:
     return slice(first, first + store.layout.heads_per_rank)
 
 
-def _allocate(rank: Rank, num_tokens: int) -> list[int]:
+def _allocate(rank: Parts, num_tokens: int) -> list[int]:
     return rank.pool.allocate(-(-num_tokens // rank.store.layout.block_size))
 
 
-def _free(rank: Rank, table: list[int]) -> None:
+def _free(rank: Parts, table: list[int]) -> None:
     """Give blocks back. What a pull link reads there from now on is garbage."""
     rank.store.spoil(table)
     rank.pool.release(table)
 
 
-def _write(rank: Rank, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
+def _write(rank: Parts, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
     """Put the true KV of some tokens into blocks, in one layer or all."""
     if start < end:
         for at in range(len(truth)) if layer is None else (layer,):
