@@ -40,7 +40,6 @@ class Report(Counts):
     refused: int = 0  # with 429, in an overload
     poisonous: int = 0  # that killed engines, and failed
     mistaken: int = 0  # for poisonous, having met two faults in a row
-    third_deaths: int = 0  # of engines by one request, as two suspects were at the second one together
     orphaned: int = 0  # whose router was lost
     tokens: int = 0
     retries: int = 0
@@ -75,8 +74,8 @@ class Report(Counts):
 
 MOST_WAIT_S = 45.0
 """Nobody waits longer for an answer, faults included: the longest of those lasts 15 s."""
-MOST_POISONED = 3
-"""Engines that requests which kill them may have, over all their repetitions; two but for rare cases."""
+MOST_POISONED = 2
+"""Engines that requests which kill them may have, over all their repetitions."""
 
 
 class InvariantBroken(Exception):
@@ -253,7 +252,6 @@ class _Simulation:
             self._check_ended(process)
         if (num_poisoned := sum(process.engine.was_poisoned for process in processes)) > MOST_POISONED:
             raise InvariantBroken(f"{num_poisoned} engines died of one request")
-        self._report.third_deaths += num_poisoned == 3
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:

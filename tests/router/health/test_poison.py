@@ -138,6 +138,18 @@ async def test_a_suspect_is_tried_where_no_other_is_and_those_of_one_fingerprint
         await asyncio.gather(beside, again)
 
 
+async def test_one_that_waits_at_a_worker_until_it_may_be_tried_is_no_company_for_another(scene):
+    tried, waiting = scene.case(1), scene.case(2)
+    scene.suspects.stay(waiting, D0, Stay.FRESH)  # its KV is on its way
+    scene.dies(P, a=(tried, Stay.FRESH), b=(waiting, Stay.FRESH))
+    waiting.waits = True  # as its pause is longer
+    await scene.suspects.may_try(tried, [D0])
+    scene.suspects.stay(tried, D0, Stay.FRESH)
+    scene.dies(D0)
+    assert scene.suspects.accused_of(tried) == (P, D0)
+    assert scene.suspects.accused_of(waiting) == ()
+
+
 async def test_of_many_that_wait_for_a_worker_one_goes_on_when_the_one_before_has_left(scene):
     cases = [scene.case(number) for number in range(10)]
     scene.dies(D0, **{str(number): (case, Stay.FRESH) for number, case in enumerate(cases)})
