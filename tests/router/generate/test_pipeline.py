@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token
 from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
@@ -175,8 +175,7 @@ async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_requ
     async with fleet_of(0, 1) as rig:
         allow(rig["d0"], 1)
         events, _ = await nth_token(rig, a_request(max_tokens=500), 1)
-        for _ in range(100):
-            rig["d0"].gate.release()
+        go_on(rig["d0"])
         await until(lambda: rig["d0"].cancelled)
         with pytest.raises(RequestError, match="does not read"):
             async for _ in events:

@@ -130,17 +130,17 @@ def test_prompts_and_answers_share_steps_as_they_do_one_by_one() -> None:
     assert worker.unread_s == pytest.approx(0.0, abs=1e-9)
 
 
-SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, is_aggregated=True)
+AGGREGATED = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, is_aggregated=True)
 
 
 def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() -> None:
     trace = diurnal(1, 1800.0, 0.5, 8.0)
-    most = fleet_for_busiest(trace, SETTING, AutoscalingConfig())
-    fixed = serve(trace, SETTING, Fixed(*most), most)
+    most = fleet_for_busiest(trace, AGGREGATED, AutoscalingConfig())
+    fixed = serve(trace, AGGREGATED, Fixed(*most), most)
     config = AutoscalingConfig(
         prefill=RoleLimits(min=0, max=0), decode=RoleLimits(min=1, max=most[1]), cooldown_s=300.0
     )
-    ours = serve(trace, SETTING, Ours(config), (0, 1))
+    ours = serve(trace, AGGREGATED, Ours(config), (0, 1))
     assert ours.attainment >= fixed.attainment - 0.03
     assert ours.worker_hours <= 0.6 * fixed.worker_hours
     assert ours.decode_reversals <= 2
@@ -148,6 +148,6 @@ def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() ->
 
 def test_after_its_traffic_has_ended_one_worker_is_left() -> None:
     config = AutoscalingConfig(prefill=RoleLimits(min=0, max=0), decode=RoleLimits(min=1, max=8), cooldown_s=200.0)
-    _, fleet = serve_with_fleet(steps(0, ((0.0, 6.0),), 300.0), SETTING, Ours(config), (0, 4), after_s=400.0)
+    _, fleet = serve_with_fleet(steps(0, ((0.0, 6.0),), 300.0), AGGREGATED, Ours(config), (0, 4), after_s=400.0)
     assert (fleet.prefill_target, fleet.decode_target) == (0, 1)
     assert len(fleet.decode) == 1
