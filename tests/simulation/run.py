@@ -78,10 +78,6 @@ MOST_POISONED = 2
 """Engines that requests which kill them may have, over all their repetitions."""
 
 
-class InvariantBroken(Exception):
-    """What must hold does not."""
-
-
 @dataclass
 class _Answer:
     """What a client has got."""
@@ -98,7 +94,7 @@ class _Answer:
 
 
 def run_scenario(scenario: Scenario, trace: Trace | None = None) -> Report:
-    """Raises InvariantBroken, SimulationStuck, or whatever a part raises that it should not."""
+    """Raises AssertionError where something does not hold, SimulationStuck, or what a part raises and should not."""
     return run_virtually(_Simulation(scenario, trace).run(), limit_s=600.0)
 
 
@@ -164,8 +160,7 @@ class _Simulation:
         patience_s = MOST_WAIT_S if arrival.cancel_after_s is None else arrival.cancel_after_s
         done, _ = await asyncio.wait({reading, router.lost}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            if arrival.cancel_after_s is None:
-                raise InvariantBroken(f"{name} has waited for {patience_s} s: {describe(reading)}")
+            assert arrival.cancel_after_s is not None, f"{name} has waited for {patience_s} s: {describe(reading)}"
             self._trace(f"{name}: the client leaves")
             reading.cancel()
             await asyncio.wait({reading, router.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,8 +177,8 @@ class _Simulation:
         name, tokens = arrival.request.request_id, answer.tokens
         error = reading.exception() if reading.done() and not reading.cancelled() else None
         if arrival.is_poison:
-            if not isinstance(error, TwostrokeError) or tokens:
-                raise InvariantBroken(f"{name} kills engines, and yet got {tokens}, and {error!r}")
+            assert isinstance(error, TwostrokeError), f"{name} kills engines, and yet got {error!r}"
+            assert not tokens, f"{name} kills engines, and yet got {tokens}"
             self._report.poisonous += 1
             return
         if error is not None:
@@ -194,37 +189,35 @@ class _Simulation:
             if isinstance(error, PoisonRequest) and (num_deaths > 1 or is_poisoned):
                 self._report.mistaken += 1
                 return
-            if not (is_refusal and self._scenario.is_overload):
-                raise InvariantBroken(f"{name}: failed with {error!r} after {len(tokens)} tokens") from error
+            is_rightly_so = is_refusal and self._scenario.is_overload
+            assert is_rightly_so, f"{name}: failed with {error!r} after {len(tokens)} tokens"
             self._report.refused += 1
             return
         expected = expected_tokens(arrival.request, self._scenario.num_layers)
         if not reading.done() or reading.cancelled():
             self._report.cancelled += reading.done()
-            if tokens != expected[: len(tokens)]:
-                raise InvariantBroken(f"{name}: {tokens} came before the client left, expected {expected}")
+            assert tokens == expected[: len(tokens)], f"{name}: {tokens} before the client left, expected {expected}"
             return
         self._report.finished += 1
-        if tokens != expected:
-            raise InvariantBroken(f"{name}: got {tokens}, expected {expected}")
+        assert tokens == expected, f"{name}: got {tokens}, expected {expected}"
         stopped = expected[-1] in arrival.request.stop_token_ids and len(expected) > arrival.request.min_tokens
-        if answer.ends != ["stop" if stopped else "length"] or answer.events[-1].finish_reason is None:
-            raise InvariantBroken(f"{name}: ends {answer.ends} in {len(answer.events)} events")
+        assert answer.ends == ["stop" if stopped else "length"], f"{name}: ends {answer.ends}"
+        assert answer.events[-1].finish_reason is not None, f"{name}: goes on after its end"
 
     def _check_computed_once(self, arrival: Arrival, stages: Stages) -> None:
         """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
         scenario = self._scenario
         is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
-        if is_calm and any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries):
-            raise InvariantBroken(f"{arrival.request.request_id}: its prompt was computed twice")
+        was_twice = any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries)
+        assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
     async def _read(self, arrival: Arrival, router: SimRouter, answer: _Answer, stages: Stages) -> None:
         next_index = 0
         async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
             async for event in events:
                 self._trace(f"{arrival.request.request_id} gets {event}")
-                if event.index != next_index or event.error is not None:
-                    raise InvariantBroken(f"{arrival.request.request_id}: {event} in place of token {next_index}")
+                is_next = event.index == next_index and event.error is None
+                assert is_next, f"{arrival.request.request_id}: {event} in place of token {next_index}"
                 next_index += len(event.tokens)
                 answer.events.append(event)
 
@@ -237,7 +230,7 @@ class _Simulation:
                     async with asyncio.timeout(30.0):
                         await process.worker.drain()
                 except TimeoutError as error:
-                    raise InvariantBroken(f"{process.host} does not become idle: {process.worker.stats()}") from error
+                    raise AssertionError(f"{process.host} does not become idle: {process.worker.stats()}") from error
             await asyncio.sleep(0.1)
         await self._fleet.close()
         for process in self._fleet.processes.values():
@@ -250,19 +243,16 @@ class _Simulation:
         processes = (*self._fleet.processes.values(), *self._fleet.departed)
         for process in processes:
             self._check_ended(process)
-        if (num_poisoned := sum(process.engine.was_poisoned for process in processes)) > MOST_POISONED:
-            raise InvariantBroken(f"{num_poisoned} engines died of one request")
+        num_poisoned = sum(process.engine.was_poisoned for process in processes)
+        assert num_poisoned <= MOST_POISONED, f"{num_poisoned} engines died of one request"
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        if tasks:
-            raise InvariantBroken("tasks are left: " + "; ".join(describe(task) for task in tasks))
-        if self._fleet.num_calls or self._fabric.connections or self._fabric.listeners or self._links.pending:
-            raise InvariantBroken(
-                f"left: {self._fleet.num_calls} calls, {len(self._fabric.connections)} connections, "
-                f"{len(self._fabric.listeners)} listeners, {len(self._links.pending)} links"
-            )
-        if errors := [*self._errors, *self._injector.violations]:
-            raise InvariantBroken("; ".join(errors))
+        assert not tasks, "tasks are left: " + "; ".join(describe(task) for task in tasks)
+        assert not self._fleet.num_calls, f"{self._fleet.num_calls} calls are left"
+        for left in (self._fabric.connections, self._fabric.listeners, self._links.pending):
+            assert not left, f"{len(left)} are left of {left}"
+        errors = [*self._errors, *self._injector.violations]
+        assert not errors, "; ".join(errors)
         self._report.virtual_s = self._clock()
 
     async def _settle_routers(self) -> None:
@@ -273,10 +263,12 @@ class _Simulation:
                 virtual_loop().continue_process(router.host)
                 await router.ended()
             is_only_overload = self._scenario.is_overload and not self._scenario.faults
-            if is_only_overload and not router.pipeline._records._ejection.is_empty:
-                raise InvariantBroken(f"{router.host} holds it against workers that they refused what had no room")
-            if router.pipeline.in_flight:
-                raise InvariantBroken(f"{router.host} counts {router.pipeline.in_flight} calls after all have ended")
+            holds_nothing = router.pipeline._records._ejection.is_empty
+            assert holds_nothing or not is_only_overload, (
+                f"{router.host} holds refusals for want of room against workers"
+            )
+            in_flight = router.pipeline.in_flight
+            assert not in_flight, f"{router.host} counts {in_flight} calls after all have ended"
 
     async def _check_known_blocks(self) -> None:
         """When all is quiet, routers that have a channel to a worker know exactly what its cache holds.
@@ -291,33 +283,29 @@ class _Simulation:
                 continue
             known = router.known_blocks(process.info.peer)
             held = {short_name(name) for name in process.pool.names(0, process.pool.num_blocks)}
-            if known is not None and known != held:
-                raise InvariantBroken(
-                    f"{router.host} knows {len(known)} blocks of {process.host}, which holds {len(held)}; "
-                    f"{len(known & held)} are the same"
-                )
+            assert known is None or known == held, (
+                f"{router.host} knows {len(known)} blocks of {process.host}, which holds {len(held)}; "
+                f"{len(known & held)} are the same"
+            )
 
     def _check_idle(self, process: SimProcess) -> None:
         process.pool.check_integrity()
         stats = process.worker.stats()
         busy = stats.num_waiting, stats.num_running, stats.num_waiting_tokens, stats.num_transfers
-        if process.pool.owned_blocks or any(busy):
-            raise InvariantBroken(f"{process.host} is not idle: {stats}")
-        if stats.free_blocks != stats.total_blocks:
-            raise InvariantBroken(f"{process.host} lost blocks: {stats}")
+        assert not process.pool.owned_blocks, f"{process.host} is not idle: {stats}"
+        assert not any(busy), f"{process.host} is not idle: {stats}"
+        assert stats.free_blocks == stats.total_blocks, f"{process.host} lost blocks: {stats}"
         receiver = process.parts.receiver
         offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
-        if receiver._kept or any(pending.deadline._due is None for pending in offers):
-            raise InvariantBroken(f"{process.host} keeps offers for requests that have ended")
+        keeps_some = receiver._kept or any(pending.deadline._due is None for pending in offers)
+        assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
 
     def _check_ended(self, process: SimProcess) -> None:
         process.pool.check_integrity()
-        if process.pool.owned_blocks:
-            raise InvariantBroken(f"{process.pool.owned_blocks} blocks of {process.host} outlive it")
-        if process.worker.stats().swapped_blocks:
-            raise InvariantBroken(f"{process.host} leaves swapped KV behind: {process.worker.stats()}")
-        if violations := [*process.store.violations, *process.violations]:
-            raise InvariantBroken(f"{process.host}: " + "; ".join(violations))
+        assert not process.pool.owned_blocks, f"{process.pool.owned_blocks} blocks of {process.host} outlive it"
+        stats, violations = process.worker.stats(), [*process.store.violations, *process.violations]
+        assert not stats.swapped_blocks, f"{process.host} leaves swapped KV behind: {stats}"
+        assert not violations, f"{process.host}: " + "; ".join(violations)
         self._report.count(process.info.role, process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
 

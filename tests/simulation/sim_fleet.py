@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -75,10 +76,7 @@ class SimFleet:
         self.processes: dict[Peer, SimProcess] = {}
         self.departed: list[SimProcess] = []
         self.lost_routers: set[str] = set()  # nobody cancels their calls
-        self.prefills_to_refuse = 0  # the next calls fail before they begin
-        self.prefill_replies_to_lose = 0  # the next calls fail after they have run
-        self.calls_to_delay = 0  # the next calls come late, also where they have been given up meanwhile
-        self.calls_to_repeat = 0  # the next calls come twice
+        self.calls_to_spoil: Counter[str] = Counter()  # of the next, by the kind of fault
         self._endings: dict[asyncio.Task[None], None] = {}
 
     async def start(self, role: Role) -> SimProcess:
@@ -179,8 +177,7 @@ class SimFleet:
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        if self.prefills_to_refuse > 0:
-            self.prefills_to_refuse -= 1
+        if self._spoils("refuse_prefill"):  # before it begins
             await asyncio.sleep(self._latency())
             raise WorkerLost("the simulation refuses this prefill")
 
@@ -190,8 +187,7 @@ class SimFleet:
             return process.worker.prefill(_copy(request), _copy(ticket), _copy(pull))
 
         reply = await self._call(worker, request.router_id, method)
-        if self.prefill_replies_to_lose > 0:
-            self.prefill_replies_to_lose -= 1
+        if self._spoils("lose_prefill_reply"):
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
@@ -211,10 +207,15 @@ class SimFleet:
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
         raise NotImplementedError("no simulation tries links out")
 
+    def _spoils(self, kind: str) -> bool:
+        """Whether such a fault hits this call."""
+        is_hit = self.calls_to_spoil[kind] > 0
+        self.calls_to_spoil[kind] -= is_hit
+        return is_hit
+
     async def _call(self, worker: Peer, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]) -> T:
-        is_late, is_twice = self.calls_to_delay > 0, self.calls_to_repeat > 0
-        self.calls_to_delay -= is_late
-        self.calls_to_repeat -= is_twice
+        is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
+        is_twice = self._spoils("repeat_calls")
         try:
             await asyncio.sleep(self._latency() + (1.0 if is_late else 0.0) * self._draw.random())
             await self._fabric.audible(router_id, worker.worker_id)

@@ -35,10 +35,6 @@ END_S = 4 * PROGRESS_S + 2 * LEASE_S
 """How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""
 
 
-class InvariantBroken(Exception):
-    """What must hold does not."""
-
-
 @dataclass
 class Report(Counts):
     """What lifecycles did."""
@@ -55,7 +51,7 @@ class Report(Counts):
 
 
 def run_plan(plan: Plan, trace: Trace | None = None) -> Report:
-    """Raises InvariantBroken, SimulationStuck, or whatever a part raises that it should not."""
+    """Raises AssertionError where something does not hold, SimulationStuck, or what a part raises and should not."""
     return run_virtually(_World(plan, trace).run(), limit_s=60.0)
 
 
@@ -274,8 +270,7 @@ class _World:
                 self._problems.append(f"{len(left)} {what} are left")
         self._problems += self._mangler.violations
         self._problems += self._faults.violations
-        if self._problems:
-            raise InvariantBroken("; ".join(self._problems))
+        assert not self._problems, "; ".join(self._problems)
         self._report.fired = self._faults.count()
         self._report.mangled = self._mangler.fired
         self._report.virtual_s = self._clock()

@@ -186,14 +186,19 @@ class Sides:
     async def _open_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
         """Use a ticket for a second transfer: it must not arrive, whatever becomes of the first."""
         await asyncio.sleep(one.source_act_after_s)
+        await self._send_in_vain(process, one, ticket, f"the ticket of transfer {one.number} was good for two")
+
+    async def _send_in_vain(self, process: Process, one: TransferPlan, ticket: Ticket, problem: str) -> None:
+        """Send on a ticket that is good for nothing: it is a problem where that arrives."""
         rank = process.ranks[0]
         table = _allocate(rank, one.num_tokens)
         transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
         transfer.commit(_token(one))
         try:
             await transfer.done()
-            self._problems.append(f"the ticket of transfer {one.number} was good for two")
-        except TransferFailed:
+            self._problems.append(problem)
+        except TransferFailed as error:
+            self._trace(f"{process.name} sends in vain for transfer {one.number}: {error}")
             _free(rank, table)
 
     async def _flood(self, process: Process, one: TransferPlan) -> None:
@@ -225,20 +230,9 @@ class Sides:
         forger = next(other for other in self._processes if other.number not in (one.source, one.target))
         if not forger.is_dead:
             forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
-            forger.spawn(self._send_forged(forger, one, forged), f"forger of transfer {one.number}")
+            problem = f"a forged ticket was good for transfer {one.number}"
+            forger.spawn(self._send_in_vain(forger, one, forged, problem), f"forger of transfer {one.number}")
             await asyncio.sleep(one.source_act_after_s)
-
-    async def _send_forged(self, forger: Process, one: TransferPlan, ticket: Ticket) -> None:
-        rank = forger.ranks[0]
-        table = _allocate(rank, one.num_tokens)
-        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
-        transfer.commit(_token(one))
-        try:
-            await transfer.done()
-            self._problems.append(f"a forged ticket was good for transfer {one.number}")
-        except TransferFailed as error:
-            self._trace(f"the forger of transfer {one.number} fails: {error}")
-            _free(rank, table)
 
     async def receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
         """What a worker does that expects KV."""
