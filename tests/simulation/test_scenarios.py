@@ -3,7 +3,6 @@
 A failure names its seed: `python -m tests.simulation SEED [--faults]` replays it with a trace.
 """
 
-import itertools
 from functools import partial
 
 import pytest
@@ -42,13 +41,10 @@ def test_requests_end_right_although_workers_routers_networks_and_calls_fail(fir
     assert report.links_lost > 0
 
 
-def test_some_requests_lose_their_router_and_leave_nothing_at_workers():
-    total = Report()
-    scenarios = (make_scenario(seed, with_faults=True) for seed in itertools.count())
+def test_some_requests_lose_their_router():
+    scenarios = (make_scenario(seed, with_faults=True) for seed in range(2000))
     losing = (one for one in scenarios if any(fault.kind == "lose_router" for fault in one.faults))
-    for scenario in itertools.islice(losing, 60):
-        total.add(run_scenario(scenario))
-    assert total.orphaned > 0
+    assert any(run_scenario(scenario).orphaned for scenario in losing)
 
 
 @pytest.mark.parametrize("with_faults", [False, True])
