@@ -65,10 +65,6 @@ class Sabotage:
         return any(fault.kind == self.only for fault in scenario.faults)
 
 
-def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
-    return _end_chunk(lane, chunk, is_intact=True)
-
-
 def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
     return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
@@ -210,7 +206,6 @@ def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: P
         records._ejection.failed(worker)
 
 
-_end_chunk = IncomingLane.end_chunk
 _failed = WorkerRecords.failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
@@ -222,7 +217,6 @@ _swap_in = Swapping.swap_in
 _release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
-    Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
     Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",

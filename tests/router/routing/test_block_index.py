@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.router.routing.knowing import Clock
 from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import Peer
@@ -11,13 +12,6 @@ from twostroke.router.routing import block_index
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 
 A, B, C = (Peer(name, 1) for name in "abc")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

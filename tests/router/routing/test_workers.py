@@ -2,19 +2,13 @@
 
 import pytest
 
+from tests.router.routing.knowing import Clock
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import WorkerStats
 from twostroke.router.routing.in_flight import InFlight, Load, Place
 from twostroke.router.routing.workers import FIRST_GUESS, LinkRates
 
 P, D = Peer("p", 1), Peer("d", 1)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
