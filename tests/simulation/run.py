@@ -19,9 +19,9 @@ from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.replay import Counts
 from tests.simulation.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
-from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
+from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
-from tests.simulation.virtual_loop import describe, run_virtually
+from tests.simulation.virtual_loop import describe, run_virtually, virtual_loop
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import TokenEvent

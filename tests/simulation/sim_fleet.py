@@ -16,7 +16,7 @@ from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
 from tests.simulation.parts import Parts, parts_around
 from tests.simulation.scenario import Scenario
-from tests.simulation.virtual_loop import PROCESS, VirtualLoop
+from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.worker import PrefillWorker
@@ -83,10 +83,10 @@ class SimFleet:
         """Start a worker; the fleet knows it from then on."""
         host = f"{role}-{self._num_started}"
         self._num_started += 1
-        context = process_context(host)
+        own = VirtualProcess(host)
         worker, engine, parts = self._make(role, host)
-        info = await _in(context, worker.start(host))
-        process = SimProcess(host, info, context, worker, engine, parts, asyncio.get_running_loop().create_future())
+        info = await own.spawn(worker.start(host))
+        process = SimProcess(host, info, own.context, worker, engine, parts, asyncio.get_running_loop().create_future())
         self.processes[info.peer] = process
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
@@ -287,25 +287,6 @@ class SimFleet:
 
     def _latency(self) -> float:
         return 0.0005 + 0.002 * self._draw.random() + (0.05 if self._draw.random() < 0.02 else 0.0)
-
-
-def process_context(name: str) -> Context:
-    """What tasks of a process of this name run in."""
-    context = Context()
-    context.run(PROCESS.set, name)
-    return context
-
-
-def virtual_loop() -> VirtualLoop:
-    """The loop that runs this simulation."""
-    loop = asyncio.get_running_loop()
-    if not isinstance(loop, VirtualLoop):
-        raise TypeError("only virtual processes can be stopped")
-    return loop
-
-
-async def _in(context: Context, work: Coroutine[Any, Any, T]) -> T:
-    return await asyncio.get_running_loop().create_task(work, context=context.copy())
 
 
 def _forget(process: SimProcess, call: "asyncio.Task[Any]", *, may_take: bool) -> None:

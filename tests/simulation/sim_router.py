@@ -2,11 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
+from tests.simulation.sim_fleet import SECRET, SimFleet
+from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.protocol.blocks import ShortName
 from twostroke.protocol.messages import ProbeTimes, SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
@@ -87,7 +87,7 @@ def _beginning(request: GenerateRequest) -> tuple[bytes, tuple[int, ...]]:
 PROMISE_NOTHING = SLOConfig(admission=False)
 
 
-class SimRouter:
+class SimRouter(VirtualProcess):
     """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
 
     def __init__(
@@ -101,14 +101,13 @@ class SimRouter:
         blind_pulls: float = 0.0,
     ):
         self.host = f"router-{index}"
+        super().__init__(self.host)
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._context = process_context(self.host)
         self._index = index
         self._fleet = fleet
         self._fabric = fabric
         self._blind_pulls = blind_pulls
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.channels, self.admission, self.pipeline = self._context.run(self._make, config, slo)
+        self.channels, self.admission, self.pipeline = self.context.run(self._make, config, slo)
 
     def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
         clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
@@ -130,13 +129,6 @@ class SimRouter:
         )
         return channels, admission, pipeline
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run a task in this process."""
-        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
-        return task
-
     def lose(self) -> None:
         """Nothing of this process runs any more."""
         if not self.lost.done():
@@ -153,7 +145,7 @@ class SimRouter:
 
     async def ended(self) -> None:
         """Return when its requests' tasks have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """End what is left of it."""

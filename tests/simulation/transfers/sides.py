@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
-from contextvars import Context
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,7 +13,7 @@ from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric, MemoryTransport
 from tests.simulation.parts import Parts, parts_around
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
-from tests.simulation.virtual_loop import PROCESS
+from tests.simulation.virtual_loop import VirtualProcess
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.outgoing import OutgoingTransfer
@@ -27,20 +25,17 @@ NUM_BLOCKS = 64
 MAX_PENDING_OFFERS = 4
 
 
-class Process:
+class Process(VirtualProcess):
     """One incarnation of a worker. All its tasks run in its own context, so that it can be stopped and continued."""
 
     def __init__(self, plan: Plan, number: int, epoch: int, fabric: MemoryFabric, links: LinkFabric):
         self.number = number
         self.host = f"worker-{number}"
         self.peer = Peer(self.host, epoch)
-        self.name = f"{self.host} of epoch {epoch}"
+        super().__init__(f"{self.host} of epoch {epoch}")
         self.is_dead = False
         self.links_left = 0  # after its end: links that nobody has closed
         self.addresses: tuple[Address, ...] = ()
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        self._context = Context()
-        self._context.run(PROCESS.set, self.name)
         worker = plan.workers[number]
         layout = fake_layout(
             num_layers=plan.num_layers,
@@ -67,13 +62,6 @@ class Process:
             )
             for rank in range(worker.tp_size)
         )
-
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
-        """Run a task in this process."""
-        task = asyncio.get_running_loop().create_task(work, name=f"{name} at {self.name}", context=self._context.copy())
-        self.tasks[task] = None
-        task.add_done_callback(lambda done: self.tasks.pop(done, None))
-        return task
 
     async def start(self) -> None:
         """Listen."""
