@@ -255,24 +255,15 @@ def test_what_another_router_has_found_guilty_is_refused_here_too_and_suspected_
     scene.suspects.check(case)
 
 
-def test_other_routers_verdicts_hold_no_longer_than_its_own_would(a_request):
-    scene = Scene(a_request, refuse_s=60.0)
-    case = scene.case(1)
-    scene.suspects.hear([Verdict(case.fingerprint, 600.0)])
-    scene.now = 59.0
-    with pytest.raises(PoisonRequest):
-        scene.case(1)
+def test_other_routers_verdicts_hold_no_longer_than_its_own_would_and_only_so_many(a_request):
+    scene = Scene(a_request, refuse_s=60.0, max_refused=2)
+    scene.suspects.hear([Verdict(scene.case(name).fingerprint, 600.0) for name in range(3)])
+    scene.case(0)
+    for name in (1, 2):
+        with pytest.raises(PoisonRequest):
+            scene.case(name)
     scene.now = 61.0
     scene.case(1)
-
-
-async def test_only_so_many_are_remembered(a_request):
-    scene = Scene(a_request, max_refused=2)
-    for name in range(3):
-        await scene.convict(scene.case(name))
-    scene.case(0)
-    with pytest.raises(PoisonRequest):
-        scene.case(2)
 
 
 def test_old_deaths_are_forgotten(scene):
