@@ -26,7 +26,7 @@ from twostroke.cluster.config.sections import (
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
 from twostroke.protocol.stats import Role
-from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.http.tenants import AuthConfig
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.token_server import TokenServerConfig

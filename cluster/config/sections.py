@@ -14,7 +14,7 @@ from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
-from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
 

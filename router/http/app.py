@@ -44,10 +44,10 @@ from twostroke.router.openai.schemas import (
     TokenizeRequest,
     explain,
 )
-from twostroke.router.slo.promises import (
+from twostroke.router.slo.classes import (
     CLASS_HEADER,
+    MOST_ASKED_PRIORITY,
     MOST_MS,
-    MOST_PRIORITY,
     PRIORITY_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
@@ -163,7 +163,7 @@ _GENERATES: dict[str, Any] = {
             _header(CLASS_HEADER, type="string"),
             _header(TTFT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
             _header(TPOT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
-            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_PRIORITY, maximum=MOST_PRIORITY),
+            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_ASKED_PRIORITY, maximum=MOST_ASKED_PRIORITY),
         ]
     },
 }

@@ -83,7 +83,7 @@ class RouterService:
         self._metrics = RouterMetrics(
             self.config.model_name, self.slo.classes, admission, self.clock, is_ready=lambda: not self.missing()
         )
-        self.pipeline.time_decisions(self._metrics.decision_time.observe)
+        self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
         self.jobs = JobMaker(self.tokenizer)
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)

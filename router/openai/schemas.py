@@ -175,7 +175,7 @@ class GenerationFields(ModelRequest):
         | None
     ) = None
     response_format: ResponseFormat | None = None
-    service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/promises.py`
+    service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/classes.py`
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
     return_token_ids: bool | None = None
     return_stages: bool | None = None

@@ -13,7 +13,6 @@ import pytest
 from tests.decode_worker.answers import expected
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
-from tests.simulation.prefix_source import source_beside
 from tests.simulation.worker_rig import (
     BLOCK,
     DECODE,
@@ -27,6 +26,7 @@ from tests.simulation.worker_rig import (
     begin,
     make_parts,
     play,
+    source_beside,
 )
 from twostroke.kvtransfer.transfer import IncomingTransfer
 from twostroke.protocol.errors import TransferFailed, WorkerLeaving, WorkerLost

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tests.decode_worker.answers import expected
-from tests.simulation.prefix_source import source_beside
-from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play
+from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play, source_beside
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
 from twostroke.protocol.stats import LEAST_STRETCH

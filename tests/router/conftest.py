@@ -45,8 +45,7 @@ from twostroke.protocol.requests import (
     verify_ticket,
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app

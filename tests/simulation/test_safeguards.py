@@ -21,7 +21,7 @@ from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.verdicts import Verdict
@@ -29,6 +29,7 @@ from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Case, Suspects
+from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
@@ -61,10 +62,6 @@ class Sabotage:
             case "poison":
                 return any(arrival.is_poison for arrival in scenario.arrivals)
         return any(fault.kind == self.only for fault in scenario.faults)
-
-
-def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
-    return _end_chunk(lane, chunk, is_intact=True)
 
 
 def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
@@ -202,7 +199,13 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
     server._routers.pop(router_id, None)
 
 
-_end_chunk = IncomingLane.end_chunk
+def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
+    _failed(records, case, worker, error)
+    if isinstance(error, RequestError):
+        records._ejection.failed(worker)
+
+
+_failed = WorkerRecords.failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
@@ -213,7 +216,6 @@ _swap_in = Swapping.swap_in
 _release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
-    Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
     Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",
@@ -304,6 +306,14 @@ SABOTAGES = [
         _take_all_requests,
         with_faults=True,
         only="drain_decode",
+    ),
+    Sabotage(
+        "refusals count as a worker's failures",
+        WorkerRecords,
+        "failed",
+        _hold_refusals_against_workers,
+        with_faults=True,
+        only="overload",
     ),
     Sabotage(
         "missed news of blocks are not asked for",

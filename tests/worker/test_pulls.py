@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from tests.simulation.prefix_source import SOURCE, source_beside
 from tests.simulation.worker_rig import (
     BLOCK,
     DECODE,
@@ -15,12 +14,14 @@ from tests.simulation.worker_rig import (
     PREFILL,
     ROUTER,
     SECRET,
+    SOURCE,
     Rig,
     a_moment,
     a_request,
     begin,
     make_parts,
     play,
+    source_beside,
 )
 from tests.worker.scheduler_rig import ROLES
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
