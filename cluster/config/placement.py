@@ -55,7 +55,7 @@ class Placement(Section):
         return not self.node_labels and not self.node_resources
 
     def actor_options(self) -> dict[str, Any]:
-        """Ray's options for an actor of its own, outside of any placement group."""
+        """Ray's options for an actor there."""
         options: dict[str, Any] = {}
         if self.node_labels:
             options["label_selector"] = dict(self.node_labels)

@@ -16,8 +16,7 @@ from twostroke.cluster.config.placement import Placement
 from twostroke.cluster.config.process_logs import log_as_replica
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.directory import worker_metadata
-from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.ranks.tensor_parallel_ranks import own_gpu, rank_options, start_actors
+from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.clock import draw_epoch
@@ -52,16 +51,8 @@ class _WorkerReplica:
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         self._peer = _this_peer()
         log_as_replica(settings.logging, self._role, self._peer)
-        self._network = self._make_network(secret)
-        self._parts = await load_parts(
-            settings,
-            self._peer,
-            self._network,
-            secret,
-            host=ray.util.get_node_ip_address(),
-            start_ranks=start_actors,
-            gpu=own_gpu(),
-        )
+        network, host = self._make_network(secret), ray.util.get_node_ip_address()
+        self._parts = await load_parts(settings, self._peer, network, secret, host=host)
         return self._parts
 
     def _make_network(self, secret: bytes) -> Network:
@@ -113,7 +104,7 @@ class PrefillReplica(_WorkerReplica):
         from twostroke.prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
-        self._prefill_worker = PrefillWorker(config, parts.equipment(self._peer, self._network))
+        self._prefill_worker = PrefillWorker(config, parts.equipment)
         await self._start(self._prefill_worker)
 
     async def prefill(
@@ -134,8 +125,7 @@ class DecodeReplica(_WorkerReplica):
         from twostroke.decode_worker.worker import DecodeWorker
 
         parts = await self._load(settings, secret)
-        equipment = parts.equipment(self._peer, self._network)
-        self._decode_worker = DecodeWorker(config, equipment, parts.rank.loaded.swap_space)
+        self._decode_worker = DecodeWorker(config, parts.equipment, parts.rank.loaded.swap_space)
         await self._start(self._decode_worker)
 
     async def decode(
@@ -172,10 +162,16 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
 
     Routers take a leaving worker's calls elsewhere after `grace_s`.
     """
+    ranks = settings.tensor_parallel
     return {
+        # All ranks are processes of the one replica, so they are on one node.
+        "ray_actor_options": {
+            "num_cpus": ranks * settings.threads,
+            "num_gpus": ranks * settings.resources.num_gpus,
+            **placement.actor_options(),
+        },
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
-        **rank_options(settings, placement),
         "request_router_config": {"request_router_class": "twostroke.cluster.deployments.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,

@@ -12,8 +12,8 @@ from tests.chaos.faulty_links import FaultyTransport, LinkFaults
 from tests.chaos.faulty_network import FaultyNetwork
 from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.worker_parts import WorkerParts
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, _WorkerReplica
+from twostroke.cluster.ranks.worker_parts import WorkerParts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.link import Transport
 from twostroke.prefill_worker.config import PrefillConfig
