@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster import cli
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status import show_status, worker_rows
+from twostroke.cluster.commands.status import STATUS, show_status, worker_rows
 from twostroke.cluster.local.asking import ask
 from twostroke.protocol.stats import WorkerStats
 
@@ -154,7 +154,7 @@ def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> 
         return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
 
     newcomer = worker(9) | {"epoch": "0def"}
-    rows = worker_rows(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
+    rows = worker_rows(STATUS, look(worker(100)), look(worker(150), newcomer), seconds=2.0)
     assert [row[7] for row in rows] == ["25.0", "-"]
 
 
