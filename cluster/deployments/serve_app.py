@@ -133,9 +133,4 @@ def build_app(args: dict[str, Any]) -> Application:
     return application(read_config(args), cluster_secret())
 
 
-def build_local_app(args: dict[str, Any]) -> Application:
-    """As `build_app`, for `twostroke serve`, which has added a key of its own. Raises ConfigError."""
-    return application(read_config(args, has_own_key=True), cluster_secret())
-
-
 app = build_app({})

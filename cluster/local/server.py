@@ -17,8 +17,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from twostroke.cluster.config.api_keys import OWN_KEY
-from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.deployments.router_drain import drain_application
 from twostroke.cluster.local.asking import fetch_status
@@ -26,7 +25,7 @@ from twostroke.cluster.local.fleet_watch import FleetWatch
 from twostroke.cluster.local.preflight import check_model
 from twostroke.cluster.local.ray import LocalRayOptions, StartFailed, local_ray
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.http.tenants import AuthConfig, KeyConfig, new_key
+from twostroke.router.http.tenants import KeyConfig, new_key
 
 READY_S = 120.0
 LOOK_S = 1.0  # between two looks at the workers
@@ -91,7 +90,7 @@ def main() -> int:
 
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
-    config, api_key = _with_own_key(with_keys_of_file(read_config(order.settings)))
+    config, api_key = with_own_key(with_keys_of_file(read_config(order.settings)))
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
@@ -180,13 +179,15 @@ def check_is_anywhere(config: ClusterConfig) -> None:
             )
 
 
-def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
-    """The configuration with a key for this process beside its own, and that key; None where none is needed."""
+def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
+    """The configuration with a key for this process beside its own, and that key; None where none is needed.
+
+    Raises ConfigError where somebody else's has its name: requests could not be told apart in the log.
+    """
     if not config.auth.keys:
         return config, None
     key, sha256 = new_key()
-    own = KeyConfig(name=OWN_KEY, sha256=sha256, admin=True)
-    return config.model_copy(update={"auth": AuthConfig(keys=(*config.auth.keys, own))}), key
+    return with_keys(config, [KeyConfig(name="twostroke serve", sha256=sha256, admin=True)]), key
 
 
 def _describe_workers(url: str, api_key: str | None) -> list[str]:

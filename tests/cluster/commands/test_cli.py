@@ -40,7 +40,7 @@ def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
         (["--port", "70000"], "twostroke: port 70000 is none: choose one from 1 to 65535"),
         (["--grace", "-5"], "twostroke: --grace -5: seconds for streams to end, 0 for none"),
         (["--grace", "nan"], "twostroke: --grace nan: seconds for streams to end, 0 for none"),
-        (["--decode", "0"], "twostroke: decode.replicas: 0 must be from 1 to 1024"),
+        (["--decode", "0"], "twostroke: decode.replicas: 0 should be greater than or equal to 1"),
         (["--host", "192.0.2.77"], "twostroke: can't listen on 192.0.2.77:18123: Cannot assign requested address"),
     ],
 )

@@ -70,15 +70,15 @@ def test_labels_that_ray_refuses_are_refused_before(labels: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"node_labels": ["prefill"]}, "prefill.node_labels: expected names and values, found ['prefill']"),
-        ({"node_labels": {"gpu": True}}, "prefill.node_labels.gpu: expected a text, found True"),
-        ({"node_labels": {1: "a"}}, "prefill.node_labels: expected texts as names, found 1"),
+        ({"node_labels": ["prefill"]}, "prefill.node_labels: ['prefill'] should be a valid mapping"),
+        ({"node_labels": {"gpu": True}}, "prefill.node_labels.gpu: True should be a valid string"),
+        ({"node_labels": {1: "a"}}, "prefill.node_labels.1: 1 should be a valid string"),
         (
             {"node_labels": {"role": "a, b"}},
             "prefill.node_labels: role can't be 'a, b': give a value, !value, in(a, b) or !in(a, b)",
         ),
-        ({"node_resources": {"slot": "1"}}, "prefill.node_resources.slot: expected a number, found '1'"),
-        ({"node_resources": {"slot": 0}}, "prefill.node_resources.slot: 0.0 must be from 0.0001 to 100000"),
+        ({"node_resources": {"slot": "1"}}, "prefill.node_resources.slot: '1' should be a valid number"),
+        ({"node_resources": {"slot": 0}}, "prefill.node_resources.slot: 0 should be greater than or equal to 0.0001"),
         (
             {"node_resources": {"slot": 1.5}},
             "prefill.node_resources: slot is 1.5: above 1 Ray takes whole numbers only",
