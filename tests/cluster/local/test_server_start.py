@@ -49,7 +49,7 @@ def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path)
     config, _ = with_own_key(with_keys_of_file(read_config(settings)))
     assert [key.name for key in config.auth.keys] == ["alice", "bob", "twostroke serve"]
     assert read_config(arguments_of(config, settings)) == config
-    with pytest.raises(ConfigError, match="auth.keys: name twostroke serve is there twice"):
+    with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
         with_own_key(config)
 
 
