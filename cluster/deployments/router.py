@@ -26,8 +26,7 @@ from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.directory import directory_of
 from twostroke.cluster.deployments.fleet import ServeFleet
-from twostroke.cluster.deployments.proxies import exposure_warning
-from twostroke.cluster.deployments.ray_switches import forgotten_switches
+from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer

@@ -93,7 +93,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Harmed(_WorkerReplica):
+class _Harmed(_WorkerReplica[Any]):
     """What both kinds have in common: the faulty network, and the agent."""
 
     _control: int  # the port that the driver listens on

@@ -11,7 +11,7 @@ import msgspec
 
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.proxies import haproxy_binary
-from twostroke.cluster.local.ray import LocalRayOptions, local_ray
+from twostroke.cluster.local.ray import local_ray
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
@@ -25,15 +25,8 @@ class ServerOrder(msgspec.Struct, frozen=True):
 def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
     config = read_config(order.settings)
-    options = LocalRayOptions(
-        host="127.0.0.1",
-        port=order.port,
-        num_cpus=config.num_ranks,
-        num_gpus=0,
-        haproxy=haproxy_binary() is not None,
-        verbose=False,
-    )
-    with local_ray(options):
+    ray = local_ray(host="127.0.0.1", port=order.port, num_cpus=config.num_ranks, haproxy=haproxy_binary() is not None)
+    with ray:
         # Ray may be imported now: its switches are set.
         from ray import serve
 

@@ -5,7 +5,7 @@ from ray._private.label_utils import validate_label_selector
 from ray.serve._private.config import ReplicaConfig
 
 from twostroke.cluster.config.config import read_config
-from twostroke.cluster.config.placement import Placement
+from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.router import router_options
 from twostroke.cluster.deployments.workers import worker_options
