@@ -24,13 +24,8 @@ class Look(NamedTuple):
 
     at_s: float
     span_s: float
-    requests: float
-    prompt_tokens: float
-    new_tokens: float  # of the prompt tokens, those in no prefix cache
-    pairs: float
-    output_tokens: float  # of the answers that ended
-    ended: float
     decoding: float  # requests at decode workers, waiting ones included
+    arrived: Arrived
 
 
 @dataclass(frozen=True)
@@ -41,11 +36,9 @@ class Window:
     span_s: Series
     requests: Series
     prompt_tokens: Series
-    new_tokens: Series
-    pairs: Series
-    output_tokens: Series
-    ended: Series
-    decoding: Series
+    new_tokens: Series  # of the prompt tokens, those in no prefix cache
+    pairs: Series  # of new tokens with those before them: attention's part of the prompts' time
+    decoding: Series  # requests at decode workers, waiting ones included
     mean_output: float | None  # tokens of an answer; None: none has ever ended
 
     def count_of_last(self, span_s: float) -> int:
@@ -71,53 +64,35 @@ class History:
             return History(total=signals.arrived, began_s=signals.at_s, at_s=signals.at_s)
         if signals.at_s <= self.at_s:
             return self
-        look = _between(self.total, signals, signals.at_s - self.at_s)
+        decoding = float(signals.decode.num_decoding + signals.decode.queued_requests)
+        look = Look(signals.at_s, signals.at_s - self.at_s, decoding, signals.arrived.since(self.total))
         looks = self.looks
         if looks and looks[-1].span_s + look.span_s <= max(1.0, window_s / MAX_LOOKS):
-            looks, look = looks[:-1], _joined(looks[-1], look)
+            look = look._replace(span_s=looks[-1].span_s + look.span_s, arrived=looks[-1].arrived.plus(look.arrived))
+            looks = looks[:-1]
         first = 0
         mean = self.mean_output
         while first < len(looks) and looks[first].at_s <= signals.at_s - window_s:
-            if looks[first].ended:
-                mean = looks[first].output_tokens / looks[first].ended
+            left = looks[first].arrived
+            mean = left.output_tokens / left.ended if left.ended else mean
             first += 1
         return replace(self, looks=(*looks[first:], look), total=signals.arrived, at_s=signals.at_s, mean_output=mean)
 
     def window(self) -> Window:
         """As columns, to reckon with."""
-        columns = np.array(self.looks, dtype=np.float64).reshape(-1, len(Look._fields)).T
-        series = dict(zip(Look._fields, columns, strict=True))
-        ended = float(series["ended"].sum())
-        return Window(**series, mean_output=float(series["output_tokens"].sum()) / ended if ended else self.mean_output)
-
-
-def _between(before: Arrived, signals: Signals, span_s: float) -> Look:
-    now = signals.arrived
-    prompt = max(0.0, now.prompt_tokens - before.prompt_tokens)
-    cached = max(0.0, now.cached_tokens - before.cached_tokens)
-    return Look(
-        at_s=signals.at_s,
-        span_s=span_s,
-        requests=max(0.0, now.requests - before.requests),
-        prompt_tokens=prompt,
-        new_tokens=max(0.0, prompt - cached),
-        pairs=max(0.0, now.prompt_pairs - before.prompt_pairs),
-        output_tokens=max(0.0, now.output_tokens - before.output_tokens),
-        ended=max(0.0, now.ended - before.ended),
-        decoding=float(signals.decode.num_decoding + signals.decode.queued_requests),
-    )
-
-
-def _joined(first: Look, second: Look) -> Look:
-    return second._replace(
-        span_s=first.span_s + second.span_s,
-        requests=first.requests + second.requests,
-        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
-        new_tokens=first.new_tokens + second.new_tokens,
-        pairs=first.pairs + second.pairs,
-        output_tokens=first.output_tokens + second.output_tokens,
-        ended=first.ended + second.ended,
-    )
+        rows = [(look.at_s, look.span_s, look.decoding, *look.arrived) for look in self.looks]
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 3 + len(Arrived._fields)).T
+        at_s, span_s, decoding, requests, prompt_tokens, cached_tokens, pairs, output_tokens, ended = columns
+        return Window(
+            at_s=at_s,
+            span_s=span_s,
+            requests=requests,
+            prompt_tokens=prompt_tokens,
+            new_tokens=np.maximum(prompt_tokens - cached_tokens, 0.0),
+            pairs=pairs,
+            decoding=decoding,
+            mean_output=float(output_tokens.sum() / ended.sum()) if ended.any() else self.mean_output,
+        )
 
 
 def backlogs(spans: Series, work: Series, workers: float) -> Series:

@@ -341,7 +341,7 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
     busy = any(role.num_decoding or role.queued_requests or role.queued_tokens for role in there)
     return (
         not busy
-        and not any(look.requests for look in history.looks)
+        and not any(look.arrived.requests for look in history.looks)
         and signals.at_s - history.began_s >= config.cooldown_s
     )
 
