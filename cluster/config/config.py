@@ -56,26 +56,25 @@ class ClusterConfig(Section):
         for key in self.auth.keys:
             if key.slo_class is not None and key.slo_class not in known:
                 raise ValueError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
-        for role, section in (("prefill", self.prefill), ("decode", self.decode)):
+        for role, section in self.roles.items():
             _check_signs_of_life(role, section.token_channel, self.router.token_channel)
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
 
     @property
+    def roles(self) -> Mapping[Role, PrefillSection | DecodeSection]:
+        """The sections of both kinds of workers."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
     def counts(self) -> Mapping[Role, WorkerCounts]:
         """How many workers each role may have."""
-        return {
-            "prefill": worker_counts(self.autoscaling, "prefill", self.prefill.replicas),
-            "decode": worker_counts(self.autoscaling, "decode", self.decode.replicas),
-        }
+        return {role: worker_counts(self.autoscaling, role, each.replicas) for role, each in self.roles.items()}
 
     @property
     def gpus_each(self) -> Mapping[Role, float]:
         """What a worker of each role takes, all ranks together."""
-        return {
-            "prefill": self.prefill.num_gpus * self.prefill.tensor_parallel,
-            "decode": self.decode.num_gpus * self.decode.tensor_parallel,
-        }
+        return {role: section.num_gpus * section.tensor_parallel for role, section in self.roles.items()}
 
     @property
     def has_prefill(self) -> bool:
@@ -90,14 +89,14 @@ class ClusterConfig(Section):
     @property
     def num_ranks(self) -> int:
         """Processes, at most, that run an engine or a part of one."""
-        prefill = self.counts["prefill"].most * self.prefill.tensor_parallel
-        return prefill + self.counts["decode"].most * self.decode.tensor_parallel
+        return sum(self.counts[role].most * section.tensor_parallel for role, section in self.roles.items())
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
-        sections: list[WorkerResources] = [self.decode, *([self.prefill] if self.has_prefill else [])]
-        with_gpu = [resources.num_gpus > 0 for resources in sections]
+        with_gpu = [
+            section.num_gpus > 0 for role, section in self.roles.items() if role == "decode" or self.has_prefill
+        ]
         if self.model.device == "cpu":
             return "cpu"
         if all(with_gpu):

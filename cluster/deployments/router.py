@@ -113,7 +113,6 @@ class RouterReplica:
     """One router: HTTP in, token channels and Serve calls out."""
 
     _service: RouterService | None = None
-    _doctor: Doctor | None = None
     _decisions: DecisionWatch | None = None
     _is_draining = False
 
@@ -179,14 +178,13 @@ class RouterReplica:
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
             scaling=self._scaling,
         )
-        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
+        doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
+        self._app = build_app(self._service, doctor)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this after the constructor, and serves what it returns."""
-        assert self._service is not None
-        assert self._doctor is not None
-        return build_app(self._service, self._doctor)
+        return self._app
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for this where there is an autoscaler, and hands it to the policy.

@@ -21,6 +21,7 @@ import msgspec
 
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
+from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.deployments.router_drain import drain_application
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.preflight import check_model
@@ -191,10 +192,7 @@ def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
 
 def _resources(config: ClusterConfig) -> tuple[int, int]:
     """The CPUs and GPUs of as many workers as there may be; no fewer CPUs than this machine has."""
-    ranks = [
-        (config.counts["prefill"].most * config.prefill.tensor_parallel, config.prefill),
-        (config.counts["decode"].most * config.decode.tensor_parallel, config.decode),
-    ]
+    ranks = [(config.counts[role].most * each.tensor_parallel, each) for role, each in config.roles.items()]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
     gpus = sum(count * resources.num_gpus for count, resources in ranks)
     if config.autoscaling.enabled and config.autoscaling.budget is not None:
@@ -220,11 +218,8 @@ def _await_ready(url: str) -> None:
 
 def check_is_anywhere(config: ClusterConfig) -> None:
     """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
-    for name, placement in (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("router", config.router),
-    ):
+    placements: Mapping[str, Placement] = {**config.roles, "router": config.router}
+    for name, placement in placements.items():
         if not placement.is_anywhere:
             setting = "node_labels" if placement.node_labels else "node_resources"
             raise ConfigError(
