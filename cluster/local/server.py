@@ -218,8 +218,8 @@ def _await_ready(url: str) -> None:
 
 def check_is_anywhere(config: ClusterConfig) -> None:
     """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
-    placements: Mapping[str, Placement] = {**config.roles, "router": config.router}
-    for name, placement in placements.items():
+    placements: list[tuple[str, Placement]] = [*config.roles.items(), ("router", config.router)]
+    for name, placement in placements:
         if not placement.is_anywhere:
             setting = "node_labels" if placement.node_labels else "node_resources"
             raise ConfigError(

@@ -123,25 +123,12 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
     [
         ({"prefil": {}}, "prefil: there is no such setting; did you mean prefill?"),
         ({"prefill": {"replica": 2}}, "prefill.replica: there is no such setting; did you mean replicas?"),
-        ({"prefill": {"replicas": -1}}, "prefill.replicas: -1 should be greater than or equal to 0"),
-        ({"decode": {"replicas": 0}}, "decode.replicas: 0 should be greater than or equal to 1"),
-        ({"decode": {"max_batch": 0}}, "decode.max_batch"),
         ({"kv_transfer": {"transport": "pigeon"}}, "kv_transfer.transport: 'pigeon' should be 'auto', 'tcp', 'shm'"),
-        ({"kv_transfer": {"encoding": "int4"}}, "kv_transfer.encoding: 'int4' should be 'raw', 'int8' or 'fp8'"),
-        ({"kv_transfer": {"tcp_streams": 0}}, "kv_transfer.tcp_streams: 0 should be greater than or equal to 1"),
-        ({"prefill": {"block_size": 0}}, "prefill.block_size: 0 should be greater than or equal to 1"),
         ({"kv_transfer": {"lease_s": -1}}, "kv_transfer.lease_s: -1.0 must be at least 0.1"),
-        ({"kv_transfer": {"lease_s": 0.0}}, "kv_transfer.lease_s: 0.0 must be at least 0.1"),
         ({"kv_transfer": {"lease_s": 9, "progress_s": 8}}, "kv_transfer.progress_s: 8 must be at least kv_transfer.le"),
         ({"kv_transfer": {"lease_s": 0.5, "progress_s": 0.9}}, "kv_transfer.progress_s: 0.9 must be at least 1"),
-        ({"kv_transfer": {"max_chunk_bytes": 0}}, "kv_transfer.max_chunk_bytes: 0 must be at least 4096"),
-        (
-            {"kv_transfer": {"max_pending_offers": -2}},
-            "kv_transfer.max_pending_offers: -2 should be greater than or equal to 1",
-        ),
         ({"kv_transfer": {"transport": "nccl"}}, "kv_transfer.transport: nccl is not a name here: set torch_distri"),
         ({"kv_transfer": {"transport": "Gloo"}}, "kv_transfer.transport: Gloo is not a name here: set torch_distri"),
-        ({"router": {"retry_poll_s": 0}}, "router.retry_poll_s: 0 should be greater than or equal to 0.001"),
         ({"router": {"retry_first_s": 2}}, "router.retry_first_s: 2 must be at most retry_most_s (1)"),
         (
             {"router": {"ejection": {"first_s": 5, "most_s": 4}}},
@@ -152,10 +139,6 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
             "prefill.token_channel.stats_interval_s: 2 must be at most a third of lease_s (3)",
         ),
         (
-            {"router": {"token_channel": {"ping_s": 0}}},
-            "router.token_channel.ping_s: 0 should be greater than or equal to 0.001",
-        ),
-        (
             {"router": {"token_channel": {"silence_s": 0.9}}},
             "router.token_channel.silence_s: 0.9 must be at least twice",
         ),
@@ -163,10 +146,6 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
             {"decode": {"token_channel": {"lease_s": 2.5}}},
             "router.token_channel.ping_s: 1 must be at most a third of de",
         ),
-        ({"decode": {"token_channel": {"stats_interval_s": 0}}}, "decode.token_channel.stats_interval_s: 0 should be"),
-        ({"prefill": {"pull_wait_s": -1}}, "prefill.pull_wait_s: -1 should be greater than or equal to 0.001"),
-        ({"decode": {"max_batch": -1}}, "decode.max_batch: -1 should be greater than or equal to 1"),
-        ({"model": {"block_size": "16"}}, "model.block_size: '16' should be a valid integer"),
     ],
 )
 def test_a_wrong_configuration_names_the_setting(raw: object, beginning: str) -> None:
@@ -342,11 +321,6 @@ def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
             "slo.classes[1].ttft_s: 0 should be greater than 0",
         ),
         ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),
-        (
-            {"slo": {"classes": [{"name": "a", "priority": 2000}]}},
-            "slo.classes[0].priority: 2000 should be less than or",
-        ),
-        ({"slo": {"classes": [{"name": "a", "share": 1.0}]}}, "slo.classes[0].share: 1.0 should be less than 1"),
         ({"slo": {"classes": [{"name": "a"}, {"name": "a"}]}}, "slo.classes: a is there twice"),
         ({"slo": {"classes": []}}, "slo.classes: there must be one at least"),
         ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
@@ -355,10 +329,6 @@ def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
         (
             {"auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "gold"}]}},
             "auth.keys: a's slo_class gold is none of standard",
-        ),
-        (
-            {"auth": {"keys": [{"name": "a", "sha256": HASH, "max_in_flight": 0}]}},
-            "auth.keys[0].max_in_flight: 0 should be greater than or equal to 1",
         ),
     ],
 )
