@@ -15,7 +15,7 @@ from ray import serve
 from twostroke.cluster.config.process_logs import log_as_replica
 from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.directory import worker_metadata
+from twostroke.cluster.deployments.fleet import worker_metadata
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig

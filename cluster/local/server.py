@@ -22,7 +22,6 @@ import msgspec
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.config.sections import Placement
-from twostroke.cluster.deployments.router_drain import drain_application
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.preflight import check_model
 from twostroke.cluster.local.ray import StartFailed, local_ray
@@ -163,6 +162,7 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     with ray:
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         # Ray may be imported now: its switches are set.
+        from twostroke.cluster.deployments.router import drain_application
         from twostroke.cluster.local.deploy import APPLICATION, deploy
 
         deploy(config, order.settings)
