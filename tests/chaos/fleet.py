@@ -18,7 +18,7 @@ from twostroke.benchmarks.server_process import processes_named
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.proxies import haproxy_binary
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
-from twostroke.cluster.local.ray import LocalRayOptions, free_ports, local_ray
+from twostroke.cluster.local.ray import free_ports, local_ray
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")
@@ -155,15 +155,8 @@ def serve() -> None:
     """
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
     config = read_config(order.settings)
-    options = LocalRayOptions(
-        host="127.0.0.1",
-        port=order.port,
-        num_cpus=config.num_ranks,
-        num_gpus=0,
-        haproxy=haproxy_binary() is not None,
-        verbose=False,
-    )
-    with local_ray(options):
+    ray = local_ray(host="127.0.0.1", port=order.port, num_cpus=config.num_ranks, haproxy=haproxy_binary() is not None)
+    with ray:
         # Ray may be imported now: its switches are set.
         from ray.serve import run
 
