@@ -33,7 +33,7 @@ def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr("twostroke.model.cache.memory.available_bytes", lambda _: 40 * 2**30)
     config = read_config({"prefill": {"num_blocks": 1024}, "decode": {"replicas": 3}})
     assert check_model(config, BUNDLED_MODEL_DIR)[1:] == [
-        "KV cache of each worker, of 40.00 GiB of free memory: decode 1023.9 MiB (kv_cache_gib sets it)"
+        "KV cache of each worker, of 40.00 GiB of free memory: decode 1024.0 MiB (kv_cache_gib sets it)"
     ]
     said = read_config({role: {"kv_cache_gib": 1} for role in ("prefill", "decode")})
     assert len(check_model(said, BUNDLED_MODEL_DIR)) == 1
