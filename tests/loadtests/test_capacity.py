@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.loadtests.report.runs import read_sweep
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import (
-    Capacity,
     Crossing,
     Measured,
     Search,
@@ -51,7 +50,6 @@ def test_the_capacity_is_found_wherever_it_lies_and_wherever_the_search_begins(
 ) -> None:
     measured = searched(curve(capacity), 0.9, Search(start, factor, precision=0.05))
     found = crossing(measured, 0.9)
-    assert found is not None
     assert found.rate == pytest.approx(capacity, rel=0.05)
     assert not found.is_lower_bound
 
@@ -108,10 +106,8 @@ def test_the_interval_of_repeated_noisy_searches_holds_the_capacity_nearly_alway
         rates = []
         for _ in range(3):
             found = crossing(searched(noisy, 0.9, Search(5.0, precision=0.05)), 0.9)
-            assert found is not None
             rates.append(found.rate)
         between = interval(rates)
-        assert between is not None
         held += between[0] <= capacity <= between[1]
     # 95% is promised of unbiased searches; a run that happens to miss pulls a search down a little.
     assert held / 300 >= 0.88
@@ -119,24 +115,17 @@ def test_the_interval_of_repeated_noisy_searches_holds_the_capacity_nearly_alway
 
 def test_the_interval_is_students() -> None:
     between = interval([math.exp(1), math.exp(2), math.exp(3)])
-    assert between is not None
     half = 4.303 / math.sqrt(3)
     assert [math.log(each) for each in between] == pytest.approx([2 - half, 2 + half], rel=1e-3)
     assert geometric_mean([1.0, 4.0]) == 2.0
     assert interval([1.0]) is None
     # With many degrees of freedom the normal distribution's quantile is near.
     many = interval([math.exp(value) for value in range(11)])
-    assert many is not None
     standard_error = math.sqrt(11) / math.sqrt(11)  # of 0 ... 10
     assert math.log(many[1]) - 5 == pytest.approx(NormalDist().inv_cdf(0.975) * standard_error, rel=0.15)
 
 
 PLAN = Plan("http://127.0.0.1:1", "m", 4096, Gamma(1.0, 2.0), Fixed(10, 10), SLO(ttft_s=1.0), seconds=60.0, seed=100)
-
-
-def rate_of(capacity: Capacity) -> float:
-    assert capacity.rate is not None
-    return capacity.rate.value
 
 
 def summary_of(attainment: float, validity: Validity) -> Summary:
@@ -185,11 +174,9 @@ def test_capacities_are_found_with_intervals_and_per_worker(tmp_path: Path) -> N
     sweep = server.sweep(tmp_path)
     sweep.find(Search(1.0, precision=0.05), repeats=3)
     at_90, at_99 = sweep.result.capacities
-    assert at_90.rate is not None
-    assert at_90.rate.low is not None
     assert at_90.rate.low <= at_90.rate.value == pytest.approx(11.0, rel=0.03)
     assert at_90.rate_per_worker == at_90.rate.divided_by(4)
-    assert curve(11.0)(rate_of(at_99)) == pytest.approx(0.99, abs=0.005)
+    assert curve(11.0)(at_99.rate.value) == pytest.approx(0.99, abs=0.005)
     assert read_sweep(tmp_path) == sweep.result
     assert len(server.plans) == len(sweep.result.points) < 40
 
@@ -208,7 +195,7 @@ def test_a_list_of_rates_is_measured_as_it_is(tmp_path: Path) -> None:
     sweep = server.sweep(tmp_path)
     sweep.measure([4.0, 8.0, 16.0], repeats=2)
     assert [point.rate for point in sweep.result.points] == [4, 4, 8, 8, 16, 16]
-    assert 8 < rate_of(sweep.result.capacities[0]) < 16
+    assert 8 < sweep.result.capacities[0].rate.value < 16
 
 
 def test_an_invalid_run_is_made_again_and_does_not_count(tmp_path: Path) -> None:
@@ -217,7 +204,7 @@ def test_an_invalid_run_is_made_again_and_does_not_count(tmp_path: Path) -> None
     sweep.find(Search(1.0), repeats=1)
     assert [point.valid for point in sweep.points].count(False) == 1
     assert server.plans[1].arrivals == server.plans[2].arrivals
-    assert rate_of(sweep.result.capacities[0]) == pytest.approx(11.0, rel=0.1)
+    assert sweep.result.capacities[0].rate.value == pytest.approx(11.0, rel=0.1)
 
 
 def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its_reason(tmp_path: Path) -> None:
@@ -227,7 +214,7 @@ def test_a_generator_that_is_saturated_before_the_server_ends_the_sweep_with_its
         sweep.find(Search(1.0), repeats=3)
     capacity = sweep.result.capacities[0]
     assert capacity.is_lower_bound
-    assert 8.0 <= rate_of(capacity) < 9.0
+    assert 8.0 <= capacity.rate.value < 9.0
     assert read_sweep(tmp_path) == sweep.result
 
 
@@ -237,7 +224,7 @@ def test_a_capacity_below_what_can_be_measured_is_found(tmp_path: Path) -> None:
     sweep.find(Search(1.0, precision=0.05), repeats=2)
     capacity = sweep.result.capacities[0]
     assert not capacity.is_lower_bound
-    assert rate_of(capacity) == pytest.approx(11.0, rel=0.05)
+    assert capacity.rate.value == pytest.approx(11.0, rel=0.05)
     assert [point.rate for point in sweep.points if not point.valid] == [16.0, 16.0]  # tried twice, and never again
 
 

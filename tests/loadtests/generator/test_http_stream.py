@@ -228,7 +228,6 @@ def test_an_answer_that_breaks_keeps_what_had_come(last: bytes, broken: str | No
     answer = read_stream(came((11.0, token_event("a")), (12.0, last), broken=broken))
     assert answer.status == "failed"
     assert (answer.token_times, answer.text) == ([11.0], "a")
-    assert answer.error is not None
     assert fault in answer.error
     assert "\n" not in answer.error
 
