@@ -37,8 +37,6 @@ from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["KVSender", "LinkReport", "OutgoingTransfer"]
-
 
 @dataclass(kw_only=True, eq=False)
 class KVSender(RankSide):

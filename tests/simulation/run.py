@@ -262,7 +262,7 @@ class _Simulation:
         receiver = process.parts.receiver
         if receiver is not None:
             offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
-            if receiver._kept or any(pending.deadline._due is None for pending in offers):
+            if receiver._kept or not all(pending.deadline.runs for pending in offers):
                 raise InvariantBroken(f"{process.host} keeps offers for requests that have ended")
 
     def _check_ended(self, process: SimProcess) -> None:
