@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class SharedBytesStore(BytesStore):
         super().__init__(*sizes, **layout)
         size = len(self.layers[0])
         self.memory_fd = os.memfd_create("kv-bytes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.memory_fd)
         os.ftruncate(self.memory_fd, size * len(self.layers))
         fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         whole = memoryview(mmap.mmap(self.memory_fd, size * len(self.layers)))
@@ -36,9 +38,6 @@ class SharedBytesStore(BytesStore):
 
     def layer_offset(self, layer: int) -> int:
         return layer * self.num_blocks * self.block_bytes
-
-    def __del__(self) -> None:
-        os.close(self.memory_fd)
 
 
 def make(name: str, store: BytesStore, **options: Any) -> Transport:
