@@ -52,8 +52,6 @@ from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IncomingTransfer", "KVReceiver"]
-
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
@@ -204,7 +202,7 @@ class KVReceiver(RankSide):
         elif lane is not None:
             self._match(lane, offer, connection)
         else:
-            deadline = Deadline(self.clock, self.config.progress_s, lambda: self._expire_offer(transfer_id, rank))
+            deadline = Deadline(self.config.progress_s, lambda: self._expire_offer(transfer_id, rank))
             deadline.restart()
             pending = _PendingOffer(offer, connection, deadline)
             self._offers.setdefault(transfer_id, {})[rank] = pending

@@ -37,8 +37,6 @@ from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["KVSender", "LinkReport", "OutgoingTransfer"]
-
 
 @dataclass(kw_only=True, eq=False)
 class KVSender(RankSide):
@@ -326,10 +324,12 @@ class SenderConnection:
         transport = self._sender.transports.by_name.get(welcome.transport)
         if transport is None:
             raise ProtocolError(f"the target chose the transport {welcome.transport}, which this worker has not")
+        self.unfit_transport = welcome.transport  # until joined: the connection may be lost before we hear of the link
         try:
             link = await transport.join(welcome.link, cut)
         except ConnectionLost as lost:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
+        self.unfit_transport = None
         self.report = LinkReport(self.target, welcome.transport, welcome.why, welcome.missing)
         max_units = max(1, self._sender.config.max_chunk_bytes // cut.unit_bytes)
         patience = Patience(self._sender.config.lease_s)

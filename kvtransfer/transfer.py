@@ -108,7 +108,7 @@ class Transfer(Outcome):
 class Lane(Generic[S]):
     """A lane's state, and its ends. Its deadline runs while it is the peer's turn to make a step."""
 
-    def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, clock: Clock, progress_s: float):
+    def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, progress_s: float):
         self.transfer = transfer
         self.ticket = transfer.ticket
         self.state: S = state
@@ -116,7 +116,7 @@ class Lane(Generic[S]):
         self._cut: Cut | None = None  # until granted
         self._num_under_way = 0  # chunks
         self._has_failed = False
-        self._deadline = Deadline(clock, progress_s, self._expire)
+        self._deadline = Deadline(progress_s, self._expire)
         self._deadline.restart()
 
     @property
@@ -205,14 +205,13 @@ class OutgoingTransfer(Transfer):
         self.lanes: dict[int, OutgoingLane] = {}
         self._num_ready_tokens = num_ready_tokens
         self._num_layers = num_layers
-        self._clock = clock
         self._progress_s = progress_s
         self._plan = self._new_plan()  # knows what is ready, whatever the lanes have sent
         self._is_committed = False
 
     def add_lane(self, target_rank: int, carrier: LaneCarrier) -> "OutgoingLane":
         """One more lane. All are added before anything else happens."""
-        lane = OutgoingLane(self, self._new_plan(), carrier, self._clock, self._progress_s)
+        lane = OutgoingLane(self, self._new_plan(), carrier, self._progress_s)
         self.lanes[target_rank] = lane
         return lane
 
@@ -272,10 +271,8 @@ class OutgoingLane(Lane[SenderState]):
     While the prompt is computed, the peer's clock runs.
     """
 
-    def __init__(
-        self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: LaneCarrier, clock: Clock, progress_s: float
-    ):
-        super().__init__(transfer, SenderState.OFFERING, carrier, clock, progress_s)
+    def __init__(self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: LaneCarrier, progress_s: float):
+        super().__init__(transfer, SenderState.OFFERING, carrier, progress_s)
         self.num_chunks = 0
         self._plan = plan
         self._carrier = carrier
@@ -378,9 +375,7 @@ class IncomingTransfer(Transfer):
     ):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
         self.skip_tokens = skip_tokens
-        self.lanes: dict[int, IncomingLane] = {
-            rank: IncomingLane(self, keeper, clock, progress_s) for rank in source_ranks
-        }
+        self.lanes: dict[int, IncomingLane] = {rank: IncomingLane(self, keeper, progress_s) for rank in source_ranks}
 
     async def verified(self) -> SampledToken | None:
         """The first token (None: a prefix only), once every block holds its verified KV.
@@ -409,8 +404,8 @@ class IncomingLane(Lane[ReceiverState]):
 
     transfer: IncomingTransfer
 
-    def __init__(self, transfer: IncomingTransfer, keeper: LaneKeeper, clock: Clock, progress_s: float):
-        super().__init__(transfer, ReceiverState.AWAITING_OFFER, keeper, clock, progress_s)
+    def __init__(self, transfer: IncomingTransfer, keeper: LaneKeeper, progress_s: float):
+        super().__init__(transfer, ReceiverState.AWAITING_OFFER, keeper, progress_s)
         self.first_token: SampledToken | None = None
         self.is_damaged = False  # a chunk of it came so: its link is not to be trusted
         self._num_units = 0

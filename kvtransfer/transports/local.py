@@ -29,11 +29,11 @@ from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
+    TOKEN_BYTES,
     Door,
     LinkThread,
     SocketTransport,
     Token,
-    draw_token,
     knock,
     read_params,
     receive_exactly,
@@ -225,7 +225,7 @@ class LocalTransport(SocketTransport[DataLink], ABC):
     async def prepare(self, host: str, cut: Cut) -> Door[DataLink]:
         self._check(cut)
         memory = self._target_memory(cut)
-        params = _Params(secrets.token_hex(16), draw_token())
+        params = _Params(secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
         try:
             listener = socket.create_server(_PREFIX + params.name.encode(), family=socket.AF_UNIX)
         except OSError as error:

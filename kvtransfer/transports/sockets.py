@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hmac
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -36,11 +35,6 @@ A = ParamSpec("A")
 R = TypeVar("R")
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-
-
-def draw_token() -> bytes:
-    """For one link."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def read_params(params: LinkParams, kind: type[P], transport: str) -> P:

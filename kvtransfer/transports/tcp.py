@@ -11,6 +11,7 @@ once its link is closed nobody reads them.
 """
 
 import asyncio
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -24,11 +25,11 @@ from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
 from twostroke.kvtransfer.transports.sockets import (
+    TOKEN_BYTES,
     Door,
     LinkThread,
     SocketTransport,
     Token,
-    draw_token,
     knock,
     read_params,
 )
@@ -81,7 +82,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
             listener = socket.create_server(address, family=family)
         except OSError as error:
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
-        params = _Params(host, listener.getsockname()[1], draw_token(), self._streams)
+        params = _Params(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
 
         async def make_link(guests: list[socket.socket]) -> TcpLink:
             return self._make_link(guests, cut)

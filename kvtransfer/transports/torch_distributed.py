@@ -65,11 +65,7 @@ class TorchDistributedTransport:
 
     async def prepare(self, host: str, cut: Cut) -> "PendingGroup":
         link = self._make_link(cut, RECEIVER_RANK)
-        try:
-            port = await link.run(lambda: link.open_rendezvous(host, None, self._join_timeout_s))
-        except BaseException:
-            await link.close()
-            raise
+        port = await self._begun(link, lambda: link.open_rendezvous(host, None, self._join_timeout_s))
         return PendingGroup(link, host, port, self._operation_timeout_s)
 
     async def join(self, params: LinkParams, cut: Cut) -> "GroupLink":
@@ -84,12 +80,16 @@ class TorchDistributedTransport:
             link.announce(prefix, "joined")
             link.form_group(prefix, own_host, self._operation_timeout_s)
 
+        await self._begun(link, form)
+        return link
+
+    async def _begun(self, link: "GroupLink", work: Callable[[], T]) -> T:
+        """What the link's first `work` returns; the link is closed where that fails."""
         try:
-            await link.run(form)
+            return await link.run(work)
         except BaseException:
             await link.close()
             raise
-        return link
 
     async def close(self) -> None:
         links = tuple(self._links)

@@ -173,7 +173,7 @@ async def test_an_offer_that_is_kept_by_rank_0_is_kept_by_all(workers: Workers) 
     await settle(lambda: bool(other._outgoing))
     lanes = [lane for part in (own._own, *other._outgoing.values()) for lane in part.lanes.values()]
     assert len(lanes) == 4
-    await settle(lambda: all(lane._deadline._due is None for lane in lanes))
+    await settle(lambda: not any(lane._deadline.runs for lane in lanes))
     assert all(lane.state is SenderState.OFFERED for lane in lanes)
     incoming = workers.expect()
     own.commit(TOKEN)

@@ -5,18 +5,16 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
-from twostroke.kvtransfer.link import Transport
+from tests.rigs.kv_pair import BytesStore, link_threads, make_transport, open_descriptors, settle, warm_up_torch
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import sockets
-from twostroke.kvtransfer.transports.shm import ShmTransport
-from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.kv_layout import Encoding
 
 NAMES = ("shm", "tcp", "tcp, 3 streams", "torch_distributed")
@@ -29,6 +27,7 @@ class SharedBytesStore(BytesStore):
         super().__init__(*sizes, **layout)
         size = len(self.layers[0])
         self.memory_fd = os.memfd_create("kv-bytes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.memory_fd)
         os.ftruncate(self.memory_fd, size * len(self.layers))
         fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         whole = memoryview(mmap.mmap(self.memory_fd, size * len(self.layers)))
@@ -36,21 +35,6 @@ class SharedBytesStore(BytesStore):
 
     def layer_offset(self, layer: int) -> int:
         return layer * self.num_blocks * self.block_bytes
-
-    def __del__(self) -> None:
-        os.close(self.memory_fd)
-
-
-def make(name: str, store: BytesStore, **options: Any) -> Transport:
-    """The transport of one side."""
-    if name == "torch_distributed":
-        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
-
-        return TorchDistributedTransport(store, **options)
-    if name == "shm":
-        assert isinstance(store, SharedBytesStore)
-        return ShmTransport(store, **options)
-    return TcpTransport(store, streams=3, **options)
 
 
 def mappings() -> int:
@@ -67,7 +51,7 @@ async def two(name: str, source: BytesStore, target: BytesStore, **options: Any)
     if name == "torch_distributed":
         await warm_up_torch()
     before = open_descriptors(), link_threads(), mappings()
-    sending, receiving = make(name, source, **options), make(name, target, **options)
+    sending, receiving = make_transport(name, source, **options), make_transport(name, target, **options)
     with pytest.MonkeyPatch.context() as patch:
         if name == "tcp, 3 streams":
             patch.setattr(sockets, "is_within_one_machine", lambda _: False)

@@ -9,16 +9,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.rigs.kv_memory_transport import MemoryTransport
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import HostStore, Transport
+from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
+from twostroke.kvtransfer.transports.shm import ShmTransport
+from twostroke.kvtransfer.transports.tcp import TcpTransport
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Reach
@@ -117,19 +120,17 @@ def unwrapped(transport: Transport) -> Transport:
     return transport
 
 
-def make_transport(name: str, store: HostStore) -> Transport:
+def make_transport(name: str, store: Any, **options: Any) -> Transport:
     """`memory` and other names that begin so are links within this process."""
     if name.startswith("memory"):
         return MemoryTransport(store, name)
     if name == "torch_distributed":
         from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
-        return TorchDistributedTransport(store)
-    if name == "tcp":
-        from twostroke.kvtransfer.transports.tcp import TcpTransport
-
-        return TcpTransport(store)
-    raise ValueError(name)
+        return TorchDistributedTransport(store, **options)
+    if name == "shm":
+        return ShmTransport(store, **options)
+    return TcpTransport(store, streams=3, **options)
 
 
 def reach(*names: str) -> Reach:

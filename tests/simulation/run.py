@@ -297,7 +297,7 @@ class _Simulation:
         assert stats.free_blocks == stats.total_blocks, f"{process.host} lost blocks: {stats}"
         receiver = process.parts.receiver
         offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
-        keeps_some = receiver._kept or any(pending.deadline._due is None for pending in offers)
+        keeps_some = receiver._kept or not all(pending.deadline.runs for pending in offers)
         assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
 
     def _check_ended(self, process: SimProcess) -> None:

@@ -6,6 +6,7 @@ Also how two ends on one machine find each other. What the system refuses, and p
 import asyncio
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -153,6 +154,7 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[None]:
+    gc.collect()  # so that none is given back meanwhile
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)

@@ -156,7 +156,7 @@ def _never_restart(deadline: Deadline) -> None:
 
 
 def _restart_once(deadline: Deadline) -> None:
-    if deadline._due is None:
+    if not deadline.runs:
         _restart(deadline)
 
 
