@@ -10,8 +10,8 @@ from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeavin
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket
 from twostroke.protocol.stats import QueuedWork
-from twostroke.worker.numbers import queued_work
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
+from twostroke.worker.worker import queued_work
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
