@@ -96,7 +96,7 @@ def test_a_dead_engine_ends_every_request_and_hangs_up(role: str):
         told = {event.request_id for frame in rig.frames for event in frame.events if event.error}
         assert told == ({"a", "b"} if role == "decode" else set())
         with pytest.raises(ConnectionLost):
-            rig.router.send(Cancel("a"))
+            await rig.fabric.at("router-2").connect(rig.info.token_address)
         assert rig.pool.owned_blocks == 0
 
     play(script, role=role, max_step_tokens=10)
