@@ -87,15 +87,14 @@ class DrawnToken(msgspec.Struct, Generic[JobT], frozen=True):
         return TokenEvent(self.job.request.request_id, self.index, (self.token,), self.finish_reason)
 
 
+@dataclass(slots=True)
 class PromptBudget:
     """What is left of one step for chunks of prompts: tokens, and time where decodes would wait for it."""
 
-    def __init__(self, tokens: int, *, least: int = 0, seconds: float | None = None, costs: StepCosts | None = None):
-        """`least` tokens are given whatever time they take, so that prompts always get on."""
-        self._tokens = tokens
-        self._least = min(least, tokens)
-        self._seconds = seconds
-        self._costs = costs
+    tokens: int
+    least: int = 0  # of these, so many are given whatever time they take, so that prompts always get on
+    seconds: float | None = None
+    costs: StepCosts | None = None
 
     @property
     def is_spent(self) -> bool:
@@ -105,20 +104,20 @@ class PromptBudget:
     def take(self, wanted: int, num_before: int) -> int:
         """A chunk of at most `wanted` tokens after `num_before` others; 0 where nothing is left."""
         num_tokens = self._most(wanted, num_before)
-        self._tokens -= num_tokens
-        self._least = max(0, self._least - num_tokens)
-        if num_tokens and self._seconds is not None and self._costs is not None:
-            self._seconds -= self._costs.context_s * num_before + self._costs.prompt_s(num_tokens, num_before)
+        self.tokens -= num_tokens
+        self.least = max(0, self.least - num_tokens)
+        if num_tokens and self.seconds is not None and self.costs is not None:
+            self.seconds -= self.costs.context_s * num_before + self.costs.prompt_s(num_tokens, num_before)
         return num_tokens
 
     def _most(self, wanted: int, num_before: int) -> int:
-        most = min(wanted, self._tokens)
-        if self._seconds is None or self._costs is None:
+        most = min(wanted, self.tokens)
+        if self.seconds is None or self.costs is None:
             return most
-        in_time = tokens_in(self._costs, self._seconds - self._costs.context_s * num_before, num_before)
+        in_time = tokens_in(self.costs, self.seconds - self.costs.context_s * num_before, num_before)
         if in_time >= most:
             return most
-        return min(most, max(in_time - in_time % CHUNK_MULTIPLE, self._least))
+        return min(most, max(in_time - in_time % CHUNK_MULTIPLE, self.least))
 
 
 def tokens_in(costs: StepCosts, seconds: float, num_before: int) -> int:

@@ -250,19 +250,13 @@ def _equations(features: Array, seconds: Array, expected: Array, edge: float, we
     return weighted @ shares, weighted @ (edged / scale)
 
 
-def _scale(left: Array) -> Array:
-    """What makes the diagonal 1: the features differ by orders of magnitude."""
-    scale: Array = 1.0 / np.sqrt(np.diag(left))
-    return scale
-
-
 def _least(left: Array, right: Array) -> Array:
     """The x >= 0 that minimises x . left x / 2 - right . x, for a positive definite `left`.
 
     Murty's least-index method: of those that are negative, or at 0 and pulled up, the last changes sides, until there
     are none. It ends for every such matrix, mostly at once.
     """
-    scale = _scale(left)
+    scale: Array = 1.0 / np.sqrt(np.diag(left))  # the features differ by orders of magnitude
     left, right = left * scale * scale[:, None], right * scale
     is_free = np.ones(len(right), bool)
     while True:

@@ -7,7 +7,7 @@ of life; the router's are its Pings.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge
@@ -76,6 +76,7 @@ class TokenServerCallbacks:
     drain: Callable[[], None] = lambda: None  # the worker is being taken down
 
 
+@dataclass(kw_only=True, eq=False)
 class TokenServer:
     """Accepts routers, sends them token frames and statistics, and hears what they want.
 
@@ -83,30 +84,24 @@ class TokenServer:
     workers down the others are told, now or when they come; the worker itself makes nothing of it.
     """
 
-    def __init__(
-        self,
-        *,
-        peer: Peer,
-        network: Network,
-        config: TokenServerConfig,
-        callbacks: TokenServerCallbacks,
-        blocks: NamedBlocks,
-        clock: Clock,
-    ):
-        self._peer = peer
-        self._network = network
-        self._config = config
-        self._callbacks = callbacks
-        self._listener: Listener | None = None
-        self._stats_task: asyncio.Task[None] | None = None
-        self._routers: dict[str, Connection] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._block_reports = BlockReports(blocks, self._send)
-        self._verdicts = Verdicts(clock)
+    peer: Peer
+    network: Network
+    config: TokenServerConfig
+    callbacks: TokenServerCallbacks
+    blocks: NamedBlocks
+    clock: Clock
+    _listener: Listener | None = field(default=None, init=False)
+    _stats_task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _routers: dict[str, Connection] = field(default_factory=dict, init=False)
+    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._block_reports = BlockReports(self.blocks, self._send)
+        self._verdicts = Verdicts(self.clock)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
-        self._listener = await self._network.listen(host, self._serve)
+        self._listener = await self.network.listen(host, self._serve)
         self._stats_task = asyncio.create_task(self._send_stats_forever(), name="token-server-stats")
         return self._listener.address
 
@@ -134,7 +129,7 @@ class TokenServer:
 
     def tell_stats(self) -> None:
         """Send the worker's numbers to all routers now, ahead of their time."""
-        frame = StatsFrame(self._callbacks.stats())
+        frame = StatsFrame(self.callbacks.stats())
         for router_id in list(self._routers):
             self._tell(router_id, frame)
 
@@ -143,7 +138,7 @@ class TokenServer:
         router_id = await self._accept(connection)
         if router_id is None:
             return
-        silence = Silence(asyncio.get_running_loop().time, self._config.lease_s)
+        silence = Silence(asyncio.get_running_loop().time, self.config.lease_s)
         watch = asyncio.create_task(self._watch(router_id, connection, silence), name=f"token-server-watch-{router_id}")
         try:
             await self._listen_to(router_id, connection, silence)
@@ -157,7 +152,7 @@ class TokenServer:
     async def _accept(self, connection: Connection) -> str | None:
         """The id of the router that says hello; None where it is refused or gone."""
         try:
-            async with asyncio.timeout(self._config.lease_s):
+            async with asyncio.timeout(self.config.lease_s):
                 hello = await connection.receive()
             reason = self._refusal(hello)
             if reason is not None:
@@ -176,9 +171,9 @@ class TokenServer:
             # What the older connection still carried may be lost, so the requests that relied on it are too.
             self._drop(router_id, older)
         try:
-            connection.send(Welcome(self._peer))
+            connection.send(Welcome(self.peer))
             connection.send(Convicted(self._verdicts.to_tell()))
-            connection.send(StatsFrame(self._callbacks.stats()))
+            connection.send(StatsFrame(self.callbacks.stats()))
         except ConnectionLost:
             return None
         self._routers[router_id] = connection
@@ -187,10 +182,10 @@ class TokenServer:
     def _refusal(self, hello: object) -> str | None:
         if not isinstance(hello, Hello):
             return f"expected a Hello, got {type(hello).__name__}"
-        if hello.receiver.worker_id != self._peer.worker_id:
-            return f"this is worker {self._peer.worker_id}, not {hello.receiver.worker_id}"
-        if hello.receiver.epoch != self._peer.epoch:
-            return f"worker {self._peer.worker_id} has restarted: epoch {hello.receiver.epoch:x} is over"
+        if hello.receiver.worker_id != self.peer.worker_id:
+            return f"this is worker {self.peer.worker_id}, not {hello.receiver.worker_id}"
+        if hello.receiver.epoch != self.peer.epoch:
+            return f"worker {self.peer.worker_id} has restarted: epoch {hello.receiver.epoch:x} is over"
         return None
 
     async def _watch(self, router_id: str, connection: Connection, silence: Silence) -> None:
@@ -208,13 +203,13 @@ class TokenServer:
             silence.end()
             match message:
                 case Cancel(request_id):
-                    self._callbacks.cancel(request_id)
+                    self.callbacks.cancel(request_id)
                 case Drain():
-                    self._callbacks.drain()
+                    self.callbacks.drain()
                 case PrefillFailed(request_id):
-                    self._callbacks.prefill_failed(request_id)
+                    self.callbacks.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt):
-                    self._callbacks.send_prefix(ticket, token_ids, cache_salt)
+                    self.callbacks.send_prefix(ticket, token_ids, cache_salt)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
                 case Convicted(verdicts):
@@ -232,7 +227,7 @@ class TokenServer:
 
     async def _send_stats_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._config.stats_interval_s)
+            await asyncio.sleep(self.config.stats_interval_s)
             if self._routers:
                 self.tell_stats()
 
@@ -247,7 +242,7 @@ class TokenServer:
             _log.info("router %s is gone: %s", router_id, error)
             self._drop(router_id, connection)
             return
-        if connection.unsent_bytes > self._config.max_unsent_bytes:
+        if connection.unsent_bytes > self.config.max_unsent_bytes:
             _log.warning("router %s leaves %d bytes unread: dropped", router_id, connection.unsent_bytes)
             self._drop(router_id, connection)
 
@@ -260,4 +255,4 @@ class TokenServer:
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        self._callbacks.router_lost(router_id)
+        self.callbacks.router_lost(router_id)

@@ -6,9 +6,10 @@ torch. `cluster/` wraps workers into deployments; tests/simulation runs them on 
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from twostroke.kvtransfer.link import KVStore
@@ -24,12 +25,11 @@ from twostroke.protocol.errors import (
     WorkerLost,
 )
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, Peer, Ticket
-from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.requests import GenerateRequest, Peer, Promise, Ticket
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, Role, StepCosts, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerLife
-from twostroke.worker.numbers import WorkerCounters, worker_stats
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
@@ -91,6 +91,19 @@ class WorkerCall(Generic[JobT, ReplyT]):
         """Raise `error` to the call's awaiter, unless it is gone."""
         if not self.reply.done():
             self.reply.set_exception(error)
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Numbers of WorkerStats, by their names there, that a worker counts itself. They only grow."""
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    pulled_tokens: int = 0
 
 
 CallT = TypeVar("CallT", bound=WorkerCall[Any, Any])
@@ -195,14 +208,36 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
-        return worker_stats(
-            self._counters,
-            self._costs,
-            self._scheduler,
-            self._pool,
-            (self._sender.stats, self._receiver.stats),
-            self._equipment.engine,
+        transfers = self._sender.stats, self._receiver.stats
+        queued = queued_work(self._scheduler.waiting_work())
+        contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in self._scheduler.decoding]
+        self._costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
+        costs = self._costs.costs()
+        return WorkerStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_waiting_tokens=sum(of_class.tokens for of_class in queued),
+            free_blocks=self._pool.free_blocks,
+            total_blocks=self._pool.num_blocks,
+            owned_blocks=self._pool.owned_blocks,
+            num_transfers=sum(side.in_flight for side in transfers),
+            prefix_queries=self._scheduler.prefix_queries,
+            prefix_hits=self._scheduler.prefix_hits,
+            preemptions=self._scheduler.preemptions,
+            transfers_done=sum(side.done for side in transfers),
+            transfers_failed=sum(side.failed for side in transfers),
+            transfers_given_up=sum(side.given_up for side in transfers),
+            transfer_bytes=sum(side.bytes for side in transfers),
+            transfer_seconds=sum((side.seconds for side in transfers), 0.0),
+            transfer_digest_failures=sum(side.digest_failures for side in transfers),
+            transfer_links_lost=sum(side.links_lost for side in transfers),
+            broken_logit_rows=self._equipment.engine.num_broken_rows,
+            queued=queued,
+            context_tokens=sum(num_tokens for _, num_tokens in contexts),
+            tightest_tpot_s=_tightest_tpot_s(contexts, costs),
+            costs=costs,
             is_draining=self._life.is_draining,
+            **asdict(self._counters),
         )
 
     def check_health(self) -> None:
@@ -269,7 +304,9 @@ class Worker(ABC, Generic[JobT, CallT]):
         return ended
 
     def _learn(self, ended: EndedStep[ScheduledStep[JobT]], content: StepContent) -> None:
-        self._counters.count_step(ended.seconds, content.prompt_tokens)
+        self._counters.steps += 1
+        self._counters.step_seconds += ended.seconds
+        self._counters.computed_tokens += content.prompt_tokens
         if not ended.step.swaps:  # what copies take says nothing about other steps
             self._costs.add(content, ended.seconds)
 
@@ -409,3 +446,24 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _prefill_failed(self, request_id: str) -> None:
         """No KV comes from the request's prefill worker."""
+
+
+def _tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts | None) -> float | None:
+    """What the worker keeps: else one request with a promise that nobody could keep would have all others refused."""
+    promised_s = [promise.tpot_s for promise, _ in decoding if promise.tpot_s is not None]
+    if not promised_s or costs is None:
+        return min(promised_s, default=None)
+    context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
+    return max(min(promised_s), LEAST_STRETCH * (costs.base_s + costs.decode_s(1, context_tokens)))
+
+
+def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:
+    """Tokens of each request, summed up by what the requests' classes are: the highest priority first."""
+    tokens: Counter[tuple[str, int, float]] = Counter()
+    requests: Counter[tuple[str, int, float]] = Counter()
+    for promise, num_tokens in work:
+        of_class = (promise.class_name, promise.priority, promise.share)
+        tokens[of_class] += num_tokens
+        requests[of_class] += 1
+    order = sorted(requests, key=lambda of_class: (-of_class[1], of_class))
+    return tuple(QueuedWork(*of_class, tokens[of_class], requests[of_class]) for of_class in order)

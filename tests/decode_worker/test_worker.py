@@ -5,8 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.decode_worker.answers import expected
-from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play, source_beside
+from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
 from twostroke.protocol.stats import LEAST_STRETCH
@@ -19,8 +18,7 @@ def test_a_request_without_a_ticket_is_computed_here_to_its_end():
     async def script(rig: Rig) -> None:
         request = a_request(max_tokens=20, stop_token_ids=(4, 9, 17), min_tokens=2)
         reply: DecodeReply = await rig.worker.decode(request, None)
-        await a_moment()
-        assert rig.events()["r"] == expected(request)
+        assert await rig.is_right(request, reply)
         assert reply.num_output_tokens == len(expected(request))
         assert reply.finish_reason == rig.frames[-1].events[0].finish_reason
         assert rig.pool.owned_blocks == 0
@@ -32,9 +30,8 @@ def test_requests_that_decode_together_share_one_frame_a_step():
     async def script(rig: Rig) -> None:
         requests = [a_request(10, name) for name in ("a", "b", "c")]
         await asyncio.gather(*(rig.worker.decode(request, None) for request in requests))
-        await a_moment()
         for request in requests:
-            assert rig.events()[request.request_id] == expected(request)
+            assert await rig.is_right(request, None)
         assert len(rig.frames) < 12, "18 tokens came in frames of up to three"
 
     play(script, role="decode")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from census import socket_inodes
+from tests.faults.census import socket_inodes
 
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the kernel itself paces, on loopback too
 _ACKED_AND_RECEIVED = struct.Struct("<QQ")

@@ -14,8 +14,7 @@ from typing import Any
 
 from twostroke.protocol.requests import Address, Peer
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 20.0
 """What takes longer will never happen."""
 
@@ -25,9 +24,9 @@ Report = dict[str, Any]
 def _start_zygote(orders: socket.socket) -> subprocess.Popen[bytes]:
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     return subprocess.Popen(
-        [sys.executable, HERE / "zygote.py", str(orders.fileno())],
+        [sys.executable, "-m", "tests.faults.zygote", str(orders.fileno())],
         cwd=ROOT,
-        env={**os.environ, **one, "PYTHONPATH": f"{ROOT}:{HERE}"},
+        env={**os.environ, **one, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         pass_fds=[orders.fileno()],
     )

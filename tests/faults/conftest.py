@@ -1,17 +1,14 @@
-"""Makes this folder's modules importable from its tests (with importlib mode pytest does not), and starts the rigs."""
+"""Starts the rigs."""
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("rig")
+pytest.register_assert_rewrite("tests.faults.rig")
 
-from children import Nursery  # noqa: E402
-from rig import Rig  # noqa: E402
+from tests.faults.children import Nursery  # noqa: E402
+from tests.faults.rig import Rig  # noqa: E402
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

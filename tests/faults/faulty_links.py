@@ -6,11 +6,10 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from byte_watch import ByteWatch
-from census import socket_inodes
-from faulty_network import FaultyNetwork
-from injection import Faults
-
+from tests.faults.byte_watch import ByteWatch
+from tests.faults.census import socket_inodes
+from tests.faults.faulty_network import FaultyNetwork
+from tests.faults.injection import Faults
 from tests.rigs.delegate import Delegate
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seal
 from twostroke.kvtransfer.rules.layout import Cut, Segment

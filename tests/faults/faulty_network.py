@@ -1,7 +1,6 @@
 """A network whose connections pass a point of `injection` before and after each message."""
 
-from injection import Faults
-
+from tests.faults.injection import Faults
 from tests.rigs.delegate import Delegate
 from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome

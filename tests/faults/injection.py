@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pattern_store import PatternStore
+from tests.faults.pattern_store import PatternStore
 
 Action = Literal[
     "freeze",

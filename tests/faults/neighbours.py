@@ -11,17 +11,13 @@ import asyncio
 import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from children import Nursery, WorkerLost
-from rig import Rig, Transfer
-from strikes import cut_data_link, flip_a_bit, stop_at
-from terms import CONFIG
+from tests.faults.children import Nursery, WorkerLost
+from tests.faults.rig import Rig, Transfer
+from tests.faults.strikes import cut_data_link, flip_a_bit, stop_at
+from tests.faults.terms import CONFIG
 
 WINDOW_S = 3 * CONFIG.lease_s
 TRANSPORTS = ("tcp", "shm", "torch_distributed")

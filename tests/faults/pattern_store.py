@@ -2,8 +2,8 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from terms import LAYOUT, NUM_BLOCKS
 
+from tests.faults.terms import LAYOUT, NUM_BLOCKS
 from twostroke.model.cache.kv_cache import make_shared_memory
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from children import LIMIT_S, Child, Nursery, Report, WorkerLost
-from terms import SECRET
 
+from tests.faults.children import LIMIT_S, Child, Nursery, Report, WorkerLost
+from tests.faults.terms import SECRET
 from twostroke.protocol.requests import Address, Ticket, mint_ticket
 
 NUM_TOKENS = 1000  # 4 layers of 63 blocks, the last one not full: 4 MB, 8 chunks or more

@@ -11,8 +11,7 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from injection import Fault, Faults
-
+from tests.faults.injection import Fault, Faults
 from twostroke.kvtransfer.transports import shm
 from twostroke.kvtransfer.transports import torch_distributed as group_link
 from twostroke.kvtransfer.transports.host_units import count_units, split_segments

@@ -2,10 +2,9 @@
 
 import asyncio
 
-from children import LIMIT_S, Child
-from rig import Rig, Transfer
-from terms import CONFIG
-
+from tests.faults.children import LIMIT_S, Child
+from tests.faults.rig import Rig, Transfer
+from tests.faults.terms import CONFIG
 from tests.rigs.proxy import Proxy, draw_byte
 
 MID_CHUNK = CONFIG.max_chunk_bytes * 5 // 2  # of some chunk, not the first

@@ -35,11 +35,11 @@ import asyncio
 import time
 
 import pytest
-from children import LIMIT_S
-from rig import Rig
-from strikes import MOMENTS, cut_data_link, flip_a_bit, stop_at
-from terms import CONFIG
 
+from tests.faults.children import LIMIT_S
+from tests.faults.rig import Rig
+from tests.faults.strikes import MOMENTS, cut_data_link, flip_a_bit, stop_at
+from tests.faults.terms import CONFIG
 from tests.rigs.proxy import Proxy, draw_byte
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

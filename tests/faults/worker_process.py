@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from census import take_census
-from faulty_links import FaultyTransport
-from faulty_network import FaultyNetwork
-from injection import Fault, Faults
-from pattern_store import PatternStore, num_blocks_of
-from sabotage import install
-from terms import CONFIG, LAYOUT, SECRET, token_of
 
+from tests.faults.census import take_census
+from tests.faults.faulty_links import FaultyTransport
+from tests.faults.faulty_network import FaultyNetwork
+from tests.faults.injection import Fault, Faults
+from tests.faults.pattern_store import PatternStore, num_blocks_of
+from tests.faults.sabotage import install
+from tests.faults.terms import CONFIG, LAYOUT, SECRET, token_of
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports

@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 
-from worker_process import WorkerProcess
-
 import twostroke.kvtransfer
+from tests.faults.worker_process import WorkerProcess
 
 
 def main(orders: socket.socket) -> None:

@@ -64,6 +64,11 @@ def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateReque
     )
 
 
+def expected(request: GenerateRequest) -> list[tuple[int, int]]:
+    """(index, token) of its whole answer."""
+    return list(enumerate(expected_tokens(request, LAYERS)))
+
+
 def make_parts(
     peer: Peer, fabric: MemoryFabric, links: LinkFabric, *, num_blocks: int = 32, block_size: int = BLOCK
 ) -> Parts:
@@ -109,11 +114,10 @@ class Rig:
 
     async def is_right(self, request: GenerateRequest, reply: Any) -> bool:
         """Whether the request has got its answer: the first token with the reply, or all by the token channel."""
-        expected = expected_tokens(request, LAYERS)
         if self.info.role == "prefill":
-            return [token.token_id for token in reply.event.tokens] == expected[:1]
+            return list(enumerate(token.token_id for token in reply.event.tokens)) == expected(request)[:1]
         await a_moment()
-        return self.events()[request.request_id] == list(enumerate(expected))
+        return self.events()[request.request_id] == expected(request)
 
     async def connect_router(self, router_id: str = ROUTER) -> MemoryConnection:
         """Open a token channel, and keep what comes in `frames` and `not_sent`."""

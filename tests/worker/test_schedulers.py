@@ -71,14 +71,6 @@ def test_the_shortest_first_takes_another_order(role: str) -> None:
     assert [jobs(rig.run()) for _ in range(3)] == [[three], [six], [nine]]
 
 
-def test_higher_classes_are_admitted_first_then_earlier_deadlines(role: str) -> None:
-    rig = Rig(role, max_batch=1)
-    late = rig.add(4, promise=Promise("high", 2, ttft_left_s=9.0))
-    low = rig.add(4, promise=LOW)
-    soon = rig.add(4, promise=Promise("high", 2, ttft_left_s=1.0))
-    assert [jobs(rig.run()) for _ in range(3)] == [[soon], [late], [low]]
-
-
 def test_a_higher_class_or_a_tighter_promise_has_the_next_steps_before_one_that_is_begun(role: str) -> None:
     rig = Rig(role)
     loose = rig.add(40, promise=Promise(ttft_left_s=9.0))

@@ -10,8 +10,8 @@ from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeavin
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket
 from twostroke.protocol.stats import QueuedWork
-from twostroke.worker.numbers import queued_work
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
+from twostroke.worker.worker import queued_work
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
@@ -96,7 +96,7 @@ def test_a_dead_engine_ends_every_request_and_hangs_up(role: str):
         told = {event.request_id for frame in rig.frames for event in frame.events if event.error}
         assert told == ({"a", "b"} if role == "decode" else set())
         with pytest.raises(ConnectionLost):
-            rig.router.send(Cancel("a"))
+            await rig.fabric.at("router-2").connect(rig.info.token_address)
         assert rig.pool.owned_blocks == 0
 
     play(script, role=role, max_step_tokens=10)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.decode_worker.answers import expected
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.worker_rig import (
@@ -24,6 +23,7 @@ from tests.simulation.worker_rig import (
     a_moment,
     a_request,
     begin,
+    expected,
     make_parts,
     play,
     source_beside,
