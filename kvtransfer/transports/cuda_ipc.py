@@ -42,8 +42,7 @@ from twostroke.kvtransfer.transports.shared_pool import (
     PoolDescription,
     checked_cut,
 )
-from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest_units
-from twostroke.model.cuda.kernels.kv_units import address_tensor
+from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, digest_units
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 P = ParamSpec("P")
