@@ -90,10 +90,43 @@ def prefill_config(
 
 
 @triton.jit
+def cached_kv_offsets(
+    block_table,
+    start,
+    context_len,
+    block_stride,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Offsets of the BLOCK_N tokens from position `start` (a multiple of BLOCK_N) on, within one head of K, int64.
+
+    Lanes past the context get the offset of block 0 where MASKED; the caller masks their loads.
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # The tile lies in one block: one scalar look-up, and rows at a constant stride.
+        block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+        offsets = block * block_stride + (start % BLOCK_SIZE + lanes) * HEAD_DIM
+    else:
+        positions = start + lanes
+        entries = block_table + positions // BLOCK_SIZE
+        if MASKED:
+            blocks = tl.load(entries, mask=positions < context_len, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(entries).to(tl.int64)
+        offsets = blocks * block_stride + (positions % BLOCK_SIZE) * HEAD_DIM
+    return offsets
+
+
+@triton.jit
 def attend_tile(
     q,
     k_head,
     block_table,
+    kind_stride,
+    block_stride,
     start,
     context_len,
     positions,
@@ -102,7 +135,6 @@ def attend_tile(
     total,
     acc,
     MASKED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -111,29 +143,17 @@ def attend_tile(
 ):
     """One step of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): keys [start, start + BLOCK_N).
 
-    `start` is a multiple of BLOCK_N, and `k_head` where the KV group's keys begin in block 0.
-
     q [rows, HEAD_DIM_PADDED] with zeros in the padding; `positions` are the rows' own, of which no later key is seen
     where MASKED. State: `best` the rows' largest score in base-2 units, `total` the sum and `acc` the weighted values
     relative to it. Every row must have seen a key after its first step, or `best` would stay -inf and give NaN.
     """
-    KIND: tl.constexpr = NUM_GROUPS * BLOCK_SIZE * HEAD_DIM  # from keys to values
     dims = tl.arange(0, HEAD_DIM_PADDED)
-    lanes = tl.arange(0, BLOCK_N)
-    keys = start + lanes
-    if BLOCK_SIZE % BLOCK_N == 0:
-        # The step lies in one block: one scalar look-up, and rows at a constant stride.
-        block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-        offsets = block * (2 * KIND) + (start % BLOCK_SIZE + lanes) * HEAD_DIM
-    else:
-        entries = block_table + keys // BLOCK_SIZE
-        if MASKED:
-            blocks = tl.load(entries, mask=keys < context_len, other=0).to(tl.int64)
-        else:
-            blocks = tl.load(entries).to(tl.int64)
-        offsets = blocks * (2 * KIND) + (keys % BLOCK_SIZE) * HEAD_DIM
+    keys = start + tl.arange(0, BLOCK_N)
+    offsets = cached_kv_offsets(
+        block_table, start, context_len, block_stride, MASKED, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+    )  # fmt: skip
     k_at = k_head + offsets[None, :] + dims[:, None]
-    v_at = k_head + KIND + offsets[:, None] + dims[None, :]
+    v_at = k_head + kind_stride + offsets[:, None] + dims[None, :]
     if MASKED:
         # Slots past the context may hold NaN, which a weight of zero would not silence.
         k = tl.load(k_at, mask=(keys < context_len)[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
@@ -167,8 +187,12 @@ def prefill_attention_kernel(
     block_tables,
     out,
     scale_log2,
+    token_stride,
+    out_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
     table_stride,
-    NUM_GROUPS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -179,7 +203,6 @@ def prefill_attention_kernel(
 ):
     """One program a tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group) pairs."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_GROUP
-    ROW: tl.constexpr = NUM_GROUPS * HEADS_PER_GROUP * HEAD_DIM  # of q and out
     sequence = tl.program_id(2)
     group = tl.program_id(1)
     query_start = tl.load(query_starts + sequence)
@@ -190,7 +213,7 @@ def prefill_attention_kernel(
         return
     context_len = tl.load(context_lens + sequence)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
-    k_head = kv_layer + group * (BLOCK_SIZE * HEAD_DIM)
+    k_head = kv_layer + group.to(tl.int64) * head_stride
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
@@ -200,8 +223,12 @@ def prefill_attention_kernel(
     first = context_len - query_len + tile * TOKENS  # position of the tile's first token
     positions = context_len - query_len + tokens
 
-    row_starts = (query_start + tokens).to(tl.int64) * ROW + heads * HEAD_DIM
-    q_tile = tl.load(q + row_starts[:, None] + dims[None, :], mask=inside, other=0.0)
+    q_tile = tl.load(
+        q + query_start.to(tl.int64) * token_stride
+        + tokens.to(tl.int64)[:, None] * token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=inside,
+        other=0.0,
+    )  # fmt: skip
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
@@ -212,17 +239,21 @@ def prefill_attention_kernel(
     end = tl.minimum(first + TOKENS, context_len)
     for start in range(0, unmasked_end, BLOCK_N):
         best, total, acc = attend_tile(
-            q_tile, k_head, block_table, start, context_len, positions, scale_log2,
-            best, total, acc, False, NUM_GROUPS, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
+            best, total, acc, False, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
     for start in range(unmasked_end, end, BLOCK_N):
         best, total, acc = attend_tile(
-            q_tile, k_head, block_table, start, context_len, positions, scale_log2,
-            best, total, acc, True, NUM_GROUPS, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
+            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
 
-    averages = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row_starts[:, None] + dims[None, :], averages, mask=inside)
+    tl.store(
+        out + query_start.to(tl.int64) * out_stride
+        + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=inside,
+    )  # fmt: skip
 
 
 def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,8 +270,9 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     heads_per_group = heads // groups
     tiles = triton.cdiv(layout.max_query_len, config.block_m // heads_per_group)
     prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
-        q, kv_layer, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim), block_tables.stride(0),
-        NUM_GROUPS=groups, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
+        q, kv_layer, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], block_tables.stride(0),
+        HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -320,8 +352,13 @@ def decode_attention_kernel(
     partial_out,
     partial_log_sums,
     scale_log2,
+    token_stride,
+    out_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
     table_stride,
-    NUM_GROUPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -337,7 +374,6 @@ def decode_attention_kernel(
     partial_out [B, H, segments, D] and the base-2 logarithm of its sum to partial_log_sums [B, H, segments]; segments
     past the context write neither.
     """
-    NUM_HEADS: tl.constexpr = NUM_GROUPS * HEADS_PER_GROUP
     group = tl.program_id(0)
     segment = tl.program_id(1)
     num_segments = tl.num_programs(1)
@@ -349,14 +385,14 @@ def decode_attention_kernel(
         return
     end = tl.minimum(begin + length, context_len)
     block_table = block_tables + sequence * table_stride
-    k_head = kv_layer + group * (BLOCK_SIZE * HEAD_DIM)
+    k_head = kv_layer + group.to(tl.int64) * head_stride
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
     heads = group * HEADS_PER_GROUP + rows
     inside = (rows < HEADS_PER_GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = sequence * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
-    q_tile = tl.load(q + at, mask=inside, other=0.0)
+    in_token = heads[:, None] * HEAD_DIM + dims[None, :]
+    q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
     last = tl.zeros([BLOCK_M], tl.int32) + context_len
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -364,8 +400,8 @@ def decode_attention_kernel(
     # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
     for start in range(begin, end, BLOCK_N):
         best, total, acc = attend_tile(
-            q_tile, k_head, block_table, start, context_len, last, scale_log2,
-            best, total, acc, True, NUM_GROUPS, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, last, scale_log2,
+            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
     # An empty context (a padding row of a captured graph) gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -374,7 +410,7 @@ def decode_attention_kernel(
         tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
         tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
     else:
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["context_lens", "num_segments"])
@@ -383,6 +419,7 @@ def merge_segments_kernel(
     partial_log_sums,
     context_lens,
     out,
+    out_stride,
     num_segments,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -416,7 +453,7 @@ def merge_segments_kernel(
         )
         acc += tl.sum(weights[:, None] * values, axis=0)
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + (sequence * NUM_HEADS + head) * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + sequence * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=real)
 
 
 def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: DecodeConfig) -> None:
@@ -432,15 +469,16 @@ def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tens
         partial_out = partial_log_sums = out  # not touched
     decode_attention_kernel[(groups, segments, sequences)](
         q, kv_layer, layout.context_lens, layout.block_tables, out, partial_out, partial_log_sums,
-        softmax_scale_log2(dim), layout.block_tables.stride(0),
-        NUM_GROUPS=groups, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
+        softmax_scale_log2(dim),
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0),
+        NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
         BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
         SPLIT=segments > 1, PRECISION=dot_precision(q.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if segments > 1:
         merge_segments_kernel[(heads, sequences)](
-            partial_out, partial_log_sums, layout.context_lens, out, segments,
+            partial_out, partial_log_sums, layout.context_lens, out, out.stride(0), segments,
             NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
             MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
         )  # fmt: skip

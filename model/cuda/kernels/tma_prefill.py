@@ -113,6 +113,8 @@ def tma_prefill_attention_kernel(
     num_sequences,
     num_tiles,
     search_steps,
+    token_stride,
+    out_stride,
     table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -130,10 +132,9 @@ def tma_prefill_attention_kernel(
     kv describes [num_blocks * 2 * NUM_GROUPS, BLOCK_SIZE, HEAD_DIM] in boxes of BLOCK_N tokens: a token or dimension
     outside, on either side, is read as zero.
     """
-    ROW: tl.constexpr = NUM_HEADS * HEAD_DIM  # of q and out
     # Made here and not by the caller: each half's warps wait for a box of their own, and only these can Triton split.
     queries = tl.make_tensor_descriptor(
-        q, shape=[num_rows, ROW], strides=[ROW, 1], block_shape=[BLOCK_M, HEAD_DIM_PADDED]
+        q, shape=[num_rows, NUM_HEADS * HEAD_DIM], strides=[token_stride, 1], block_shape=[BLOCK_M, HEAD_DIM_PADDED]
     )
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM_PADDED)
@@ -182,7 +183,7 @@ def tma_prefill_attention_kernel(
             best = new_best
 
         tl.store(
-            out + (query_start + tokens).to(tl.int64)[:, None] * ROW + head * HEAD_DIM + dims[None, :],
+            out + (query_start + tokens).to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + dims[None, :],
             (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty),
             mask=(tokens < query_len)[:, None] & (dims < HEAD_DIM)[None, :],
         )
@@ -209,7 +210,8 @@ def tma_prefill_attention(
     triton.set_allocator(_device_memory)
     tma_prefill_attention_kernel[(min(target.multiprocessors, num_tiles * heads),)](
         q, kv, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
-        num_rows, sequences, num_tiles, (sequences - 1).bit_length(), block_tables.stride(0),
+        num_rows, sequences, num_tiles, (sequences - 1).bit_length(), q.stride(0), out.stride(0),
+        block_tables.stride(0),
         NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HEAD_DIM_PADDED=padded, BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M, BLOCK_N=config.block_n, SPECIALIZED=config.specialized,
         num_warps=config.num_warps, num_stages=config.num_stages,
