@@ -15,7 +15,9 @@ from twostroke.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine needs to know. One of `kv_cache_bytes` and `num_blocks` sizes the cache; not both.
+    """What an engine needs to know; cluster/config checks what can be checked without the model and this machine.
+
+    `num_blocks` or `kv_cache_bytes` sizes the cache.
 
     Neither of them: on CUDA the cache gets what is left of `gpu_memory_share`, on a CPU a part of the host's free
     memory, which `host_ranks` share. Memory and threads are each rank's.
@@ -30,7 +32,7 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
-    host_ranks: int | None = None  # of all workers; None: the cache's size must be said
+    host_ranks: int = 1  # of all workers
     swap_bytes: int = 0  # of host memory, for KV of requests that give way
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     bounds: StepBounds = DEFAULT_BOUNDS
@@ -46,10 +48,8 @@ def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.devi
     `auto` on CUDA is the checkpoint's; on a CPU bf16 where the checkpoint is bf16 and the CPU has instructions for it,
     else fp32 (fp16 has no fast CPU kernels, and bf16 would lose bits of it).
     """
-    if choice == "bfloat16":
-        return torch.bfloat16
-    if choice == "float32":
-        return torch.float32
+    if choice != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
     if device.type == "cuda":
         return checkpoint_dtype
     return torch.bfloat16 if checkpoint_dtype == torch.bfloat16 and has_fast_bf16() else torch.float32
@@ -64,8 +64,6 @@ def check_cores(config: EngineConfig) -> None:
     """Raises ConfigError where the engine is to run on cores that this process may not use."""
     if config.cores is None:
         return
-    if not config.cores:
-        raise ConfigError("cores: none is named: name some, or leave cores out")
     usable = os.sched_getaffinity(0)
     for core in config.cores:
         if core not in usable:
@@ -88,27 +86,19 @@ def resolve_num_blocks(
     """How many blocks the cache gets; None: as many as fit, on a GPU.
 
     On a CPU a size that nobody says is one of the `free` bytes (None: of those that are free now), of which this rank
-    has `needed` for weights and steps. Raises ConfigError for settings that make no cache.
+    has `needed` for weights and steps. Raises ConfigError where the size does not hold one block.
     """
-    if config.num_blocks is not None and config.kv_cache_bytes is not None:
-        raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache, and not both")
-    if config.block_size < 1:
-        raise ConfigError(f"block_size: {config.block_size} is not positive")
     if config.num_blocks is not None:
-        if config.num_blocks < 1:
-            raise ConfigError(f"num_blocks: {config.num_blocks} is not positive")
         return config.num_blocks
-    if config.kv_cache_bytes is None:
+    size = config.kv_cache_bytes
+    if size is None:
         if config.device == "cuda":
             return None
-        if config.host_ranks is None:
-            raise ConfigError("give either num_blocks or kv_cache_bytes for the KV cache on a CPU")
         one = kv_block_bytes(model, config.block_size, dtype, config.tensor_parallel)
         context = -(-(config.max_context or model.max_position) // config.block_size) * one
         free = available_bytes(torch.device("cpu")) if free is None else free
         size = cache_bytes_on_host(free, config.host_ranks, needed=needed, full_context=context)
-        return blocks_in(size, config, model, dtype)
-    return blocks_in(config.kv_cache_bytes, config, model, dtype)
+    return blocks_in(size, config, model, dtype)
 
 
 def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int | None) -> int:
@@ -119,7 +109,7 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
     room = model.max_position if num_blocks is None else num_blocks * config.block_size
     if config.max_context is None:
         return min(model.max_position, room)
-    if not 1 <= config.max_context <= model.max_position:
+    if config.max_context > model.max_position:
         raise ConfigError(
             f"max_context: {config.max_context} is outside of the model's 1 to {model.max_position} positions"
         )

@@ -24,8 +24,7 @@ from twostroke.benchmarks.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
 from twostroke.model.batch import make_layout
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units
-from twostroke.model.cuda.kernels.kv_units import address_tensor, packed_places, paged_places
+from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams

@@ -35,8 +35,7 @@ from twostroke.kvtransfer.transports.local import (
     receive_description,
     send_description,
 )
-from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest_units
-from twostroke.model.cuda.kernels.kv_units import address_tensor
+from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, digest_units
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 _WORD_BYTES = 8

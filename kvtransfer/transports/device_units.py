@@ -17,12 +17,16 @@ from twostroke.kvtransfer.link import DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
-from twostroke.model.cuda.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units
 from twostroke.model.cuda.kernels.kv_units import (
+    DIGEST_BYTES,
+    PADDING,
     UnitPlaces,
     address_tensor,
+    copy_and_digest_units,
     copy_units,
     decode_units,
+    digest,
+    digest_units,
     encode_units,
     packed_places,
     paged_places,

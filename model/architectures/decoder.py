@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twostroke.model.backend import Backend, Linear
 from twostroke.model.batch import BatchLayout, Drawing
-from twostroke.model.cache.kv_cache import LayerAnnouncer
+from twostroke.model.cache.kv_cache import layer_announcer
 from twostroke.model.config import ModelConfig
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
@@ -75,12 +75,10 @@ class Decoder:
             return self._forward(token_ids, layout, kv_layers, drawing, on_layer)
         device = kv_layers[0].device
         stream = torch.cuda.current_stream(device)
-        with LayerAnnouncer(on_layer, partial(torch.cuda.set_device, device)) as announcer:
-
-            def record(layer: int) -> None:
-                announcer.announce(layer, stream.record_event())
-
-            return self._forward(token_ids, layout, kv_layers, drawing, record)
+        with layer_announcer(on_layer, partial(torch.cuda.set_device, device)) as announce:
+            return self._forward(
+                token_ids, layout, kv_layers, drawing, lambda layer: announce(layer, stream.record_event())
+            )
 
     def _forward(
         self,

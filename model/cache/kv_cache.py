@@ -8,7 +8,7 @@ memfd has no name, so a killed process leaves nothing behind, and no mount limit
 /dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
 meet a SIGBUS, and nobody but its maker ever writes into it.
 
-LayerAnnouncer tells of layers whose KV is in the cache while a GPU computes on: the step's thread waits for none of
+`layer_announcer` tells of layers whose KV is in the cache while a GPU computes on: the step's thread waits for none of
 them.
 """
 
@@ -19,9 +19,8 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -117,10 +116,8 @@ def make_kv_cache(
 ) -> KVCache:
     """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
 
-    Raises ConfigError where the host has too little memory, and ValueError for a rank outside of `tp_size`.
+    Raises ConfigError where the host has too little memory.
     """
-    if not 0 <= rank < tp_size:
-        raise ValueError(f"rank {rank} is not one of {tp_size}")
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(
         model_digest, name, config.num_layers, config.num_kv_heads, config.head_dim, block_size, tp_size=tp_size
@@ -183,34 +180,27 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_
     return 2 * config.num_layers * heads * config.head_dim * block_size * dtype.itemsize
 
 
-class LayerAnnouncer:
-    """Calls `on_layer(i)` on a thread of its own, in order, each once layer i's event has come.
+@contextlib.contextmanager
+def layer_announcer(
+    on_layer: Callable[[int], None], begin: Callable[[], None]
+) -> Iterator[Callable[[int, torch.cuda.Event], None]]:
+    """Gives what takes each layer, in order, with an event that was recorded after the launch that writes its KV.
 
-    A context: when it is left, every call has been made, and the thread has ended. An error of a call, or of the
-    device, is raised there, after which no further layer is announced.
+    `on_layer(i)` is called on a thread of its own, in order, once layer i's event has come; `begin` is called first
+    there: a thread has a current GPU of its own. When the context is left, every call has been made, and the thread has
+    ended. An error of a call, or of the device, is raised there, after which no further layer is announced.
     """
+    with ThreadPoolExecutor(1, thread_name_prefix="layer-announcer") as thread:
+        last = thread.submit(begin)
 
-    def __init__(self, on_layer: Callable[[int], None], begin: Callable[[], None] = lambda: None):
-        """`begin` is called first on the new thread: a thread has a current GPU of its own."""
-        self._on_layer = on_layer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
-        self._last: Future[None] = self._thread.submit(begin)
+        def tell(before: Future[None], layer: int, event: torch.cuda.Event) -> None:
+            before.result()  # its error is this one's, too
+            event.synchronize()
+            on_layer(layer)
 
-    def __enter__(self) -> "LayerAnnouncer":
-        return self
+        def announce(layer: int, event: torch.cuda.Event) -> None:
+            nonlocal last
+            last = thread.submit(tell, last, layer, event)
 
-    def announce(self, layer: int, event: torch.cuda.Event) -> None:
-        """`event` was recorded after the launch that writes the layer's KV."""
-        self._last = self._thread.submit(self._tell, self._last, layer, event)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._thread.shutdown()
-        if error is None:
-            self._last.result()
-
-    def _tell(self, before: Future[None], layer: int, event: torch.cuda.Event) -> None:
-        before.result()  # its error is this one's, too
-        event.synchronize()
-        self._on_layer(layer)
+        yield announce
+    last.result()

@@ -35,7 +35,6 @@ class Checkpoint:
     def __init__(self, folder: Path, config: ModelConfig):
         self._files = _tensor_files(folder)
         self._open = {path: _open(path) for path in sorted(set(self._files.values()))}
-        self._check_names(folder)
         self._dtypes: dict[str, torch.dtype] = {}
         self._config = config
         self.shapes = dict(expected_shapes(config))
@@ -74,20 +73,16 @@ class Checkpoint:
             sha.update(f"{name} {self._dtypes[name]} {shape}".encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]
 
-    def _check_names(self, folder: Path) -> None:
-        """An index may promise what a shard does not hold."""
-        held = {path: set(opened.keys()) for path, opened in self._open.items()}
-        for name, path in self._files.items():
-            if name not in held[path]:
-                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
-
     def _check(self, folder: Path) -> None:
         config = self._config
         for name, shape in self.shapes.items():
             if name not in self._files:
                 raise ConfigError(f"{folder}: tensor {name} is missing")
             path = self._files[name]
-            part = self._open[path].get_slice(name)
+            try:
+                part = self._open[path].get_slice(name)
+            except SafetensorError as error:
+                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it") from error
             found = tuple(part.get_shape())
             if found != shape:
                 raise ConfigError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")

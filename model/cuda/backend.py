@@ -1,33 +1,86 @@
 """The operations of a decoder layer on CUDA: Triton kernels behind `model.backend.Backend`.
 
 Importing this needs no GPU. Under Triton's interpreter the backend also runs on CPU tensors, which is how its tests do.
+Nothing here synchronises with the host, and launches depend on shapes and on the layout's plain numbers alone: a decode
+step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from twostroke.model.backend import Linear
 from twostroke.model.batch import BatchLayout
-from twostroke.model.checkpoint.quantization import quantize
+from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
-from twostroke.model.cuda.kernels.decode_attention import decode_attention, decode_config
-from twostroke.model.cuda.kernels.elementwise import (
-    add_rms_norm,
-    rms_norm,
-    rope_and_write_kv,
-    silu_mul,
-    vocab_embedding,
+from twostroke.model.cuda.kernels import elementwise
+from twostroke.model.cuda.kernels.attention import (
+    PrefillConfig,
+    decode_attention,
+    decode_config,
+    prefill_attention,
+    prefill_config,
 )
+from twostroke.model.cuda.kernels.gemm import MOST_TOKENS, SplitWorkspace, gemm, gemm_config, pack
 from twostroke.model.cuda.kernels.launch import Target
-from twostroke.model.cuda.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_config
-from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
 from twostroke.model.cuda.kernels.tma_prefill import (
     LEAST_QUERY_LEN,
     TmaPrefillConfig,
     tma_prefill_attention,
     tma_prefill_config,
 )
-from twostroke.model.cuda.linears import CudaLinear
+
+# Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
+_FEW_TOKENS = (1, 17, 33)
+_ANY_TOKENS = (*_FEW_TOKENS, 65, 129)
+
+
+class CudaLinear:
+    """Weights as the checkpoint lays them out, or in eight or four bits, widened as they are multiplied.
+
+    Up to MOST_TOKENS tokens a projection is bound by reading its weights, and our kernel reads them; beyond, cuBLAS is
+    hard to beat. Quantised weights are for our kernel alone. Implements model.backend.Linear.
+    """
+
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, target: Target, workspace: SplitWorkspace
+    ):
+        """weight [out, in] and bias [out], on one device, kept and not copied if contiguous; quantised weights are
+        copied into the kernels' form. The workspace may be shared by all projections that run on one stream.
+
+        Raises ValueError for groups of columns that the kernels don't know.
+        """
+        self._weight = pack(weight)
+        self.out_features, self.in_features = self._weight.rows, self._weight.columns
+        self._bias = bias
+        self._target = target
+        self._workspace = workspace
+        self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+
+        The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
+        """
+        tokens, bits, out_dtype = x.shape[0], self._weight.bits, out_dtype or x.dtype
+        if (x.dtype, out_dtype) not in self._compiled:
+            self._compiled.add((x.dtype, out_dtype))
+            for distinct in _FEW_TOKENS if bits == 16 else _ANY_TOKENS:
+                self(x.new_zeros((distinct, self.in_features)), out_dtype)
+        if bits < 16 or tokens <= MOST_TOKENS:
+            config = gemm_config(self._target, x.dtype, bits, tokens, self.out_features, self.in_features)
+            return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config)
+        if out_dtype == x.dtype:
+            return functional.linear(x, self._weight.packed, self._bias)
+        y = torch.mm(x, self._weight.packed.T, out_dtype=out_dtype)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+        """As Linear.embed."""
+        return elementwise.vocab_embedding(token_ids, self._weight, first, dtype)
+
 
 # Enough tokens that a context is split and a chunk takes large tiles.
 _MANY = 1 << 16
@@ -36,11 +89,7 @@ _SHORT_CHUNKS = range(1, 2 * LEAST_QUERY_LEN)
 
 
 class CudaBackend:
-    """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called.
-
-    Nothing synchronises with the host, and launches depend on shapes and on the layout's plain numbers alone: a decode
-    step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
-    """
+    """Implements `Backend` for one GPU, which must be the thread's current CUDA device whenever a method is called."""
 
     def __init__(self, target: Target | None = None) -> None:
         """`target`: the GPU to choose launches for; the current CUDA device if None.
@@ -61,46 +110,30 @@ class CudaBackend:
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Tensor):
-            return vocab_embedding(token_ids, table, first, dtype)
+            return elementwise.vocab_embedding(token_ids, pack(table), first, dtype)
         return table.embed(token_ids, first, dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    silu_mul = staticmethod(elementwise.silu_mul)
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        return rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        tokens, heads, dim = q.shape
-        groups = kv_layer.shape[2]
-        out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
         self._compile_once(q, kv_layer)
-        decodes = layout.num_decodes
-        if decodes:
-            decode_attention(
-                q[:decodes],
-                kv_layer,
-                layout.context_lens[:decodes],
-                layout.block_tables[:decodes],
-                out[:decodes],
-                decode_config(self._target, dim, q.dtype, groups, decodes, layout.max_context_len),
-            )
-        if tokens > decodes:
-            self._prefill_attention(
-                q,
-                kv_layer,
-                layout.query_starts[decodes:],
-                layout.context_lens[decodes:],
-                layout.block_tables[decodes:],
-                tokens - decodes,
-                layout.max_query_len,
-                out,
-                self._prefill_config(q, kv_layer, layout.max_query_len),
-            )
+        out = _rows_like(q)
+        if layout.num_decodes:
+            self._attend_decodes(q, kv_layer, layout, out)
+        if len(q) > layout.num_decodes:
+            config = self._prefill_config(q, kv_layer, layout.max_query_len)
+            self._attend_chunks(q, kv_layer, layout, out, config)
         return out
+
+    def _attend_decodes(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        groups, dim = kv_layer.shape[2], q.shape[2]
+        config = decode_config(self._target, dim, q.dtype, groups, layout.num_decodes, layout.max_context_len)
+        decode_attention(q, kv_layer, layout, out, config)
 
     def _prefill_config(self, q: Tensor, kv_layer: Tensor, max_query_len: int) -> PrefillConfig | TmaPrefillConfig:
         """The kernel and its tiles for the GPU, the cache's layout and the longest chunk."""
@@ -110,23 +143,13 @@ class CudaBackend:
             self._target.architecture, dim, q.dtype, heads // groups, max_query_len
         )
 
-    def _prefill_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        num_tokens: int,
-        max_query_len: int,
-        out: Tensor,
-        config: PrefillConfig | TmaPrefillConfig,
+    def _attend_chunks(
+        self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: PrefillConfig | TmaPrefillConfig
     ) -> None:
-        tensors = (q, kv_layer, query_starts, context_lens, block_tables)
         if isinstance(config, TmaPrefillConfig):
-            tma_prefill_attention(*tensors, num_tokens, out, self._target, config)
+            tma_prefill_attention(q, kv_layer, layout, out, self._target, config)
         else:
-            prefill_attention(*tensors, max_query_len, out, config)
+            prefill_attention(q, kv_layer, layout, out, config)
 
     def _compile_once(self, q: Tensor, kv_layer: Tensor) -> None:
         """Compile every variant of the attention kernels for these shapes, by launching each on an empty sequence.
@@ -134,21 +157,30 @@ class CudaBackend:
         Which variant a step takes depends on its lengths; without this the first long context, for one, would wait
         seconds for a compiler.
         """
-        _, heads, dim = q.shape
-        groups = kv_layer.shape[2]
-        key = (heads, dim, q.dtype, kv_layer.shape[1:], kv_layer.stride())
+        key = (q.dtype, q.shape[1:], kv_layer.shape[1:])
         if key in self._compiled:
             return
         self._compiled.add(key)
+        q = torch.zeros_like(q[:1])
+        out = _rows_like(q)
         nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
-        table = nothing[:1].view(1, 1)
-        out = torch.empty((1, heads * dim), dtype=q.dtype, device=q.device)
-        one = torch.zeros((1, heads, dim), dtype=q.dtype, device=q.device)
-        for most_tokens in (1, _MANY):
-            decode = decode_config(self._target, dim, q.dtype, groups, 1, most_tokens)
-            decode_attention(one, kv_layer, nothing[:1], table, out, decode)
-        for prefill in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
-            self._prefill_attention(one, kv_layer, nothing, nothing[:1], table, 1, 1, out, prefill)
+        empty = BatchLayout(
+            positions=nothing,
+            slots=nothing,
+            query_starts=nothing,
+            context_lens=nothing[:1],
+            block_tables=nothing[:1].view(1, 1),
+            num_decodes=1,
+            max_query_len=1,
+            max_context_len=1,
+        )
+        for longest in (1, _MANY):
+            self._attend_decodes(q, kv_layer, replace(empty, max_context_len=longest), out)
+        for config in {self._prefill_config(q, kv_layer, length) for length in (*_SHORT_CHUNKS, _MANY)}:
+            self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out, config)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+
+def _rows_like(q: Tensor) -> Tensor:
+    """q [T, H, D] -> [T, H * D], of any values."""
+    tokens, heads, dim = q.shape
+    return torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)

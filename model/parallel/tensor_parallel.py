@@ -24,8 +24,6 @@ from twostroke.model.step import Draw
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Address, SampledToken
 
-SIZES = (1, 2, 4, 8)
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -35,9 +33,7 @@ class Shard:
     size: int = 1
 
     def part(self, length: int) -> slice:
-        """This rank's equal part of `length` rows or columns. Raises ValueError where they can't be shared evenly."""
-        if length % self.size:
-            raise ValueError(f"{length} can't be shared evenly by {self.size} tensor-parallel ranks")
+        """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
         step = length // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
 
@@ -93,9 +89,7 @@ class SingleRank:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError with both numbers where `size` ranks can't share the model."""
-    if size not in SIZES:
-        raise ConfigError(f"tensor_parallel: {size} is none of {', '.join(map(str, SIZES))}")
+    """Raises ConfigError with both numbers where `size` ranks, a power of two, can't share the model."""
     fault = None
     if config.num_heads % size:
         fault = f"its {config.num_heads} attention heads"

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.model.conftest import write_checkpoint
+from tests.model.conftest import generate, write_checkpoint
 
 if TYPE_CHECKING:
-    from tests.kernels.paged_cases import ReferenceBackend
     from twostroke.model.cuda.backend import CudaBackend
 
-__all__ = ["write_checkpoint"]
+__all__ = ["generate", "write_checkpoint"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +28,3 @@ def backend(_gpu: None) -> "CudaBackend":
     from twostroke.model.cuda.backend import CudaBackend
 
     return CudaBackend()
-
-
-@pytest.fixture
-def references(_gpu: None) -> "ReferenceBackend":
-    from tests.kernels.paged_cases import ReferenceBackend
-
-    return ReferenceBackend()

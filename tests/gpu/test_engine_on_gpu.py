@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, make_layout
-from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
+from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, batch_sizes
+from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.requests import SamplingParams
+from twostroke.protocol.requests import SampledToken, SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.model.cuda.backend import CudaBackend
@@ -53,17 +51,18 @@ def folder(write_checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture
 def made(folder: Path, backend: "CudaBackend") -> tuple[Decoder, KVCache]:
     """In bf16, over a cache of random values."""
-    device, config = torch.device("cuda", torch.cuda.current_device()), load_model_config(folder)
-    weights = load_decoder_weights(
-        Checkpoint(folder, config), config, torch.bfloat16, device, MAX_CONTEXT, backend, "none"
-    )
-    num_blocks = MOST * MAX_CONTEXT // BLOCK_SIZE // 4
-    cache = make_kv_cache(
-        config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device, model_digest=""
+    decoder, cache = make_decoder(
+        folder,
+        backend,
+        num_blocks=MOST * MAX_CONTEXT // BLOCK_SIZE // 4,
+        block_size=BLOCK_SIZE,
+        max_context=MAX_CONTEXT,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", torch.cuda.current_device()),
     )
     for layer in cache.tensors:
         layer.normal_()
-    return Decoder(config, weights, backend, SingleRank()), cache
+    return decoder, cache
 
 
 def decodes(count: int, offset: int, tokens: Sequence[int] | None) -> list[SequenceStep]:
@@ -161,7 +160,8 @@ def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made:
 
 
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
-    from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
+    from tests.kernels.test_device_sampling import parameters_of
+    from twostroke.model.cuda.kernels.device_sampling import draw_on_device
 
     cases = [
         (temperature, top_k, top_p, min_p)
@@ -182,14 +182,7 @@ def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
         best = reference.argmax(logits)[0]
         # On the CPU: the order in which a GPU adds is its own.
         expected = np.concatenate([reference.draw(logits, best[part.rows], part) for part in in_parts(batch, 24)])
-        parameters = DrawParameters(
-            temperature=torch.tensor(temperature, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
-            top_p=torch.tensor(top_p, device=device),
-            log_min_p=torch.tensor(min_p, device=device).log(),
-            keys=torch.from_numpy(keys.view(np.int64)).to(device),
-        )
-        tokens, broken = draw_on_device(logits.to(device), parameters)
+        tokens, broken = draw_on_device(logits.to(device), parameters_of(batch, device))
         assert not broken.any()
         # A token whose mass ends where top_p cuts, to the last bit, may fall on either side.
         assert (tokens.cpu().numpy() != expected).sum() <= 1
@@ -271,41 +264,19 @@ async def top_of(loaded: LoadedEngine, prompt: list[int]) -> dict[int, float]:
     return dict(drawn.top)
 
 
-SMALL_BLOCKS = 16
 NUM_BLOCKS = 64
 NEW_TOKENS = 24
-CHUNK = 37
+DEVICES: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
 
 
-async def greedy_on(folder: Path, device: Literal["cpu", "cuda"], prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations: the prompts in chunks one after the other, then all of them decoded as one batch."""
-    loaded = load_engine(
-        EngineConfig(folder, device=device, dtype="float32", block_size=SMALL_BLOCKS, num_blocks=NUM_BLOCKS)
-    )
-    try:
-        histories = [list(prompt) for prompt in prompts]
-        width = NUM_BLOCKS // len(prompts)
-        tables = [list(range(row * width, (row + 1) * width)) for row in range(len(prompts))]
+class Stepping:
+    """An engine, as a runner."""
 
-        def step(row: int, start: int, end: int) -> SequenceStep:
-            history = histories[row]
-            draw = Draw(SamplingParams(temperature=0.0), history, len(prompts[row])) if end == len(history) else None
-            return SequenceStep(history[start:end], start, tables[row], draw)
+    def __init__(self, engine: ThreadEngine):
+        self._engine = engine
 
-        async def run(rows: list[int], batch: list[SequenceStep]) -> None:
-            for row, token in zip(rows, await loaded.engine.step(batch), strict=True):
-                if token is not None:
-                    histories[row].append(token.token_id)
-
-        for row, prompt in enumerate(prompts):
-            for start in range(0, len(prompt), CHUNK):
-                await run([row], [step(row, start, min(start + CHUNK, len(prompt)))])
-        rows = list(range(len(prompts)))
-        for _ in range(NEW_TOKENS - 1):
-            await run(rows, [step(row, len(histories[row]) - 1, len(histories[row])) for row in rows])
-        return [history[len(prompt) :] for history, prompt in zip(histories, prompts, strict=True)]
-    finally:
-        loaded.engine.close()
+    def run(self, batch: list[SequenceStep]) -> list[SampledToken | None]:
+        return asyncio.run(self._engine.step(batch))
 
 
 @pytest.mark.parametrize(
@@ -317,11 +288,16 @@ async def greedy_on(folder: Path, device: Literal["cpu", "cuda"], prompts: list[
     ],
     ids=["grouped", "multi-head", "multi-query, head_dim 80"],
 )
-async def test_greedy_tokens_on_cuda_equal_those_on_a_cpu(
-    write_checkpoint: Callable[..., Path], fields: dict[str, int]
+def test_greedy_tokens_on_cuda_equal_those_on_a_cpu(
+    write_checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]], fields: dict[str, int]
 ) -> None:
     pytest.importorskip("numba", reason="the CPU's engine needs it, a GPU's doesn't")
     folder = write_checkpoint(seed=1, **fields)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 96, (n,), generator=generator).tolist() for n in (1, 15, 33, 200)]
-    assert await greedy_on(folder, "cuda", prompts) == await greedy_on(folder, "cpu", prompts)
+    answers = []
+    for device in DEVICES:
+        loaded = load_engine(EngineConfig(folder, device, dtype="float32", block_size=16, num_blocks=NUM_BLOCKS))
+        answers.append(generate(Stepping(loaded.engine), prompts, NEW_TOKENS, chunk=37, block_size=16))
+        loaded.engine.close()
+    assert answers[0] == answers[1]

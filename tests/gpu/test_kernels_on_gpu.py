@@ -1,21 +1,18 @@
 """The CUDA backend's kernels, projections and embeddings against their references, on the GPU at hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.paged_cases import make_layout, paged_case
+from tests.kernels.paged_cases import ReferenceBackend, make_layout, paged_case
 from twostroke.model.backend import Backend
 from twostroke.model.checkpoint.quantization import quantize
-
-if TYPE_CHECKING:
-    from twostroke.model.cuda.linears import CudaLinear
+from twostroke.model.config import Quantization
 
 pytestmark = pytest.mark.gpu
+REFERENCES = ReferenceBackend()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RELATIVE_ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -38,16 +35,10 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 288), (7, 2048), (300, 4096), (3, 4100), (2, 16384)])
-def test_norms_equal_their_references(
-    backend: Backend, references: Backend, rows: int, hidden: int, dtype: torch.dtype
-) -> None:
-    x, residual, weight = (
-        randn(rows, hidden, dtype=dtype),
-        randn(rows, hidden, dtype=dtype),
-        randn(hidden, dtype=dtype),
-    )
-    assert_near(backend.rms_norm(x, weight, 1e-5), references.rms_norm(x, weight, 1e-5))
-    expected, expected_sum = references.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+def test_norms_equal_their_references(backend: Backend, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(*shape, dtype=dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
+    assert_near(backend.rms_norm(x, weight, 1e-5), REFERENCES.rms_norm(x, weight, 1e-5))
+    expected, expected_sum = REFERENCES.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     out, total = backend.add_rms_norm(x, residual, weight, 1e-5)
     assert_near(out, expected)
     assert torch.equal(total, expected_sum)
@@ -55,18 +46,16 @@ def test_norms_equal_their_references(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 48), (7, 14336), (300, 1025)])
-def test_silu_mul_equals_its_reference(
-    backend: Backend, references: Backend, rows: int, width: int, dtype: torch.dtype
-) -> None:
+def test_silu_mul_equals_its_reference(backend: Backend, rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 4 * randn(rows, 2 * width, dtype=dtype)
-    assert_near(backend.silu_mul(gate_up), references.silu_mul(gate_up))
+    assert_near(backend.silu_mul(gate_up), REFERENCES.silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
-    backend: Backend, references: Backend, block_size: int, dim: int, dtype: torch.dtype
+    backend: Backend, block_size: int, dim: int, dtype: torch.dtype
 ) -> None:
     layout, num_blocks = make_layout([(1, 1), (1, 500), (300, 300), (77, 1000)], block_size, "cuda")
     heads, groups = 12, 4
@@ -75,7 +64,7 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     qkv = randn(len(layout.slots), (heads + 2 * groups) * dim, dtype=dtype)
     expected_kv = torch.full((num_blocks, 2, groups, block_size, dim), float("nan"), dtype=dtype, device="cuda")
     kv_layer = expected_kv.clone()
-    expected = references.rope_and_write_kv(qkv, cos_sin, expected_kv, layout)
+    expected = REFERENCES.rope_and_write_kv(qkv, cos_sin, expected_kv, layout)
     assert_near(backend.rope_and_write_kv(qkv, cos_sin, kv_layer, layout), expected)
     assert_near(kv_layer, expected_kv)
 
@@ -84,24 +73,22 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "groups", "block_size"), [(8, 2, 16), (8, 8, 128), (12, 4, 64), (7, 1, 24)])
 def test_attention_equals_its_reference(
-    backend: Backend, references: Backend, heads: int, groups: int, block_size: int, dim: int, dtype: torch.dtype
+    backend: Backend, heads: int, groups: int, block_size: int, dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [(1, 1), (1, 17), (1, 700), (1, 3001), (3, 40), (2, 2), (130, 130), (257, 1300), (64, 2048)]
     case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype, device="cuda")
     actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, references.attention(case.q, case.kv_layer, case.layout))
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_of_short_chunks_equals_its_reference(
-    backend: Backend, references: Backend, dtype: torch.dtype
-) -> None:
+def test_attention_of_short_chunks_equals_its_reference(backend: Backend, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (16, 300), (9, 129)], heads=8, groups=2, dim=128, dtype=dtype, device="cuda")
     actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, references.attention(case.q, case.kv_layer, case.layout))
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
 
 
-def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, references: Backend) -> None:
+def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend) -> None:
     case = paged_case([(1, 900), (1, 2000), (1, 40)], heads=8, groups=2, dim=128, dtype=torch.bfloat16, device="cuda")
     layout = replace(case.layout, context_lens=case.layout.context_lens.clone(), max_context_len=4096)
     backend.attention(case.q, case.kv_layer, layout)  # compiles
@@ -112,7 +99,7 @@ def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, r
     for contexts in ([1, 2, 3], [900, 2000, 40], [0, 513, 0]):
         layout.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
         graph.replay()
-        assert_near(out, references.attention(case.q, case.kv_layer, layout))
+        assert_near(out, REFERENCES.attention(case.q, case.kv_layer, layout))
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
@@ -120,35 +107,15 @@ def test_a_captured_decode_step_stays_right_as_contexts_grow(backend: Backend, r
     "lengths", [[(4096, 4096)], [(700, 16384), (64, 9001)], [(2048, 12288), (1, 7000), (333, 333)]]
 )
 def test_prefill_over_long_contexts_equals_its_reference(
-    backend: Backend, references: Backend, lengths: list[tuple[int, int]], block_size: int
+    backend: Backend, lengths: list[tuple[int, int]], block_size: int
 ) -> None:
     case = paged_case(lengths, heads=4, groups=1, dim=128, block_size=block_size, dtype=torch.bfloat16, device="cuda")
     actual = backend.attention(case.q, case.kv_layer, case.layout)
-    assert_near(actual, references.attention(case.q, case.kv_layer, case.layout))
+    assert_near(actual, REFERENCES.attention(case.q, case.kv_layer, case.layout))
 
 
-Bits = Literal[16, 8, 4]
-BITS: list[Bits] = [16, 8, 4]
+QUANTIZATIONS: list[Quantization] = ["none", "int8", "int4"]
 SHAPES = [(4096, 4096), (1024, 14336), (1536, 288), (1000, 1040), (77, 300)]  # split, not split, with ends of all kinds
-
-MakeLinear = Callable[[Tensor, Bits, Tensor | None], "CudaLinear"]
-
-
-@pytest.fixture
-def make_linear(_gpu: None) -> MakeLinear:
-    from twostroke.model.cuda.kernels.launch import Target
-    from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
-    from twostroke.model.cuda.linears import CudaLinear
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    target, workspace = Target.of_device(device), SplitWorkspace(device)
-
-    def make(weight: Tensor, bits: Bits, bias: Tensor | None) -> "CudaLinear":
-        if bits == 16:
-            return CudaLinear(weight, bias, target, workspace)
-        return CudaLinear(quantize(weight, bits), bias, target, workspace)
-
-    return make
 
 
 def case(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,34 +125,36 @@ def case(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tens
     return x.to(dtype), (weight / columns**0.5).to(dtype), bias.to(dtype)
 
 
-def computed_with(weight: Tensor, bits: Bits) -> Tensor:
+def computed_with(weight: Tensor, quantization: Quantization) -> Tensor:
     """fp32 [out, in]."""
-    return weight.float() if bits == 16 else quantize(weight, bits).dequantized(torch.float32)
+    if quantization == "none":
+        return weight.float()
+    return quantize(weight, 8 if quantization == "int8" else 4).dequantized(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_linears_equal_their_reference(
-    make_linear: MakeLinear, rows: int, columns: int, bits: Bits, dtype: torch.dtype
+    backend: Backend, rows: int, columns: int, quantization: Quantization, dtype: torch.dtype
 ) -> None:
     _, weight, bias = case(1, rows, columns, dtype)
-    linear = make_linear(weight, bits, bias)
+    linear = backend.make_linear(weight, bias, quantization)
     for tokens in (1, 2, 16, 17, 32, 40, 64, 65, 200, 1111):
         x = case(tokens, rows, columns, dtype)[0]
-        expected = x.float() @ computed_with(weight, bits).T + bias.float()
+        expected = x.float() @ computed_with(weight, quantization).T + bias.float()
         assert_near(linear(x), expected, RELATIVE_ERRORS[dtype])
         assert linear(x).dtype == dtype
         # In fp32 only what is rounded before it is multiplied counts: int4 weights of many tokens.
         logits = linear(x, torch.float32)
         assert logits.dtype == torch.float32
-        assert_near(logits, expected, RELATIVE_ERRORS[dtype] if bits == 4 else 1e-4)
+        assert_near(logits, expected, RELATIVE_ERRORS[dtype] if quantization == "int4" else 1e-4)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_splits_give_the_same_bits_every_time_beside_any_rows(make_linear: MakeLinear, bits: Bits) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_splits_give_the_same_bits_every_time_beside_any_rows(backend: Backend, quantization: Quantization) -> None:
     x, weight, _ = case(13, 1024, 14336, torch.bfloat16)
-    linear = make_linear(weight, bits, None)
+    linear = backend.make_linear(weight, None, quantization)
     first = linear(x, torch.float32)
     for _ in range(200):
         assert torch.equal(linear(x, torch.float32), first)
@@ -195,12 +164,14 @@ def test_splits_give_the_same_bits_every_time_beside_any_rows(make_linear: MakeL
     assert torch.equal(linear(x[4:5], torch.float32)[0], first[4])
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("tokens", [1, 24, 64])
-def test_captured_linears_that_share_a_workspace_stay_right(make_linear: MakeLinear, tokens: int, bits: Bits) -> None:
+def test_captured_linears_that_share_a_workspace_stay_right(
+    backend: Backend, tokens: int, quantization: Quantization
+) -> None:
     x, up, _ = case(tokens, 1536, 1024, torch.bfloat16)
     _, down, _ = case(tokens, 1024, 1536, torch.bfloat16)
-    first, second = make_linear(up, bits, None), make_linear(down, bits, None)
+    first, second = (backend.make_linear(weight, None, quantization) for weight in (up, down))
     second(first(x), torch.float32)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -210,15 +181,17 @@ def test_captured_linears_that_share_a_workspace_stay_right(make_linear: MakeLin
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(out, second(first(x), torch.float32))
-        expected = (x.float() @ computed_with(up, bits).T).bfloat16().float() @ computed_with(down, bits).T
+        expected = (x.float() @ computed_with(up, quantization).T).bfloat16().float() @ computed_with(
+            down, quantization
+        ).T
         assert_near(out, expected, 1e-2)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_embeddings_look_up_the_slice_of_a_rank(make_linear: MakeLinear, bits: Bits) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_embeddings_look_up_the_slice_of_a_rank(backend: Backend, quantization: Quantization) -> None:
     _, weight, _ = case(1, 500, 1030, torch.bfloat16)
-    linear = make_linear(weight, bits, None)
+    linear = backend.make_linear(weight, None, quantization)
     token_ids = torch.tensor([1000, 999, 1499, 1500, 0, 1234, 2**40], device="cuda")
     rows = linear.embed(token_ids, 1000, torch.bfloat16)
-    assert torch.equal(rows[[0, 2, 5]], computed_with(weight, bits)[[0, 499, 234]].bfloat16())
+    assert torch.equal(rows[[0, 2, 5]], computed_with(weight, quantization)[[0, 499, 234]].bfloat16())
     assert not rows[[1, 3, 4, 6]].any()

@@ -1,7 +1,6 @@
 """KV transfer's kernels and links on the GPU at hand. Not confirmed on hardware so far: none was at hand."""
 
 import asyncio
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,51 +9,23 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-SEAL = 2**63 + 5
+NUM_BLOCKS = 40
 
 
-class Store:
-    """A DeviceStore of random bf16 values, or of zeros."""
-
-    rank = 0
-    device = "cuda:0"
-
-    def __init__(self, layout: KVLayout, num_blocks: int = 40, seed: int | None = None):
-        self.layout = layout
-        self.num_blocks = num_blocks
-        shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        self.layers = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(layout.num_layers)]
-        if seed is not None:
-            generator = torch.Generator("cuda").manual_seed(seed)
-            for layer in self.layers:
-                layer.normal_(generator=generator)
-
-    def layer_tensor(self, layer: int) -> torch.Tensor:
-        return self.layers[layer]
-
-    def unit(self, cut: Cut, layer: int, unit_id: int) -> torch.Tensor:
-        block, part = divmod(unit_id, cut.units_per_block)
-        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
-        tokens = slice(part * cut.unit_tokens, (part + 1) * cut.unit_tokens)
-        return self.layers[layer][block, :, heads, tokens]
-
-    def units(self, cut: Cut, segments: list[Segment]) -> torch.Tensor:
-        return torch.stack([self.unit(cut, s.layer, unit_id) for s in segments for unit_id in s.unit_ids])
+def store_of(block_size: int = 16, seed: int | None = None) -> TensorStore:
+    layout = KVLayout("m", "bfloat16", num_layers=3, num_kv_heads=8, head_dim=128, block_size=block_size)
+    return TensorStore(layout, NUM_BLOCKS, "cuda:0", seed)
 
 
-def layout_of(block_size: int = 16) -> KVLayout:
-    return KVLayout("m", "bfloat16", num_layers=3, num_kv_heads=8, head_dim=128, block_size=block_size)
-
-
-def segments_of(seed: int, cut: Cut) -> list[Segment]:
-    draw = random.Random(seed)
-    return [Segment(layer, tuple(draw.sample(range(40 * cut.units_per_block), 20))) for layer in (2, 0, 1)]
+def chunk_of(seed: int, cut: Cut) -> list[Segment]:
+    return segments_of(seed, cut, NUM_BLOCKS, 20)
 
 
 CUTS = [(0, 8, 16), (2, 4, 16), (0, 8, 4), (7, 1, 1)]
@@ -66,12 +37,12 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
     from twostroke.kvtransfer.transports.device_units import DeviceUnits
-    from twostroke.model.cuda.kernels.kv_digest import digest_reference
+    from twostroke.model.cuda.kernels.kv_units import digest_reference
 
-    source, target = Store(layout_of(), seed=1), Store(layout_of())
+    source, target = store_of(seed=1), store_of()
     cut = Cut(source.layout, first, heads, tokens, encoding)
     here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
-    sent, received = segments_of(1, cut), segments_of(2, cut)
+    sent, received = chunk_of(1, cut), chunk_of(2, cut)
     packed = torch.full((here.buffer_bytes(60),), 0xAB, dtype=torch.uint8, device="cuda")
     here.pack(sent, SEAL, packed)
     raw = source.units(cut, sent).cpu()
@@ -99,15 +70,15 @@ SOURCE = """
 import asyncio, json, sys
 sys.path[:0] = [{root!r}]
 from twostroke.kvtransfer.rules.layout import Cut
-from tests.gpu.test_transfer_on_gpu import SEAL, Store, layout_of, segments_of
+from tests.gpu.test_transfer_on_gpu import SEAL, chunk_of, store_of
 
 async def main():
-    store = Store(layout_of(), seed=1)
+    store = store_of(seed=1)
     cut = Cut(store.layout, 2, 4, 16, "raw")
     transport = {transport}(store, join_timeout_s=60)
     link = await transport.join(json.loads(sys.stdin.readline()), cut)
     for seed in (1, 3):
-        await link.send(segments_of(seed, cut), SEAL)
+        await link.send(chunk_of(seed, cut), SEAL)
     print("sent", flush=True)
     sys.stdin.readline()
     await transport.close()
@@ -122,7 +93,7 @@ async def receive_from_process(module: str, name: str) -> None:
     import json
 
     made = getattr(importlib.import_module(module), name)
-    reference, store = Store(layout_of(), seed=1), Store(layout_of(32))
+    reference, store = store_of(seed=1), store_of(32)
     cut, own = Cut(reference.layout, 2, 4, 16, "raw"), Cut(store.layout, 2, 4, 16, "raw")
     transport = made(store, join_timeout_s=60)
     pending = await transport.prepare("127.0.0.1", own)
@@ -135,9 +106,9 @@ async def receive_from_process(module: str, name: str) -> None:
         process.stdin.write(json.dumps(pending.params).encode() + b"\n")
         link = await pending.established()
         for seed in (1, 3):
-            received = segments_of(seed + 1, own)
+            received = chunk_of(seed + 1, own)
             assert await link.receive(received, SEAL)
-            assert torch.equal(store.units(own, received), reference.units(cut, segments_of(seed, cut)))
+            assert torch.equal(store.units(own, received), reference.units(cut, chunk_of(seed, cut)))
         process.stdin.write(b"end\n")
         assert await process.wait() == 0
     finally:
@@ -170,7 +141,7 @@ async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytes
 
 
 def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> None:
-    from twostroke.model.cache.kv_cache import LayerAnnouncer
+    from twostroke.model.cache.kv_cache import layer_announcer
 
     values = [torch.zeros(1 << 20, device="cuda") for _ in range(6)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -181,9 +152,9 @@ def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> 
             seen.append(float(values[layer].min()))
 
     stream = torch.cuda.current_stream()
-    with LayerAnnouncer(on_layer) as announcer:
+    with layer_announcer(on_layer, lambda: None) as announce:
         for layer, value in enumerate(values):
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             value.fill_(layer + 1)
-            announcer.announce(layer, stream.record_event())
+            announce(layer, stream.record_event())
     assert seen == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

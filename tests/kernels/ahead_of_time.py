@@ -1,8 +1,8 @@
 """Compile the CUDA backend's kernels for a GPU that is not there, and report what came out.
 
-`python ahead_of_time.py 90 attention` runs a family of operations on tensors without data, catches each launch with
-its real arguments, compiles it for that compute capability, and prints one JSON object a launch. So what is compiled is
-what the backend would launch, divisibility of arguments included. Run it without TRITON_INTERPRET.
+`python ahead_of_time.py 90 attention` runs a family of operations on tensors without data, lets Triton compile each
+launch for that compute capability as it would on such a GPU, and prints one JSON object a kernel. So what is compiled
+is what the backend would launch, divisibility of arguments included. Run it without TRITON_INTERPRET.
 
 A family is a function that launches its kernels as the engine would, over a set of shapes that covers the tables of
 launch configurations; `FAMILIES` names them all.
@@ -14,8 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,60 +22,27 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import quantize
-from twostroke.model.cuda.backend import CudaBackend
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
-from twostroke.model.cuda.kernels.kv_digest import copy_and_digest_units, digest, digest_units
-from twostroke.model.cuda.kernels.kv_units import copy_units, decode_units, encode_units, packed_places, paged_places
+from twostroke.model.cuda.kernels.gemm import SplitWorkspace
+from twostroke.model.cuda.kernels.kv_units import (
+    copy_and_digest_units,
+    copy_units,
+    decode_units,
+    digest,
+    digest_units,
+    encode_units,
+    packed_places,
+    paged_places,
+)
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, Target
-from twostroke.model.cuda.kernels.skinny_gemm import SplitWorkspace
-from twostroke.model.cuda.linears import CudaLinear
 
 TARGETS = {80: A100, 89: Target.of((8, 9), 142), 90: H100, 100: B200}
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-}
-_OPTIONS = {"num_warps", "num_stages"}
-_DESCRIBED = (
-    "HEAD_DIM",
-    "BLOCK_SIZE",
-    "BLOCK_M",
-    "BLOCK_N",
-    "BLOCK_T",
-    "SPLITS",
-    "HEADS_PER_GROUP",
-    "SPLIT",
-    "SPECIALIZED",
-    "HIDDEN",
-    "ADD",
-)
-
-
-@contextmanager
-def caught_launches() -> Iterator[list[tuple[JITFunction, dict[str, Any]]]]:
-    """Collect launches (kernel, arguments by name) instead of making them."""
-    launches: list[tuple[JITFunction, dict[str, Any]]] = []
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append((self, dict(zip(self.arg_names, args, strict=False)) | kwargs))
-
-    original = JITFunction.run
-    JITFunction.run = run
-    try:
-        yield launches
-    finally:
-        JITFunction.run = original
 
 
 # Head dimension and block size: on each GPU every row of its launch tables, and large blocks as well as small ones.
@@ -183,6 +149,7 @@ def projections(capability: int) -> None:
     if capability == 90:
         for linear in linears(1024, 128):
             linear(torch.zeros((64, 128), dtype=torch.bfloat16), torch.float32)
+        for linear in linears(1024, 128)[:2]:
             linear.embed(torch.zeros(3, dtype=torch.int64), 0, torch.bfloat16)
 
 
@@ -214,46 +181,19 @@ FAMILIES: dict[str, Callable[[int], None]] = {
 
 
 @dataclass(frozen=True)
-class Specialization:
-    """All that the compiler sees of a launch."""
+class AbsentGpu:
+    """What Triton asks a driver before it compiles."""
 
-    kernel: JITFunction
-    signature: dict[str, str]
-    constants: dict[tuple[int, ...], Any]
-    aligned: tuple[tuple[int, ...], ...]
-    options: dict[str, int]
+    capability: int
 
-    @classmethod
-    def of(cls, kernel: JITFunction, arguments: dict[str, Any]) -> "Specialization":
-        """As the launcher would: pointers and integers divisible by 16 are known to be, ones are constants."""
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int, ...], Any] = {}
-        aligned: list[tuple[int, ...]] = []
-        for index, parameter in enumerate(kernel.params):
-            value = arguments[parameter.name]
-            special = not parameter.do_not_specialize
-            if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
-                signature[parameter.name] = "constexpr"
-                constants[(index,)] = value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = _POINTERS[value.dtype]
-                if special:
-                    aligned.append((index,))
-            elif isinstance(value, TensorDescriptor):
-                signature[parameter.name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
-            elif isinstance(value, int):
-                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-                if special and value % 16 == 0:
-                    aligned.append((index,))
-            else:
-                signature[parameter.name] = "fp32"
-        options = {name: value for name, value in arguments.items() if name in _OPTIONS}
-        return cls(kernel, signature, constants, tuple(aligned), options)
+    def get_current_device(self) -> int:
+        return 0
 
-    def compile(self, capability: int) -> Any:
-        aligned = {index: [["tt.divisibility", 16]] for index in self.aligned}
-        source = ASTSource(fn=self.kernel, signature=self.signature, constexprs=self.constants, attrs=aligned)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -270,27 +210,33 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int, family: str) -> None:
-    seen: list[Specialization] = []
-    with caught_launches() as launches:
-        FAMILIES[family](capability)
-    for kernel, arguments in launches:
-        special = Specialization.of(kernel, arguments)
-        if special in seen:
-            continue
-        seen.append(special)
-        described = {"kernel": kernel.__name__, "types": [t for t in special.signature.values() if t.startswith("*")]}
-        described |= {name.lower(): arguments[name] for name in _DESCRIBED if name in arguments}
-        compiled = special.compile(capability)
-        ptx = compiled.asm["ptx"]
-        described |= resource_usage(compiled.asm["cubin"])
-        described["shared_bytes"] = compiled.metadata.shared
-        described["wgmma"] = "wgmma.mma_async" in ptx
-        described["tcgen05"] = "tcgen05.mma" in ptx
-        described["tma"] = "cp.async.bulk.tensor" in ptx
-        described["async_copies"] = "cp.async.cg" in ptx
-        described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
-        described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
-        print(json.dumps(described), flush=True)
+    driver.set_active(AbsentGpu(capability))
+    launch, seen = JITFunction.run, set()
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if compiled not in seen:
+            seen.add(compiled)
+            describe(compiled, dict(zip(self.arg_names, args, strict=False)) | kwargs)
+
+    JITFunction.run = compile_only
+    FAMILIES[family](capability)
+
+
+def describe(compiled: Any, arguments: dict[str, Any]) -> None:
+    """Print what came out of a launch with these arguments."""
+    described: dict[str, Any] = {"kernel": compiled.metadata.name}
+    described |= {name.lower(): value for name, value in arguments.items() if name.isupper() and isinstance(value, int)}
+    ptx = compiled.asm["ptx"]
+    described |= resource_usage(compiled.asm["cubin"])
+    described["shared_bytes"] = compiled.metadata.shared
+    described["wgmma"] = "wgmma.mma_async" in ptx
+    described["tcgen05"] = "tcgen05.mma" in ptx
+    described["tma"] = "cp.async.bulk.tensor" in ptx
+    described["async_copies"] = "cp.async.cg" in ptx
+    described["warps_specialized"] = "ttg.warp_specialize" in compiled.asm["ttgir"]
+    described["wide_loads"] = bool(re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", ptx))
+    print(json.dumps(described), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
+from tests.model.conftest import write_checkpoint
+
+__all__ = ["write_checkpoint"]
+
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
-COPYING = {"copy_units_kernel", "digest_parts_kernel", "digest_units_kernel"}
+COPYING = {"move_units_kernel", "digest_parts_kernel"}
 
 
 def compiled(family: str, capability: int, cache: Path, most_spilled: int = 0) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def test_elementwise_kernels_compile_to_wide_loads(capability: int, tmp_path: Pa
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_kv_transfer_compile_to_wide_copies(capability: int, tmp_path: Path) -> None:
     kernels = compiled("transfer", capability, tmp_path)
-    assert names(kernels) == COPYING | {"encode_units_kernel", "decode_units_kernel", "digest_kernel"}
+    assert names(kernels) == COPYING | {"code_units_kernel", "digest_kernel"}
     for kernel in kernels:
         # A copy of single words takes several times as long.
         assert kernel["wide_loads"] or kernel["kernel"] not in COPYING, kernel
@@ -81,21 +81,19 @@ def test_projections_compile_to_asynchronous_copies_and_the_best_products_there_
     capability: int, tmp_path: Path
 ) -> None:
     kernels = compiled("projections", capability, tmp_path)
-    products = {"skinny_gemm_kernel", "int8_gemm_kernel", "int4_gemm_kernel"}
-    assert names(kernels) == products | ({"vocab_embedding_kernel"} if capability == 90 else set())
-    for kernel in kernels:
-        if kernel["kernel"] not in products:
-            continue
+    assert names(kernels) == {"gemm_kernel"} | ({"vocab_embedding_kernel"} if capability == 90 else set())
+    products = [kernel for kernel in kernels if kernel["kernel"] == "gemm_kernel"]
+    for kernel in products:
         # Without asynchronous copies each step would wait for memory.
         assert kernel["async_copies"], kernel
         # Tiles of fewer than 64 rows take the matrix instructions of a warp.
         assert kernel["wgmma"] == (capability == 90 and kernel["block_n"] >= 64), kernel
         assert kernel["tcgen05"] == (capability == 100 and kernel["block_n"] >= 64), kernel
-    for name in products:
-        tiles = [kernel for kernel in kernels if kernel["kernel"] == name]
+    for bits in (16, 8, 4):
+        tiles = [kernel for kernel in products if kernel["bits"] == bits]
         assert any(kernel["splits"] > 1 for kernel in tiles)
         # Of tokens: cuBLAS has prompts unless weights are quantised.
-        largest = 64 if name == "skinny_gemm_kernel" else 256 if capability >= 90 else 128
+        largest = 64 if bits == 16 else 256 if capability >= 90 else 128
         assert max(kernel["block_t"] for kernel in tiles) == largest
 
 

@@ -1,19 +1,19 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.kernels.paged_cases import PagedCase, assert_close, paged_case
 from twostroke.model import reference
-from twostroke.model.cuda.kernels.decode_attention import (
+from twostroke.model.cuda.kernels.attention import (
     DecodeConfig,
+    PrefillConfig,
     decode_attention,
     decode_config,
-)
-from twostroke.model.cuda.kernels.launch import A100, B200, H100, Architecture, Target
-from twostroke.model.cuda.kernels.prefill_attention import (
-    PrefillConfig,
     prefill_attention,
     prefill_config,
 )
+from twostroke.model.cuda.kernels.launch import A100, B200, H100, Architecture, Target
 from twostroke.model.cuda.kernels.tma_prefill import (
     LEAST_QUERY_LEN,
     TmaPrefillConfig,
@@ -23,21 +23,39 @@ from twostroke.model.cuda.kernels.tma_prefill import (
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Few enough programs that each works off several tiles.
+SMALL_HOPPER = Target(Architecture.HOPPER, multiprocessors=3, specializes_warps=True)
 
 
-def check_prefill(case: PagedCase, config: PrefillConfig) -> None:
-    layout = case.layout
-    tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
+def check(case: PagedCase, config: PrefillConfig | TmaPrefillConfig | DecodeConfig) -> None:
+    """All sequences by the kernel that the config is of, against the reference; a decode's query is its last token."""
+    layout = case.layout if isinstance(config, DecodeConfig) else replace(case.layout, num_decodes=0)
     out = torch.full_like(case.q.flatten(1), float("nan"))
-    prefill_attention(case.q, case.kv_layer, *tensors, layout.max_query_len, out, config)
-    assert_close(out, reference.paged_attention(case.q, case.kv_layer, *tensors))
+    if isinstance(config, DecodeConfig):
+        decode_attention(case.q, case.kv_layer, layout, out, config)
+    elif isinstance(config, PrefillConfig):
+        prefill_attention(case.q, case.kv_layer, layout, out, config)
+    else:
+        tma_prefill_attention(case.q, case.kv_layer, layout, out, SMALL_HOPPER, config)
+    assert_close(out, reference.attention(case.q, case.kv_layer, layout))
 
 
-def check_decode(case: PagedCase, config: DecodeConfig) -> None:
-    tensors = (case.layout.context_lens, case.layout.block_tables)
-    out = torch.full_like(case.q.flatten(1), float("nan"))
-    decode_attention(case.q, case.kv_layer, *tensors, out, config)
-    assert_close(out, reference.decode_attention(case.q, case.kv_layer, *tensors))
+def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = torch.float16) -> TmaPrefillConfig:
+    config = tma_prefill_config(target, dim, dtype, block_size, 4096)
+    assert config is not None
+    return config
+
+
+PLAIN = PrefillConfig(16, 16, num_warps=4, num_stages=2)
+BY_TMA = config_of(H100, 64, 64)
+BOTH = pytest.mark.parametrize("config", [PLAIN, BY_TMA], ids=["plain", "tma"])
+
+
+def small_case(lengths: list[tuple[int, int]], config: PrefillConfig | TmaPrefillConfig, **shape: int) -> PagedCase:
+    """In blocks and a type that the config's kernel takes."""
+    if isinstance(config, TmaPrefillConfig):
+        return paged_case(lengths, block_size=64, dtype=torch.float16, **shape)
+    return paged_case(lengths, **shape)
 
 
 def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None:
@@ -55,38 +73,66 @@ def test_the_attention_reference_equals_torchs_on_one_unpaged_sequence() -> None
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 def test_prefill_attention_equals_its_reference_at_every_head_dim(dim: int, dtype: torch.dtype) -> None:
     case = paged_case([(2, 2), (19, 50)], dim=dim, dtype=dtype)
-    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+    check(case, PLAIN)
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
 def test_prefill_attention_is_right_at_the_edges_of_blocks(block_size: int, block_n: int) -> None:
     lengths = [(n, n) for n in (1, block_size - 1, block_size, block_size + 1)]
     lengths += [(1, block_size), (1, block_size + 1), (2, block_size + 1), (3, 2 * block_size)]
-    check_prefill(paged_case(lengths, block_size=block_size), PrefillConfig(32, block_n, num_warps=4, num_stages=2))
+    check(paged_case(lengths, block_size=block_size), PrefillConfig(32, block_n, num_warps=4, num_stages=2))
 
 
-@pytest.mark.parametrize("block_n", [16, 32])
-def test_prefill_attention_is_right_after_a_cached_prefix_of_any_alignment(block_n: int) -> None:
-    case = paged_case([(6, prefix + 6) for prefix in range(34)], heads=2, groups=1)
-    check_prefill(case, PrefillConfig(16, block_n, num_warps=4, num_stages=2))
+@pytest.mark.parametrize(
+    ("config", "prefixes"),
+    [(PLAIN, 34), (replace(PLAIN, block_n=32), 34), (replace(BY_TMA, num_stages=2), 66)],
+    ids=str,
+)
+def test_prefill_is_right_after_a_cached_prefix_of_any_alignment(
+    config: PrefillConfig | TmaPrefillConfig, prefixes: int
+) -> None:
+    check(small_case([(3, prefix + 3) for prefix in range(prefixes)], config, heads=2, groups=1, dim=16), config)
 
 
-def test_prefill_attention_passes_over_sequences_without_queries() -> None:
-    case = paged_case([(0, 0), (5, 20), (0, 17), (3, 3)])
-    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+@BOTH
+def test_prefill_passes_over_sequences_without_queries(config: PrefillConfig | TmaPrefillConfig) -> None:
+    check(small_case([(0, 0), (5, 20), (0, 70), (130, 133), (0, 0)], config, dim=16), config)
 
 
+@BOTH
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (16, 1), (10, 2)])
-def test_prefill_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
-    case = paged_case([(1, 9), (18, 18), (17, 40)], heads=heads, groups=groups, dim=16)
-    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+def test_prefill_takes_any_number_of_heads_of_a_group(
+    heads: int, groups: int, config: PrefillConfig | TmaPrefillConfig
+) -> None:
+    check(small_case([(1, 9), (18, 18), (17, 140)], config, heads=heads, groups=groups, dim=16), config)
+
+
+@BOTH
+def test_prefill_leaves_the_rows_of_decodes_alone(config: PrefillConfig | TmaPrefillConfig) -> None:
+    case = small_case([(1, 70), (1, 3), (66, 66), (5, 90)], config, heads=2, groups=1)
+    out = torch.full_like(case.q.flatten(1), float("nan"))
+    if isinstance(config, PrefillConfig):
+        prefill_attention(case.q, case.kv_layer, case.layout, out, config)
+    else:
+        tma_prefill_attention(case.q, case.kv_layer, case.layout, out, SMALL_HOPPER, config)
+    assert out[:2].isnan().all()
+    assert_close(out[2:], reference.attention(case.q, case.kv_layer, case.layout)[2:])
+
+
+@BOTH
+def test_prefill_neither_overflows_on_large_scores_nor_loses_the_largest(
+    config: PrefillConfig | TmaPrefillConfig,
+) -> None:
+    case = paged_case([(40, 50), (33, 133)], block_size=64, dtype=torch.float16)
+    case.q.mul_(300)
+    check(case, config)
 
 
 @pytest.mark.parametrize("architecture", Architecture)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Architecture, dtype: torch.dtype) -> None:
     case = paged_case([(5, 5), (150, 290)], heads=2, groups=1, dtype=dtype)
-    check_prefill(case, prefill_config(architecture, 64, dtype, 2, 150))
+    check(case, prefill_config(architecture, 64, dtype, 2, 150))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,7 +140,7 @@ def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Arch
 @pytest.mark.parametrize("segments", [1, 4])
 def test_decode_attention_equals_its_reference_at_every_head_dim(dim: int, segments: int, dtype: torch.dtype) -> None:
     case = paged_case([(1, 1), (1, 75)], dim=dim, dtype=dtype)
-    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
 
 
 @pytest.mark.parametrize(("block_size", "block_n"), [(16, 16), (16, 32), (24, 16), (32, 16), (128, 64)])
@@ -104,37 +150,32 @@ def test_decode_attention_is_right_at_the_edges_of_blocks_and_segments(
 ) -> None:
     edges = (1, block_size - 1, block_size, block_size + 1, 2 * block_n * segments, 2 * block_n * segments + 1)
     case = paged_case([(1, context) for context in edges], heads=2, groups=1, dim=16, block_size=block_size)
-    check_decode(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
+    check(case, DecodeConfig(block_n, num_warps=4, num_stages=2, num_segments=segments))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (33, 1)])
 def test_decode_attention_packs_any_number_of_heads_of_a_group(heads: int, groups: int) -> None:
     case = paged_case([(1, 40), (1, 3)], heads=heads, groups=groups, dim=16)
-    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=2))
 
 
 def test_decode_attention_merges_more_segments_than_one_step_of_the_merge() -> None:
     case = paged_case([(1, 600), (1, 17), (1, 320)], heads=1, groups=1, dim=16)
-    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=37))
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=37))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_decode_attention_gives_zeros_for_an_empty_context(segments: int) -> None:
     case = paged_case([(1, 20), (1, 30)])
-    contexts = torch.tensor([20, 0], dtype=torch.int32)
-    out = torch.full_like(case.q.flatten(1), float("nan"))
-    config = DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments)
-    decode_attention(case.q, case.kv_layer, contexts, case.layout.block_tables, out, config)
-    assert out[0].isfinite().all()
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    case.layout.context_lens[1] = 0
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_large_scores_neither_overflow_nor_lose_the_largest(segments: int) -> None:
+def test_decodes_neither_overflow_on_large_scores_nor_lose_the_largest(segments: int) -> None:
     case = paged_case([(1, 50), (1, 33)])
     case.q.mul_(1000)
-    check_decode(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
-    check_prefill(case, PrefillConfig(16, 16, num_warps=4, num_stages=2))
+    check(case, DecodeConfig(16, num_warps=4, num_stages=2, num_segments=segments))
 
 
 def test_a_tile_holds_all_heads_of_a_token_and_short_chunks_take_small_tiles() -> None:
@@ -175,24 +216,6 @@ def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> Non
     assert Target.of((12, 0), 170).architecture is Architecture.SMALL
 
 
-# Few enough programs that each works off several tiles.
-SMALL_HOPPER = Target(Architecture.HOPPER, multiprocessors=3, specializes_warps=True)
-
-
-def check(case: PagedCase, config: TmaPrefillConfig, target: Target = SMALL_HOPPER) -> None:
-    layout = case.layout
-    tensors = (layout.query_starts, layout.context_lens, layout.block_tables)
-    out = torch.full_like(case.q.flatten(1), float("nan"))
-    tma_prefill_attention(case.q, case.kv_layer, *tensors, len(case.q), out, target, config)
-    assert_close(out, reference.paged_attention(case.q, case.kv_layer, *tensors))
-
-
-def config_of(target: Target, dim: int, block_size: int, dtype: torch.dtype = torch.float16) -> TmaPrefillConfig:
-    config = tma_prefill_config(target, dim, dtype, block_size, 4096)
-    assert config is not None
-    return config
-
-
 @pytest.mark.parametrize(
     ("dim", "block_size", "dtype"),
     [
@@ -224,41 +247,6 @@ def test_tma_prefill_is_right_at_the_edges_of_blocks_and_tiles(block_size: int, 
     lengths += [(1, block_size), (1, block_size + 1), (3, 2 * block_size - 1), (130, 2 * block_size + 131)]
     case = paged_case(lengths, heads=1, groups=1, dim=16, block_size=block_size, dtype=torch.float16)
     check(case, TmaPrefillConfig(block_n, num_warps=4, num_stages=2, specialized=True))
-
-
-def test_tma_prefill_is_right_after_a_cached_prefix_of_any_alignment() -> None:
-    lengths = [(2, prefix + 2) for prefix in range(66)]
-    case = paged_case(lengths, heads=1, groups=1, dim=16, block_size=64, dtype=torch.float16)
-    check(case, TmaPrefillConfig(64, num_warps=4, num_stages=2, specialized=True))
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (7, 1)])
-def test_tma_prefill_gives_each_head_its_groups_keys(heads: int, groups: int) -> None:
-    lengths = [(1, 9), (18, 18), (17, 140)]
-    case = paged_case(lengths, heads=heads, groups=groups, dim=16, block_size=64, dtype=torch.float16)
-    check(case, config_of(H100, 16, 64))
-
-
-def test_tma_prefill_passes_over_sequences_without_queries() -> None:
-    case = paged_case([(0, 0), (5, 20), (0, 70), (130, 133), (0, 0)], dim=16, block_size=64, dtype=torch.float16)
-    check(case, config_of(H100, 16, 64))
-
-
-def test_tma_prefill_leaves_the_rows_before_its_sequences_alone() -> None:
-    case = paged_case([(1, 70), (1, 3), (66, 66), (5, 90)], heads=2, groups=1, block_size=64, dtype=torch.float16)
-    layout = case.layout
-    out = torch.full_like(case.q.flatten(1), float("nan"))
-    chunks = (layout.query_starts[2:], layout.context_lens[2:], layout.block_tables[2:])
-    tma_prefill_attention(case.q, case.kv_layer, *chunks, 71, out, SMALL_HOPPER, config_of(H100, 64, 64))
-    assert out[:2].isnan().all()
-    whole = (layout.query_starts, layout.context_lens, layout.block_tables)
-    assert_close(out[2:], reference.paged_attention(case.q, case.kv_layer, *whole)[2:])
-
-
-def test_tma_prefill_neither_overflows_on_large_scores_nor_loses_the_largest() -> None:
-    case = paged_case([(40, 50), (33, 133)], block_size=64, dtype=torch.float16)
-    case.q.mul_(300)
-    check(case, config_of(H100, 64, 64))
 
 
 def test_what_tma_is_not_for_is_left_to_the_other_kernel() -> None:

@@ -4,6 +4,7 @@ Encoding kernels in Triton's interpreter: bit by bit what the CPU's kernels make
 """
 
 import random
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,19 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from twostroke.model.cpu.kernels.kv_encode import decode_rows, encode_rows
-from twostroke.model.cuda.kernels.kv_digest import (
+from twostroke.model.cuda.kernels.kv_units import (
     PADDING,
+    UnitPlaces,
+    address_tensor,
     copy_and_digest_units,
+    copy_units,
+    decode_units,
     digest,
     digest_reference,
     digest_units,
-)
-from twostroke.model.cuda.kernels.kv_units import (
-    UnitPlaces,
-    address_tensor,
-    copy_units,
-    copy_units_reference,
-    decode_units,
     encode_units,
     packed_places,
     paged_places,
@@ -32,15 +30,39 @@ from twostroke.model.cuda.kernels.kv_units import (
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def places(first_head: int, num_heads: int, unit_tokens: int, *, row_bytes: int, heads: int, size: int) -> UnitPlaces:
-    return paged_places(
-        row_bytes=row_bytes,
-        heads_per_block=heads,
-        block_size=size,
-        first_head=first_head,
-        num_heads=num_heads,
-        unit_tokens=unit_tokens,
-    )
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which units of a cache whose layers are [blocks, 2, all_heads, size, row_bytes]."""
+
+    first: int  # head
+    heads: int
+    tokens: int  # of a unit
+    all_heads: int
+    size: int
+    row_bytes: int
+
+    @property
+    def places(self) -> UnitPlaces:
+        return paged_places(
+            row_bytes=self.row_bytes, heads_per_block=self.all_heads, block_size=self.size, first_head=self.first,
+            num_heads=self.heads, unit_tokens=self.tokens,
+        )  # fmt: skip
+
+    def layer(self, seed: int, blocks: int = 6) -> torch.Tensor:
+        return random_bytes(blocks * self.places.block_bytes, seed)
+
+    def unit(self, layer: torch.Tensor, number: int) -> torch.Tensor:
+        """A view, [2, heads, tokens, row_bytes]."""
+        block, part = divmod(number, self.size // self.tokens)
+        blocks = layer.view(-1, 2, self.all_heads, self.size, self.row_bytes)
+        tokens = slice(part * self.tokens, (part + 1) * self.tokens)
+        return blocks[block, :, self.first : self.first + self.heads, tokens]
+
+    def draw(self, seed: int) -> list[int]:
+        return random.Random(seed).sample(range(6 * self.size // self.tokens), 5)
 
 
 def random_bytes(size: int, seed: int) -> torch.Tensor:
@@ -48,97 +70,65 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
 
 
 CUTS = [
-    # first head, heads, unit tokens, heads of a block, block size, row bytes
-    (0, 4, 8, 4, 8, 48),  # a unit is a block
-    (1, 2, 8, 4, 8, 48),  # some heads, whole height
-    (0, 4, 4, 4, 8, 48),  # all heads, half a block
-    (3, 1, 2, 4, 8, 48),
-    (2, 2, 8, 4, 8, 10),  # rows of no whole words
-    (0, 1, 1, 1, 3, 7),
-    (0, 2, 16, 2, 16, 1024),  # several tiles a run
+    Cut(0, 4, 8, 4, 8, 48),  # a unit is a block
+    Cut(1, 2, 8, 4, 8, 48),  # some heads, whole height
+    Cut(0, 4, 4, 4, 8, 48),  # all heads, half a block
+    Cut(3, 1, 2, 4, 8, 48),
+    Cut(2, 2, 8, 4, 8, 10),  # rows of no whole words
+    Cut(0, 1, 1, 1, 3, 7),
+    Cut(0, 2, 16, 2, 16, 1024),  # several tiles a run
 ]
 
 
-@pytest.mark.parametrize(("first", "heads", "tokens", "all_heads", "size", "row_bytes"), CUTS)
-def test_packing_and_unpacking_equal_their_reference_and_touch_nothing_else(
-    first: int, heads: int, tokens: int, all_heads: int, size: int, row_bytes: int
-) -> None:
-    paged = places(first, heads, tokens, row_bytes=row_bytes, heads=all_heads, size=size)
-    packed = packed_places(paged)
-    layers = [random_bytes(6 * paged.block_bytes, seed) for seed in range(3)]
-    ids = random.Random(1).sample(range(6 * paged.units_per_block), 5)
-    unit_layers = [0, 2, 2, 1, 0]
-    bases = [layers[layer].data_ptr() for layer in unit_layers]
-    here = address_tensor(paged.addresses(bases, ids), torch.device("cpu"))
-
-    buffer, expected = random_bytes(5 * packed.unit_bytes + 16, 9), random_bytes(5 * packed.unit_bytes + 16, 9)
-    there = address_tensor(packed.addresses([buffer.data_ptr()], range(5)), torch.device("cpu"))
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_units_are_packed_and_unpacked_and_nothing_else_is_touched(cut: Cut) -> None:
+    paged, packed = cut.places, packed_places(cut.places)
+    layers, ids = [cut.layer(seed) for seed in (0, 1, 2, 3, 4)], cut.draw(1)
+    here = address_tensor(paged.addresses([layer.data_ptr() for layer in layers], ids), CPU)
+    buffer = random_bytes(5 * packed.unit_bytes + 16, 9)
+    expected = buffer.clone()
+    there = address_tensor(packed.addresses([buffer.data_ptr()], range(5)), CPU)
     copy_units(paged, here, packed, there)
-    for place, (layer, unit) in enumerate(zip(unit_layers, ids, strict=True)):
-        copy_units_reference(paged, layers[layer], [unit], packed, expected, [place])
+    units = [cut.unit(layer, number) for layer, number in zip(layers, ids, strict=True)]
+    expected[:-16] = torch.stack(units).flatten()
     assert torch.equal(buffer, expected)
 
-    targets = [random_bytes(6 * paged.block_bytes, seed + 10) for seed in range(3)]
+    targets = [cut.layer(seed + 10) for seed in range(5)]
     wanted = [target.clone() for target in targets]
-    back = address_tensor(paged.addresses([targets[i].data_ptr() for i in unit_layers], ids), torch.device("cpu"))
+    back = address_tensor(paged.addresses([target.data_ptr() for target in targets], ids), CPU)
     copy_units(packed, there, paged, back)
-    for place, (layer, unit) in enumerate(zip(unit_layers, ids, strict=True)):
-        copy_units_reference(packed, expected, [place], paged, wanted[layer], [unit])
-    assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
+    for want, unit, number in zip(wanted, units, ids, strict=True):
+        cut.unit(want, number).copy_(unit)
+    assert all(map(torch.equal, targets, wanted))
 
 
-def test_units_go_from_a_cache_straight_into_one_with_other_heads_and_blocks() -> None:
-    source = places(2, 2, 4, row_bytes=32, heads=4, size=4)
-    target = places(0, 2, 4, row_bytes=32, heads=2, size=12)
-    here, there = random_bytes(8 * source.block_bytes, 1), random_bytes(3 * target.block_bytes, 2)
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut.row_bytes % 8 == 0], ids=str)
+def test_units_are_digested_where_they_lie_and_on_their_way_to_other_blocks_as_if_packed(cut: Cut) -> None:
+    other = replace(cut, first=1, all_heads=cut.heads + 1, size=2 * cut.size)
+    here, there, ids = cut.layer(1), other.layer(2), cut.draw(2)
     expected = there.clone()
-    source_ids, target_ids = [7, 0, 3, 5], [8, 1, 0, 4]
-    cpu = torch.device("cpu")
-    copy_units(
-        source,
-        address_tensor(source.addresses([here.data_ptr()], source_ids), cpu),
-        target,
-        address_tensor(target.addresses([there.data_ptr()], target_ids), cpu),
-    )
-    copy_units_reference(source, here, source_ids, target, expected, target_ids)
-    assert torch.equal(there, expected)
-
-
-@pytest.mark.parametrize(
-    ("first", "heads", "tokens", "all_heads", "size", "row_bytes"), [c for c in CUTS if c[5] % 8 == 0]
-)
-def test_units_are_digested_where_they_lie_and_on_their_way_as_if_packed(
-    first: int, heads: int, tokens: int, all_heads: int, size: int, row_bytes: int
-) -> None:
-    source = places(first, heads, tokens, row_bytes=row_bytes, heads=all_heads, size=size)
-    target = places(1, heads, tokens, row_bytes=row_bytes, heads=heads + 1, size=2 * size)
-    here, there = random_bytes(6 * source.block_bytes, 1), random_bytes(6 * target.block_bytes, 2)
-    ids = random.Random(2).sample(range(6 * source.units_per_block), 5)
-    packed = torch.zeros(5 * source.unit_bytes, dtype=torch.uint8)
-    copy_units_reference(source, here, ids, packed_places(source), packed, range(5))
-    expected = there.clone()
-    copy_units_reference(source, here, ids, target, expected, ids)
+    for number in ids:
+        other.unit(expected, number).copy_(cut.unit(here, number))
+    packed = torch.stack([cut.unit(here, number) for number in ids]).flatten()
     wanted = digest_reference(packed.numpy(), 2**64 - 5)
-    cpu = torch.device("cpu")
-    sources = address_tensor(source.addresses([here.data_ptr()], ids), cpu)
-    targets = address_tensor(target.addresses([there.data_ptr()], ids), cpu)
+    sources = address_tensor(cut.places.addresses([here.data_ptr()], ids), CPU)
+    targets = address_tensor(other.places.addresses([there.data_ptr()], ids), CPU)
     out = torch.zeros(2, dtype=torch.int64)
-    digest_units(source, sources, 2**64 - 5, out)
+    digest_units(cut.places, sources, 2**64 - 5, out)
     assert out.numpy().tobytes() == wanted
     out.zero_()
-    copy_and_digest_units(source, sources, target, targets, 2**64 - 5, out)
+    copy_and_digest_units(cut.places, sources, other.places, targets, 2**64 - 5, out)
     assert out.numpy().tobytes() == wanted
     assert torch.equal(there, expected)
 
 
 def test_units_of_different_shapes_are_refused() -> None:
-    one, other = (places(0, heads, 4, row_bytes=32, heads=4, size=4) for heads in (2, 4))
+    one, other, odd = Cut(0, 2, 4, 4, 4, 32).places, Cut(0, 4, 4, 4, 4, 32).places, Cut(0, 2, 1, 4, 4, 10).places
     nothing = torch.empty(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="different shapes"):
         copy_units(one, nothing, other, nothing)
     with pytest.raises(ValueError, match="different shapes"):
         copy_and_digest_units(one, nothing, other, nothing, 1, nothing)
-    odd = places(0, 2, 1, row_bytes=10, heads=4, size=4)
     with pytest.raises(ValueError, match="not words"):
         digest_units(odd, nothing, 1, nothing)
 
@@ -159,7 +149,7 @@ def test_a_digest_equals_its_reference(size: int, seal: int) -> None:
 
 
 def test_a_digest_over_more_tiles_than_programs_equals_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.model.cuda.kernels.kv_digest._MAX_PROGRAMS", 2)
+    monkeypatch.setattr("twostroke.model.cuda.kernels.kv_units._MAX_PROGRAMS", 2)
     data = np.random.default_rng(3).integers(0, 256, 5 * 16384 + 24, np.uint8)
     assert digest_of(data, 5) == digest_reference(data, 5)
 
@@ -211,58 +201,51 @@ def test_digests_of_similar_data_share_no_bits_but_by_chance() -> None:
     assert len({bytes(half) for value in values for half in (value[:64], value[64:])}) == 2 * len(values)
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("encoding", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("first", "heads", "tokens", "all_heads", "size", "dim"),
-    [(0, 2, 4, 2, 4, 64), (1, 2, 2, 4, 4, 24), (3, 1, 1, 4, 3, 7), (0, 3, 8, 3, 8, 128)],
+    ("cut", "dim"),
+    [
+        (Cut(0, 2, 4, 2, 4, 0), 64),
+        (Cut(1, 2, 2, 4, 4, 0), 24),
+        (Cut(3, 1, 1, 4, 3, 0), 7),
+        (Cut(0, 3, 8, 3, 8, 0), 128),
+    ],
 )
 def test_units_are_encoded_from_their_blocks_and_decoded_into_them_as_on_a_cpu(
-    first: int, heads: int, tokens: int, all_heads: int, size: int, dim: int, dtype: str, encoding: str
+    cut: Cut, dim: int, dtype: str, encoding: str
 ) -> None:
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
-    places = paged_places(
-        row_bytes=dim * kind.itemsize, heads_per_block=all_heads, block_size=size, first_head=first, num_heads=heads,
-        unit_tokens=tokens,
-    )  # fmt: skip
-    scale = torch.logspace(-4, 3, all_heads * size).view(all_heads, size, 1)
-    blocks = (torch.randn(4, 2, all_heads, size, dim) * scale).to(kind)
-    blocks[0, 0, first, 0, :] = 0
-    ids = random.Random(0).sample(range(1, 4 * places.units_per_block), 3)
-    packed = torch.empty(3, 2, heads, tokens, dim, dtype=kind)
-    for place, unit in enumerate(ids):
-        block, start = unit // places.units_per_block, unit % places.units_per_block * tokens
-        packed[place] = blocks[block, :, first : first + heads, start : start + tokens]
-    wire_bytes = 2 * heads * tokens * (dim + 2)
-    expected = np.zeros(3 * wire_bytes, np.uint8)
-    encode_rows(encoding, dtype, packed.view(torch.uint8).reshape(-1).numpy(), expected, 3, dim)
+    cut = replace(cut, row_bytes=dim * kind.itemsize)
+    places = cut.places
+    scale = torch.logspace(-4, 3, cut.all_heads * cut.size).view(cut.all_heads, cut.size, 1)
+    blocks = (torch.randn(6, 2, cut.all_heads, cut.size, dim) * scale).to(kind)
+    blocks[0, 0, cut.first, 0, :] = 0
+    layer, ids = blocks.view(torch.uint8).view(-1), [0, *cut.draw(0)[:2]]
+    packed = torch.stack([cut.unit(layer, number) for number in ids])
+    rows = packed[0].numel() // cut.row_bytes
+    expected = np.zeros(3 * rows * (dim + 2), np.uint8)
+    encode_rows(encoding, dtype, packed.view(-1).numpy(), expected, 3, dim)
 
-    wire = torch.full((3 * wire_bytes + 16,), 0xAB, dtype=torch.uint8)
+    wire = torch.full((expected.size + 16,), 0xAB, dtype=torch.uint8)
     addresses = address_tensor(places.addresses([blocks.data_ptr()], ids), CPU)
     encode_units(places, addresses, encoding, dtype, dim, wire)
     assert np.array_equal(wire[:-16].numpy(), expected)
     assert bool((wire[-16:] == 0xAB).all())
 
-    decoded = np.zeros(packed.numel() * kind.itemsize, np.uint8)
-    decode_rows(encoding, dtype, expected, decoded, 3, dim)
-    wanted = blocks.clone()
-    for place, unit in enumerate(ids):
-        block, start = unit // places.units_per_block, unit % places.units_per_block * tokens
-        values = torch.from_numpy(decoded).view(kind).view(packed.shape)[place]
-        wanted[block, :, first : first + heads, start : start + tokens] = values
+    decoded = torch.zeros_like(packed)
+    decode_rows(encoding, dtype, expected, decoded.view(-1).numpy(), 3, dim)
+    wanted = layer.clone()
+    for number, unit in zip(ids, decoded, strict=True):
+        cut.unit(wanted, number).copy_(unit)
     decode_units(places, addresses, encoding, dtype, dim, wire)
-    assert torch.equal(blocks, wanted)
+    assert torch.equal(layer, wanted)
 
 
 @pytest.mark.parametrize("encoding", ["int8", "fp8"])
 def test_broken_rows_come_out_broken_and_tiny_ones_whole(encoding: str) -> None:
-    places = packed_places(
-        paged_places(row_bytes=64, heads_per_block=1, block_size=4, first_head=0, num_heads=1, unit_tokens=4)
-    )
+    places = packed_places(Cut(0, 1, 4, 1, 4, 64).places)
     values = torch.zeros(1, 2, 1, 4, 16)
     values[0, 0, 0, :, 5] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
     values[0, 1, 0, :, 5] = torch.tensor([1e-45, 1e-38, -1.0, 2.0**126])

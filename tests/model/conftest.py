@@ -82,24 +82,19 @@ def make_decoder(
     block_size: int,
     max_context: int | None = None,
     parallel: TensorParallel | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> tuple[Decoder, KVCache]:
-    """A rank's decoder in fp32 over a folder's weights, and a cache of zeros."""
+    """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
-    shard, device = parallel.shard, torch.device("cpu")
-    weights = load_decoder_weights(
-        Checkpoint(folder, config),
-        config,
-        torch.float32,
-        device,
-        max_context or config.max_position,
-        backend,
-        shard=shard,
-    )
+    checkpoint, shard = Checkpoint(folder, config), parallel.shard
+    context = max_context or config.max_position
+    weights = load_decoder_weights(checkpoint, config, dtype, device, context, backend, shard=shard)
     cache = make_kv_cache(
         config,
         num_blocks=num_blocks,
         block_size=block_size,
-        dtype=torch.float32,
+        dtype=dtype,
         device=device,
         model_digest="",
         tp_size=shard.size,

@@ -4,15 +4,25 @@ A unit is [2 (K, V), heads of the lane, unit_tokens, head_dim] and lies in one b
 address, so that units of many layers, and of another process's cache, go in the same launch. A packed buffer is just a
 cache whose blocks are the units: packing, unpacking and copying differ in their addresses and strides alone.
 
-Units of KV to one byte a value and back on a GPU, in the same pass that packs or unpacks them.
+On their way units may be digested, or go to one byte a value and back.
 
-The format and its error bounds: kvtransfer/transports/host_units.py. The arithmetic is that of
+The digest of bytes is 128 bits that depend on every word, its place, the length and a seal. All arithmetic is on
+unsigned 64-bit words, modulo 2**64. The bytes are words w_0 ... w_(n-1), little-endian, the last one filled up with
+zeros. With the seal s, p_i = s + (i + 1) * G, and mix a bijection on words,
+
+    h_i = mix(w_i ^ p_i)      A = sum of h_i      B = sum of rotate(h_i, 29) * (p_i | 1)
+    digest = mix(A ^ (s + bytes)), mix(B + A * G + bytes)       two words
+
+One changed word always changes A, since mix is a bijection; any other change escapes both sums by chance alone. It
+finds damage, not malice. mix is the finalizer of splitmix64 (Steele, Lea, Flood 2014), G the odd number next to
+2**64 / phi. Sums don't depend on the order of their terms, so the result is the same however the work is spread.
+
+Of one byte a value, the format and its error bounds: kvtransfer/transports/host_units.py. The arithmetic is that of
 model/cpu/kernels/kv_encode.py, which is the reference: codes and scales are equal bit by bit. (The codes of broken rows
 may differ; they mean nothing.)
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,27 +93,85 @@ def packed_places(places: UnitPlaces) -> UnitPlaces:
     return UnitPlaces(heads, size, size, heads * size, 2 * heads * size, units_per_block=1, first_head=0)
 
 
-def copy_units_reference(
-    source: UnitPlaces, source_bytes: Tensor, source_ids: Sequence[int],
-    target: UnitPlaces, target_bytes: Tensor, target_ids: Sequence[int],
-) -> None:  # fmt: skip
-    """As `copy_units` within one layer of each side, uint8 [bytes], in torch."""
-    for source_id, target_id in zip(source_ids, target_ids, strict=True):
-        for kind in range(2):
-            for head in range(source.num_heads):
-                spans = []
-                for places, unit in ((source, source_id), (target, target_id)):
-                    start = (
-                        int(places.addresses([0], [unit])[0]) + kind * places.kind_stride + head * places.head_stride
-                    )
-                    spans.append(slice(start, start + places.head_bytes))
-                target_bytes[spans[1]] = source_bytes[spans[0]]
+def address_tensor(addresses: NDArray[np.int64], device: torch.device) -> Tensor:
+    """The addresses on the device, int64; the copy is queued on the current stream and does not wait for it."""
+    host = torch.from_numpy(addresses)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+
+
+DIGEST_BYTES = 16
+PADDING = 16  # bytes: `digest` reads whole multiples of it
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+G = tl.constexpr(_GOLDEN)
+M1 = tl.constexpr(_FIRST)
+M2 = tl.constexpr(_SECOND)
+_DIGEST_TILE = 2048  # words of one program's step
+_MAX_PROGRAMS = 1024
+_DIGEST_WARPS = 8
+
+
+def digest_reference(data: NDArray[np.uint8], seal: int) -> bytes:
+    """The digest of uint8 [bytes], in numpy."""
+    words = np.zeros(-(-data.size // 8), np.uint64)
+    words.view(np.uint8)[: data.size] = data
+    golden, start = np.uint64(_GOLDEN), np.uint64(seal)
+    with np.errstate(over="ignore"):
+        places = start + np.arange(1, words.size + 1, dtype=np.uint64) * golden
+        mixed = _mix_reference(words ^ places)
+        turned = (mixed << np.uint64(29)) | (mixed >> np.uint64(35))
+        a = mixed.sum(dtype=np.uint64)
+        b = (turned * (places | np.uint64(1))).sum(dtype=np.uint64)
+        size = np.uint64(data.size)
+        return _mix_reference(np.array([a ^ (start + size), b + a * golden + size], np.uint64)).tobytes()
+
+
+def _mix_reference(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
+    return x ^ (x >> np.uint64(31))
 
 
 @triton.jit
-def copy_units_kernel(
+def _mix(x):
+    x = (x ^ (x >> 30)) * M1
+    x = (x ^ (x >> 27)) * M2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _terms(word, index, seal):
+    """What A and B are sums of, for the word at `index`."""
+    place = seal.to(tl.uint64) + (index + 1).to(tl.uint64) * G
+    mixed = _mix(word.to(tl.uint64) ^ place)
+    return mixed, ((mixed << 29) | (mixed >> 35)) * (place | 1)
+
+
+@triton.jit(do_not_specialize=["num_words", "num_pairs", "seal"])
+def digest_parts_kernel(data, parts, num_words, num_pairs, seal, TILE: tl.constexpr):
+    """Each program takes every num_programs-th tile; its sums A and B go to parts[program]."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    a = tl.zeros((TILE,), tl.uint64)
+    b = tl.zeros((TILE,), tl.uint64)
+    at = program * TILE
+    while at < num_words:
+        index = at + tl.arange(0, TILE)
+        inside = index < num_words
+        word = tl.load(data + index, mask=index < 2 * num_pairs, other=0)  # an even number: 16 bytes a load
+        to_a, to_b = _terms(word, index, seal)
+        a += tl.where(inside, to_a, 0)
+        b += tl.where(inside, to_b, 0)
+        at += programs * TILE
+    tl.store(parts + 2 * program, tl.sum(a, axis=0).to(tl.int64))
+    tl.store(parts + 2 * program + 1, tl.sum(b, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["seal"])
+def move_units_kernel(
     sources,
     targets,
+    parts,
+    seal,
     SOURCE_HEAD: tl.constexpr,
     SOURCE_KIND: tl.constexpr,
     TARGET_HEAD: tl.constexpr,
@@ -114,53 +182,132 @@ def copy_units_kernel(
     WORD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    COPY: tl.constexpr,
+    DIGEST: tl.constexpr,
 ):
-    """One program a run of one unit and TILE words of it; strides in words."""
+    """One program a run of one unit and TILE words of it; strides in words. With COPY they go to the targets.
+
+    With DIGEST the words are of 8 bytes, and the program's sums A and B go to its place in parts.
+    """
     RUNS: tl.constexpr = 2 * HEADS // HEADS_PER_RUN
     unit, run = tl.program_id(0) // RUNS, tl.program_id(0) % RUNS
     kind, head = run * HEADS_PER_RUN // HEADS, run * HEADS_PER_RUN % HEADS
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    source = tl.multiple_of(tl.load(sources + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
-    target = tl.multiple_of(tl.load(targets + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
     inside = words < RUN_WORDS
-    value = tl.load(source + (kind * SOURCE_KIND + head * SOURCE_HEAD) + words, mask=inside)
-    tl.store(target + (kind * TARGET_KIND + head * TARGET_HEAD) + words, value, mask=inside)
+    source = tl.multiple_of(tl.load(sources + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
+    value = tl.load(source + (kind * SOURCE_KIND + head * SOURCE_HEAD) + words, mask=inside, other=0)
+    if COPY:
+        target = tl.multiple_of(tl.load(targets + unit).to(tl.pointer_type(WORD)), ALIGNMENT)
+        tl.store(target + (kind * TARGET_KIND + head * TARGET_HEAD) + words, value, mask=inside)
+    if DIGEST:
+        to_a, to_b = _terms(value, tl.program_id(0).to(tl.int64) * RUN_WORDS + words, seal)
+        part = parts + 2 * (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1))
+        tl.store(part, tl.sum(tl.where(inside, to_a, 0), axis=0).to(tl.int64))
+        tl.store(part + 1, tl.sum(tl.where(inside, to_b, 0), axis=0).to(tl.int64))
 
 
 def copy_units(source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets: Tensor) -> None:
-    """Copy units from `sources` to `targets`, int64 [units] each: addresses of the same device as these tensors.
+    """Copy units from `sources` to `targets`, int64 [units]: addresses of the same device as these tensors.
 
     The addresses' memory must not overlap, and nothing checks them. Raises ValueError for places whose units differ.
     """
+    _move(source, sources, target, targets)
+
+
+def digest_units(places: UnitPlaces, sources: Tensor, seal: int, out: Tensor) -> None:
+    """The digest of units where they lie, one after the other as if packed -> out, int64 [2].
+
+    sources int64 [units]: addresses. Raises ValueError for units that are not made of words of 8 bytes.
+    """
+    parts = _move(places, sources, places, None, seal)
+    _finish(parts, out, sources.shape[0] * places.unit_bytes, seal)
+
+
+def copy_and_digest_units(
+    source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets: Tensor, seal: int, out: Tensor
+) -> None:
+    """`copy_units`, and the digest of what was copied -> out, in one pass. Raises ValueError as these two do."""
+    parts = _move(source, sources, target, targets, seal)
+    _finish(parts, out, sources.shape[0] * source.unit_bytes, seal)
+
+
+def _move(
+    source: UnitPlaces, sources: Tensor, target: UnitPlaces, targets: Tensor | None, seal: int | None = None
+) -> Tensor:
+    """Copies to `targets`, if given, and sums up what a digest with this seal is made of: int64 [parts, 2]."""
     if (source.num_heads, source.head_bytes) != (target.num_heads, target.head_bytes):
         raise ValueError("source and target have units of different shapes")
-    run_bytes = min(source.run_bytes, target.run_bytes)
-    strides = (source.head_stride, source.kind_stride, target.head_stride, target.kind_stride)
     alignment = min(source.alignment, target.alignment)
     word_bytes = min(alignment, 8)
-    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes]
+    if seal is not None and word_bytes < 8:
+        raise ValueError(f"units at multiples of {alignment} bytes are not words of 8")
+    run_bytes = min(source.run_bytes, target.run_bytes)
     run_words = run_bytes // word_bytes
+    runs = sources.shape[0] * (source.unit_bytes // run_bytes)
     tile = min(_TILE_BYTES // word_bytes, power_of_two(run_words))
-    runs = source.unit_bytes // run_bytes
-    units = sources.shape[0]
-    if units:
-        copy_units_kernel[(units * runs, triton.cdiv(run_words, tile))](
-            sources, targets, *(stride // word_bytes for stride in strides), HEADS=source.num_heads,
-            HEADS_PER_RUN=run_bytes // source.head_bytes, RUN_WORDS=run_words, WORD=word, ALIGNMENT=alignment,
-            TILE=tile, num_warps=max(1, min(4, tile * word_bytes // 512)),
+    tiles = triton.cdiv(run_words, tile)
+    parts = torch.empty((0 if seal is None else runs * tiles, 2), dtype=torch.int64, device=sources.device)
+    if runs:
+        move_units_kernel[(runs, tiles)](
+            sources, sources if targets is None else targets, parts, _signed(seal or 0),
+            SOURCE_HEAD=source.head_stride // word_bytes, SOURCE_KIND=source.kind_stride // word_bytes,
+            TARGET_HEAD=target.head_stride // word_bytes, TARGET_KIND=target.kind_stride // word_bytes,
+            HEADS=source.num_heads, HEADS_PER_RUN=run_bytes // source.head_bytes, RUN_WORDS=run_words,
+            WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes], ALIGNMENT=alignment, TILE=tile,
+            COPY=targets is not None, DIGEST=seal is not None,
+            num_warps=max(1, min(4, tile * word_bytes // 512)),
         )  # fmt: skip
+    return parts
 
 
-def address_tensor(addresses: NDArray[np.int64], device: torch.device) -> Tensor:
-    """The addresses on the device, int64; the copy is queued on the current stream and does not wait for it."""
-    host = torch.from_numpy(addresses)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+@triton.jit(do_not_specialize=["num_parts", "num_bytes", "seal"])
+def digest_kernel(parts, out, num_parts, num_bytes, seal, TILE: tl.constexpr):
+    """One program: the parts' sums, and the end of the formula."""
+    sums_a = tl.zeros((TILE,), tl.int64)
+    sums_b = tl.zeros((TILE,), tl.int64)
+    at = 0
+    while at < num_parts:
+        index = at + tl.arange(0, TILE)
+        inside = index < num_parts
+        sums_a += tl.load(parts + 2 * index, mask=inside, other=0)
+        sums_b += tl.load(parts + 2 * index + 1, mask=inside, other=0)
+        at += TILE
+    a = tl.sum(sums_a, axis=0).to(tl.uint64)
+    b = tl.sum(sums_b, axis=0).to(tl.uint64)
+    size = num_bytes.to(tl.uint64)
+    tl.store(out, _mix(a ^ (seal.to(tl.uint64) + size)).to(tl.int64))
+    tl.store(out + 1, _mix(b + a * G + size).to(tl.int64))
+
+
+def digest(data: Tensor, num_bytes: int, seal: int, out: Tensor) -> None:
+    """The digest of the first `num_bytes` of `data` -> out.
+
+    data uint8, contiguous, at a multiple of 8 bytes, and zero from `num_bytes` to the next multiple of PADDING,
+    which it must have; out int64 [2]. `seal` is below 2**64. Two launches; nothing waits for them.
+    """
+    num_pairs = -(-num_bytes // PADDING)
+    words = data[: num_pairs * PADDING].view(torch.int64)
+    num_words = -(-num_bytes // 8)
+    programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(num_words, _DIGEST_TILE)))
+    parts = torch.empty((programs, 2), dtype=torch.int64, device=data.device)
+    digest_parts_kernel[(programs,)](
+        words, parts, num_words, num_pairs, _signed(seal), TILE=_DIGEST_TILE, num_warps=_DIGEST_WARPS
+    )
+    _finish(parts, out, num_bytes, seal)
+
+
+def _finish(parts: Tensor, out: Tensor, num_bytes: int, seal: int) -> None:
+    digest_kernel[(1,)](parts, out, parts.shape[0], num_bytes, _signed(seal), TILE=_MAX_PROGRAMS, num_warps=4)
+
+
+def _signed(seal: int) -> int:
+    """The same 64 bits as an int64."""
+    return seal - (1 << 64) if seal >> 63 else seal
 
 
 LIMITS = {"int8": 127.0, "fp8": 448.0}
 _STORED = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-_TILE_VALUES = 2048  # of one program
-_WARPS = 4
+_CODED_TILE = 2048  # values of one program
 
 
 @triton.jit
@@ -191,99 +338,73 @@ def _value(code, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def _tile(addresses, STORED, ALIGNMENT, HEAD, KIND, HEADS, TOKENS, DIM, TILE_ROWS, DIM_PADDED):
-    """This program's rows of its unit: (row numbers, columns, which are real, where they are stored)."""
+def code_units_kernel(
+    paged,
+    wire,
+    ENCODE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STORED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    HEAD: tl.constexpr,
+    KIND: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """One program TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides in values."""
+    ROWS: tl.constexpr = 2 * HEADS * TOKENS
+    IS_FP8: tl.constexpr = LIMIT > 127.0
     unit = tl.program_id(0)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, DIM_PADDED)
     kind, head, token = rows // (HEADS * TOKENS), rows // TOKENS % HEADS, rows % TOKENS
-    real = (rows < 2 * HEADS * TOKENS)[:, None] & (dims < DIM)[None, :]
-    base = tl.multiple_of(tl.load(addresses + unit).to(tl.pointer_type(STORED)), ALIGNMENT)
-    return rows, dims, real, base + (kind * KIND + head * HEAD + token * DIM)[:, None] + dims[None, :]
-
-
-@triton.jit
-def encode_units_kernel(
-    sources,
-    wire,
-    LIMIT: tl.constexpr,
-    STORED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HEAD: tl.constexpr,
-    KIND: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-):
-    """One program TILE_ROWS rows of one unit; strides in values."""
-    ROWS: tl.constexpr = 2 * HEADS * TOKENS
-    IS_FP8: tl.constexpr = LIMIT > 127.0
-    rows, dims, real, stored = _tile(sources, STORED, ALIGNMENT, HEAD, KIND, HEADS, TOKENS, DIM, TILE_ROWS, DIM_PADDED)
-    values = tl.load(stored, mask=real, other=0.0).to(tl.float32)
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full((TILE_ROWS,), LIMIT, tl.float32))
-    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536  # up to bf16
-    bits = tl.where(largest >= 0x7F000000, 0x7FC00000, tl.maximum(bits, 0x00800000))
-    inverse = tl.div_rn(tl.full((TILE_ROWS,), 1.0, tl.float32), bits.to(tl.float32, bitcast=True))
-    codes = _code(values * inverse[:, None], IS_FP8)
-    start = wire + tl.program_id(0).to(tl.int64) * (ROWS * (DIM + 2))
-    tl.store(start + rows[:, None] * DIM + dims[None, :], codes.to(tl.uint8), mask=real)
+    real = (rows < ROWS)[:, None] & (dims < DIM)[None, :]
+    base = tl.multiple_of(tl.load(paged + unit).to(tl.pointer_type(STORED)), ALIGNMENT)
+    stored = base + (kind * KIND + head * HEAD + token * DIM)[:, None] + dims[None, :]
+    start = wire + unit.to(tl.int64) * (ROWS * (DIM + 2))
+    coded = start + rows[:, None] * DIM + dims[None, :]
     scales = (start + ROWS * DIM + 2 * rows).to(tl.pointer_type(tl.int16))
-    tl.store(scales, (bits >> 16).to(tl.int16), mask=rows < ROWS)
-
-
-@triton.jit
-def decode_units_kernel(
-    wire,
-    targets,
-    LIMIT: tl.constexpr,
-    STORED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HEAD: tl.constexpr,
-    KIND: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-):
-    """As `encode_units_kernel`, the other way round."""
-    ROWS: tl.constexpr = 2 * HEADS * TOKENS
-    IS_FP8: tl.constexpr = LIMIT > 127.0
-    rows, dims, real, stored = _tile(targets, STORED, ALIGNMENT, HEAD, KIND, HEADS, TOKENS, DIM, TILE_ROWS, DIM_PADDED)
-    start = wire + tl.program_id(0).to(tl.int64) * (ROWS * (DIM + 2))
-    codes = tl.load(start + rows[:, None] * DIM + dims[None, :], mask=real, other=0).to(tl.int32)
-    scales = (start + ROWS * DIM + 2 * rows).to(tl.pointer_type(tl.int16))
-    bits = tl.load(scales, mask=rows < ROWS, other=0).to(tl.int32) << 16
-    values = _value(codes, IS_FP8) * bits.to(tl.float32, bitcast=True)[:, None]
-    tl.store(stored, values.to(STORED), mask=real)
+    if ENCODE:
+        values = tl.load(stored, mask=real, other=0.0).to(tl.float32)
+        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full((TILE_ROWS,), LIMIT, tl.float32))
+        bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536  # up to bf16
+        bits = tl.where(largest >= 0x7F000000, 0x7FC00000, tl.maximum(bits, 0x00800000))
+        inverse = tl.div_rn(tl.full((TILE_ROWS,), 1.0, tl.float32), bits.to(tl.float32, bitcast=True))
+        codes = _code(values * inverse[:, None], IS_FP8)
+        tl.store(coded, codes.to(tl.uint8), mask=real)
+        tl.store(scales, (bits >> 16).to(tl.int16), mask=rows < ROWS)
+    else:
+        codes = tl.load(coded, mask=real, other=0).to(tl.int32)
+        bits = tl.load(scales, mask=rows < ROWS, other=0).to(tl.int32) << 16
+        values = _value(codes, IS_FP8) * bits.to(tl.float32, bitcast=True)[:, None]
+        tl.store(stored, values.to(STORED), mask=real)
 
 
 def encode_units(places: UnitPlaces, sources: Tensor, encoding: str, dtype: str, head_dim: int, wire: Tensor) -> None:
     """Units of `dtype` at `sources`, int64 [units] -> wire, uint8 [units * unit_bytes], at an even address."""
-    _launch(encode_units_kernel, (sources, wire), sources.shape[0], places, encoding, dtype, head_dim)
+    _code_units(places, sources, encoding, dtype, head_dim, wire, encode=True)
 
 
 def decode_units(places: UnitPlaces, targets: Tensor, encoding: str, dtype: str, head_dim: int, wire: Tensor) -> None:
     """wire -> units of `dtype` at `targets`; what `dtype` can't hold becomes infinite."""
-    _launch(decode_units_kernel, (wire, targets), targets.shape[0], places, encoding, dtype, head_dim)
+    _code_units(places, targets, encoding, dtype, head_dim, wire, encode=False)
 
 
-def _launch(
-    kernel: "triton.JITFunction[None]", tensors: tuple[Tensor, Tensor], units: int, places: UnitPlaces, encoding: str,
-    dtype: str, head_dim: int,
-) -> None:  # fmt: skip
-    value_bytes = getattr(torch, dtype).itemsize
+def _code_units(
+    places: UnitPlaces, paged: Tensor, encoding: str, dtype: str, head_dim: int, wire: Tensor, *, encode: bool
+) -> None:
+    value_bytes, units = getattr(torch, dtype).itemsize, paged.shape[0]
     tokens = places.head_bytes // (head_dim * value_bytes)
     rows = 2 * places.num_heads * tokens
     dim_padded = power_of_two(head_dim)
-    tile_rows = max(1, min(_TILE_VALUES // dim_padded, power_of_two(rows)))
+    tile_rows = max(1, min(_CODED_TILE // dim_padded, power_of_two(rows)))
     if units:
-        kernel[(units, triton.cdiv(rows, tile_rows))](
-            *tensors, LIMIT=LIMITS[encoding], STORED=_STORED[dtype],
+        code_units_kernel[(units, triton.cdiv(rows, tile_rows))](
+            paged, wire, ENCODE=encode, LIMIT=LIMITS[encoding], STORED=_STORED[dtype],
             ALIGNMENT=places.alignment, HEAD=places.head_stride // value_bytes,
             KIND=places.kind_stride // value_bytes, HEADS=places.num_heads, TOKENS=tokens, DIM=head_dim,
-            TILE_ROWS=tile_rows, DIM_PADDED=dim_padded, num_warps=_WARPS,
+            TILE_ROWS=tile_rows, DIM_PADDED=dim_padded, num_warps=4,
         )  # fmt: skip

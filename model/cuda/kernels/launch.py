@@ -1,5 +1,6 @@
 """What a launch depends on besides the shapes: the GPU's class, and sizes derived from head dimension and dtype."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,3 +62,8 @@ def padded_head(head_dim: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def softmax_scale_log2(head_dim: int) -> float:
+    """What scores are multiplied with before 2 is raised to their power: 1 / sqrt(D), by base-2 logarithms."""
+    return math.log2(math.e) / math.sqrt(head_dim)

@@ -1,6 +1,6 @@
 """Prefill attention by the tensor memory accelerator (TMA) of Hopper and later GPUs.
 
-It computes what `prefill_attention.py` does, and differs in how: one copy instruction brings a whole block's keys of a
+It computes what `prefill_attention` does, and differs in how: one copy instruction brings a whole block's keys of a
 head; on sm_90 one warp group issues the copies while two others multiply, each half of a tile's rows; and a program
 works off many tiles, so that the next tile's copies run while the last one's results are written.
 
@@ -9,7 +9,6 @@ rows: these stay with the other kernel, and so do chunks that would leave most o
 head's, not a group's: beyond a tile, packing spares no work, and Triton 3.6 does not split a packed box between halves.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostroke.model.cuda.kernels.launch import Architecture, Target, padded_head
+from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.attention import chunks_of
+from twostroke.model.cuda.kernels.launch import Architecture, Target, padded_head, softmax_scale_log2
 
 BLOCK_M = 128  # queries of a tile, all of one head: two products of 64 rows, the least that wgmma takes
 LEAST_QUERY_LEN = BLOCK_M // 2  # of the longest chunk of a batch; below, more than half of the products were padding
@@ -194,28 +195,21 @@ def _device_memory(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def tma_prefill_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    num_tokens: int,
-    out: Tensor,
-    target: Target,
-    config: TmaPrefillConfig,
+    q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, target: Target, config: TmaPrefillConfig
 ) -> None:
-    """As `prefill_attention`, for a contiguous kv_layer and chunks of any length, of `num_tokens` in all."""
+    """As `prefill_attention`, for chunks of any length."""
     num_rows, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    query_starts, context_lens, block_tables = chunks_of(layout)
     sequences = context_lens.shape[0]
     padded = padded_head(dim)
     planes = kv_layer.view(-1, block_size, dim)
     kv = TensorDescriptor(planes, list(planes.shape), list(planes.stride()), [1, config.block_n, padded])
-    num_tiles = triton.cdiv(num_tokens, BLOCK_M) + sequences - 1
+    num_tiles = triton.cdiv(num_rows - layout.num_decodes, BLOCK_M) + sequences - 1
     # The setting belongs to the thread or task at hand, which need not be the one that imported this.
     triton.set_allocator(_device_memory)
     tma_prefill_attention_kernel[(min(target.multiprocessors, num_tiles * heads),)](
-        q, kv, query_starts, context_lens, block_tables, out, math.log2(math.e) / math.sqrt(dim),
+        q, kv, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
         num_rows, sequences, num_tiles, (sequences - 1).bit_length(), q.stride(0), out.stride(0),
         block_tables.stride(0),
         NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HEAD_DIM_PADDED=padded, BLOCK_SIZE=block_size,

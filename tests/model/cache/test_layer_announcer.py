@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from twostroke.model.cache.kv_cache import LayerAnnouncer
+from twostroke.model.cache.kv_cache import layer_announcer
 
 
 class Gate:
@@ -30,9 +30,9 @@ def test_layers_are_announced_in_order_however_their_events_come() -> None:
         reached.set()
 
     gates = [Gate() for _ in range(4)]
-    with LayerAnnouncer(on_layer) as announcer:
+    with layer_announcer(on_layer, lambda: None) as announce:
         for layer, gate in enumerate(gates):
-            announcer.announce(layer, gate)
+            announce(layer, gate)
         gates[2].open()
         gates[1].open()
         assert called == []
@@ -45,9 +45,9 @@ def test_layers_are_announced_in_order_however_their_events_come() -> None:
 def announce_two(on_layer: Callable[[int], None], begin: Callable[[], None], error: Exception | None = None) -> None:
     gate = Gate()
     gate.open()
-    with LayerAnnouncer(on_layer, begin) as announcer:
-        announcer.announce(0, gate)
-        announcer.announce(1, gate)
+    with layer_announcer(on_layer, begin) as announce:
+        announce(0, gate)
+        announce(1, gate)
         if error is not None:
             raise error
 

@@ -127,7 +127,6 @@ def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoin
 @pytest.mark.parametrize(
     ("size", "fields", "named"),
     [
-        (3, {}, "3 is none of 1, 2, 4, 8"),
         (8, {}, "4 attention heads"),
         (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, "3 KV heads"),
         (4, {"intermediate_size": 50}, "50 features"),

@@ -1,0 +1,484 @@
+"""Causal attention over the paged cache: of prompt chunks, and of one token a sequence.
+
+Chunks: variable lengths, cached prefixes, grouped query heads.
+
+Decodes: each context is split into segments that run at once. One program reads one segment of one KV group for all the
+query heads that share it; a second kernel merges the segments (split-KV, as in Flash-Decoding: Dao et al. 2023). The
+number of segments is a function of shapes, and each segment's length is found on the device: the grid stays the same
+while contexts grow, so a captured graph stays valid.
+
+q [T, H, D], out [T, H * D] and kv_layer [num_blocks, 2, G, block_size, D] are contiguous. Contexts count this step's
+own tokens, whose KV is in the cache by now; entries of block tables past a context are not read.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.launch import (
+    Architecture,
+    Target,
+    dot_precision,
+    padded_head,
+    power_of_two,
+    softmax_scale_log2,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How one launch is tiled."""
+
+    block_m: int  # rows of a tile: (token, head of the group) pairs
+    block_n: int  # keys a loop step
+    num_warps: int
+    num_stages: int  # depth of the loop's software pipeline
+
+
+# For 16-bit types, by architecture and head dimension; the least sufficient row wins. Chosen from what compiles without
+# spills within the shared memory; predicted, not measured. A load through the block table takes two levels of the
+# pipeline, table entry and then keys, so 3 stages hold one step in use and one in flight on Hopper (5 elsewhere).
+#
+# A tile of M rows does M operations for each byte of keys and values that it loads. At M = 128 an A100's 312 TFLOP/s
+# ask 2.4 TB/s of its second-level cache, which is why M is 128 wherever sums (M D / threads), scores and weights
+# (1.5 M N / threads) fit beside the addresses in 255 registers: at D = 128, N = 64 and 256 threads, 64 + 48. A head of
+# 80 or 96 keeps masks of its padding too, and takes half the keys a step on Ampere.
+_PREFILL: dict[Architecture, tuple[tuple[int, PrefillConfig], ...]] = {
+    Architecture.HOPPER: (
+        (128, PrefillConfig(128, 128, 8, 3)),
+        (256, PrefillConfig(128, 64, 8, 3)),
+    ),
+    Architecture.AMPERE: (
+        (64, PrefillConfig(128, 64, 4, 5)),
+        (96, PrefillConfig(128, 32, 8, 5)),
+        (128, PrefillConfig(128, 64, 8, 5)),
+        (256, PrefillConfig(64, 32, 8, 5)),
+    ),
+    Architecture.SMALL: (
+        (64, PrefillConfig(128, 64, 4, 3)),
+        (128, PrefillConfig(64, 32, 4, 3)),
+        (256, PrefillConfig(32, 32, 4, 3)),
+    ),
+}
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: small tiles, on any GPU.
+_FP32_PREFILL = (
+    (64, PrefillConfig(32, 32, 4, 3)),
+    (128, PrefillConfig(16, 16, 4, 3)),
+    (256, PrefillConfig(16, 16, 4, 3)),
+)
+# Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
+# a step, since half the warps hold half the registers.
+_SHORT_ROWS, _SHORT_WARPS = 64, 4
+
+
+def prefill_config(
+    architecture: Architecture, head_dim: int, dtype: torch.dtype, heads_per_group: int, max_query_len: int
+) -> PrefillConfig:
+    """The table's row for a batch. Raises ValueError for heads wider than the table goes."""
+    for widest, config in _FP32_PREFILL if dtype == torch.float32 else _PREFILL[architecture]:
+        if head_dim <= widest:
+            if max_query_len * heads_per_group <= _SHORT_ROWS < config.block_m:
+                config = replace(config, block_m=_SHORT_ROWS, block_n=config.block_n // 2, num_warps=_SHORT_WARPS)
+            # A tile holds at least all heads of one token.
+            return replace(config, block_m=max(config.block_m, power_of_two(heads_per_group)))
+    raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
+
+
+@triton.jit
+def cached_kv_offsets(
+    block_table,
+    start,
+    context_len,
+    block_stride,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Offsets of the BLOCK_N tokens from position `start` (a multiple of BLOCK_N) on, within one head of K, int64.
+
+    Lanes past the context get the offset of block 0 where MASKED; the caller masks their loads.
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # The tile lies in one block: one scalar look-up, and rows at a constant stride.
+        block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+        offsets = block * block_stride + (start % BLOCK_SIZE + lanes) * HEAD_DIM
+    else:
+        positions = start + lanes
+        entries = block_table + positions // BLOCK_SIZE
+        if MASKED:
+            blocks = tl.load(entries, mask=positions < context_len, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(entries).to(tl.int64)
+        offsets = blocks * block_stride + (positions % BLOCK_SIZE) * HEAD_DIM
+    return offsets
+
+
+@triton.jit
+def attend_tile(
+    q,
+    k_head,
+    block_table,
+    kind_stride,
+    block_stride,
+    start,
+    context_len,
+    positions,
+    scale_log2,
+    best,
+    total,
+    acc,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): keys [start, start + BLOCK_N).
+
+    q [rows, HEAD_DIM_PADDED] with zeros in the padding; `positions` are the rows' own, of which no later key is seen
+    where MASKED. State: `best` the rows' largest score in base-2 units, `total` the sum and `acc` the weighted values
+    relative to it. Every row must have seen a key after its first step, or `best` would stay -inf and give NaN.
+    """
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    keys = start + tl.arange(0, BLOCK_N)
+    offsets = cached_kv_offsets(
+        block_table, start, context_len, block_stride, MASKED, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+    )  # fmt: skip
+    k_at = k_head + offsets[None, :] + dims[:, None]
+    v_at = k_head + kind_stride + offsets[:, None] + dims[None, :]
+    if MASKED:
+        # Slots past the context may hold NaN, which a weight of zero would not silence.
+        k = tl.load(k_at, mask=(keys < context_len)[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        v = tl.load(v_at, mask=(keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM_PADDED != HEAD_DIM:
+        k = tl.load(k_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
+        v = tl.load(v_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if MASKED:
+        visible = (keys[None, :] <= positions[:, None]) & (keys < context_len)[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc=acc * shrink[:, None], input_precision=PRECISION)
+    return new_best, total, acc
+
+
+# The table's width and where slices of the layout start change from step to step: specialised on them, the kernel would
+# be compiled again in the midst of serving.
+@triton.jit(do_not_specialize=["query_starts", "context_lens", "block_tables", "table_stride"])
+def prefill_attention_kernel(
+    q,
+    kv_layer,
+    query_starts,
+    context_lens,
+    block_tables,
+    out,
+    scale_log2,
+    token_stride,
+    out_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
+    table_stride,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group) pairs."""
+    TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_GROUP
+    sequence = tl.program_id(2)
+    group = tl.program_id(1)
+    query_start = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - query_start
+    # The last tile sees the most keys: it starts first, so that no long program is left over at the end.
+    tile = (query_len + TOKENS - 1) // TOKENS - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    context_len = tl.load(context_lens + sequence)
+    block_table = block_tables + sequence.to(tl.int64) * table_stride
+    k_head = kv_layer + group.to(tl.int64) * head_stride
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    tokens = tile * TOKENS + rows // HEADS_PER_GROUP
+    heads = group * HEADS_PER_GROUP + rows % HEADS_PER_GROUP
+    inside = ((rows < TOKENS * HEADS_PER_GROUP) & (tokens < query_len))[:, None] & (dims < HEAD_DIM)[None, :]
+    first = context_len - query_len + tile * TOKENS  # position of the tile's first token
+    positions = context_len - query_len + tokens
+
+    q_tile = tl.load(
+        q + query_start.to(tl.int64) * token_stride
+        + tokens.to(tl.int64)[:, None] * token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=inside,
+        other=0.0,
+    )  # fmt: skip
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+
+    # Whole steps that every row sees need no mask; the rest cross the diagonal or the context's end. Key 0, which every
+    # row sees (those past the query too), is in the first step either way.
+    unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
+    end = tl.minimum(first + TOKENS, context_len)
+    for start in range(0, unmasked_end, BLOCK_N):
+        best, total, acc = attend_tile(
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
+            best, total, acc, False, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for start in range(unmasked_end, end, BLOCK_N):
+        best, total, acc = attend_tile(
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, positions, scale_log2,
+            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
+    tl.store(
+        out + query_start.to(tl.int64) * out_stride
+        + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=inside,
+    )  # fmt: skip
+
+
+def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """(query starts, context lengths, block tables) of the sequences behind the decodes."""
+    first = layout.num_decodes
+    return layout.query_starts[first:], layout.context_lens[first:], layout.block_tables[first:]
+
+
+def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: PrefillConfig) -> None:
+    """`paged_attention` of model/reference.py for the layout's chunks, written to their rows of out."""
+    _, heads, dim = q.shape
+    groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    query_starts, context_lens, block_tables = chunks_of(layout)
+    heads_per_group = heads // groups
+    tiles = triton.cdiv(layout.max_query_len, config.block_m // heads_per_group)
+    prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
+        q, kv_layer, query_starts, context_lens, block_tables, out, softmax_scale_log2(dim),
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], block_tables.stride(0),
+        HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
+        BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How one launch is tiled."""
+
+    block_n: int  # keys a loop step
+    num_warps: int
+    num_stages: int
+    num_segments: int  # at most MOST_SEGMENTS; 1 writes the result without the merging kernel
+
+
+# For 16-bit types, by architecture and padded head dimension; the least sufficient row wins: keys a step, warps,
+# stages. Predicted, not measured: a key is multiplied by the queries of one group only, some 4 operations a byte, so
+# what counts are bytes in flight. Each two stages past the third keep one more step of keys and values (32 KiB on
+# Hopper, 16 on Ampere) in flight, as the table's entries take a level of the pipeline; two programs of 104 and 54 KiB
+# fit a multiprocessor: 2 x 2 x 32 KiB in flight beside what is in use. An H100 needs 3.35 TB/s x 0.7 us / 132 = 18 KiB
+# for its bandwidth, an A100 13: several times that, since loads come in bursts.
+_DECODE: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
+    Architecture.HOPPER: ((64, (128, 4, 7)), (128, (64, 4, 7)), (256, (32, 4, 7))),
+    Architecture.AMPERE: ((64, (64, 4, 7)), (128, (32, 4, 7)), (256, (32, 4, 5))),
+    Architecture.SMALL: ((64, (64, 4, 5)), (128, (32, 4, 5)), (256, (16, 4, 5))),
+}
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
+_FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_MOST_WAVES = 4  # of programs; more segments would even out little more, and each starts with a wait for memory
+_NEARLY = 1.05  # as good as the best, if it takes fewer segments
+MOST_SEGMENTS = 128
+_LEAST_SEGMENT_STEPS = 2  # a shorter segment costs more in the merge than it saves
+_MERGE_SEGMENTS = 16  # segments a step of the merging kernel
+
+
+def decode_config(
+    target: Target, head_dim: int, dtype: torch.dtype, groups: int, num_sequences: int, max_context_len: int
+) -> DecodeConfig:
+    """The table's row for a batch, and the number of segments. Raises ValueError for too wide heads."""
+    table = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
+    for widest, (block_n, warps, stages) in table:
+        if head_dim <= widest:
+            at_once = target.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+            useful = min(max_context_len // (block_n * _LEAST_SEGMENT_STEPS), MOST_SEGMENTS)
+            return DecodeConfig(block_n, warps, stages, _num_segments(num_sequences * groups, at_once, useful))
+    raise ValueError(f"head_dim {head_dim} in {dtype} is wider than the attention kernels go")
+
+
+def _num_segments(programs: int, at_once: int, useful: int) -> int:
+    """How far to split contexts, at most `useful`: the fewest segments that take nearly the least time.
+
+    `programs` run for each segment, `at_once` in a wave. Waves follow each other, and each takes the time of a segment:
+    320 programs on 264 places would take two whole contexts' time, while split by 3 they take 4 waves of a third.
+    """
+    candidates = range(1, max(1, min(useful, at_once * _MOST_WAVES // programs)) + 1)
+    times = {segments: math.ceil(programs * segments / at_once) / segments for segments in candidates}
+    enough = min(times.values()) * _NEARLY
+    return next(segments for segments, time in times.items() if time <= enough)
+
+
+@triton.jit
+def segment_len(context_len, num_segments, BLOCK_N: tl.constexpr):
+    """Keys of a segment: whole steps, the same for all segments of a sequence; at least one step."""
+    per_segment = (context_len + num_segments - 1) // num_segments
+    return tl.maximum((per_segment + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
+
+
+# As for prefill: nothing that changes from step to step, nor the number of segments, may cause a compilation.
+@triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride"])
+def decode_attention_kernel(
+    q,
+    kv_layer,
+    context_lens,
+    block_tables,
+    out,
+    partial_out,
+    partial_log_sums,
+    scale_log2,
+    token_stride,
+    out_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a KV group, a segment and a sequence; its rows are the group's heads.
+
+    Without SPLIT there is one segment, and the result goes to out. With it, the segment's own softmax average goes to
+    partial_out [B, H, segments, D] and the base-2 logarithm of its sum to partial_log_sums [B, H, segments]; segments
+    past the context write neither.
+    """
+    group = tl.program_id(0)
+    segment = tl.program_id(1)
+    num_segments = tl.num_programs(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens + sequence)
+    length = segment_len(context_len, num_segments, BLOCK_N)
+    begin = segment * length
+    if SPLIT and begin >= context_len:
+        return
+    end = tl.minimum(begin + length, context_len)
+    block_table = block_tables + sequence * table_stride
+    k_head = kv_layer + group.to(tl.int64) * head_stride
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    heads = group * HEADS_PER_GROUP + rows
+    inside = (rows < HEADS_PER_GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_token = heads[:, None] * HEAD_DIM + dims[None, :]
+    q_tile = tl.load(q + sequence * token_stride + in_token, mask=inside, other=0.0)
+    last = tl.zeros([BLOCK_M], tl.int32) + context_len
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
+    for start in range(begin, end, BLOCK_N):
+        best, total, acc = attend_tile(
+            q_tile, k_head, block_table, kind_stride, block_stride, start, context_len, last, scale_log2,
+            best, total, acc, True, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    # An empty context (a padding row of a captured graph) gives zeros.
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if SPLIT:
+        partial = (sequence * NUM_HEADS + heads) * num_segments + segment
+        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+        tl.store(partial_log_sums + partial, best + tl.log2(total), mask=rows < HEADS_PER_GROUP)
+    else:
+        tl.store(out + sequence * out_stride + in_token, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["context_lens", "num_segments"])
+def merge_segments_kernel(
+    partial_out,
+    partial_log_sums,
+    context_lens,
+    out,
+    out_stride,
+    num_segments,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MOST_SEGMENTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One program a head and a sequence: the segments' averages, weighted by their sums, to out [B, H * D]."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    context_len = tl.load(context_lens + sequence)
+    length = segment_len(context_len, num_segments, BLOCK_N)
+    used = (context_len + length - 1) // length
+    partial = (sequence * NUM_HEADS + head) * num_segments
+    segments = tl.arange(0, MOST_SEGMENTS)
+    log_sums = tl.load(partial_log_sums + partial + segments, mask=segments < used, other=float("-inf"))
+    # Without any segment the maximum is -inf; a finite stand-in makes all weights 0 instead of NaN.
+    best = tl.maximum(tl.max(log_sums, axis=0), -1.0e30)
+    total = tl.sum(tl.exp2(log_sums - best), axis=0)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    real = dims < HEAD_DIM
+    acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
+    for first in range(0, used, STEP):
+        some = first + tl.arange(0, STEP)
+        weights = tl.exp2(tl.load(partial_log_sums + partial + some, mask=some < used, other=float("-inf")) - best)
+        values = tl.load(
+            partial_out + (partial + some)[:, None] * HEAD_DIM + dims[None, :],
+            mask=(some < used)[:, None] & real[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(weights[:, None] * values, axis=0)
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + sequence * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=real)
+
+
+def decode_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor, config: DecodeConfig) -> None:
+    """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
+    _, heads, dim = q.shape
+    groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    sequences, segments = layout.num_decodes, config.num_segments
+    heads_per_group = heads // groups
+    if segments > 1:
+        partial_out = torch.empty((sequences, heads, segments, dim), dtype=torch.float32, device=q.device)
+        partial_log_sums = torch.empty((sequences, heads, segments), dtype=torch.float32, device=q.device)
+    else:
+        partial_out = partial_log_sums = out  # not touched
+    decode_attention_kernel[(groups, segments, sequences)](
+        q, kv_layer, layout.context_lens, layout.block_tables, out, partial_out, partial_log_sums,
+        softmax_scale_log2(dim),
+        q.stride(0), out.stride(0), *kv_layer.stride()[:3], layout.block_tables.stride(0),
+        NUM_HEADS=heads, HEADS_PER_GROUP=heads_per_group, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim),
+        BLOCK_SIZE=block_size, BLOCK_M=max(16, power_of_two(heads_per_group)), BLOCK_N=config.block_n,
+        SPLIT=segments > 1, PRECISION=dot_precision(q.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if segments > 1:
+        merge_segments_kernel[(heads, sequences)](
+            partial_out, partial_log_sums, layout.context_lens, out, out.stride(0), segments,
+            NUM_HEADS=heads, HEAD_DIM=dim, HEAD_DIM_PADDED=padded_head(dim), BLOCK_N=config.block_n,
+            MOST_SEGMENTS=MOST_SEGMENTS, STEP=_MERGE_SEGMENTS, num_warps=4,
+        )  # fmt: skip

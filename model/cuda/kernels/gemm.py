@@ -1,0 +1,428 @@
+"""Projections y = x W^T + b whose weights are read at the speed of the memory, or widened where they are multiplied.
+
+The weight is the left operand of the matrix instruction, whose 16 or 64 rows it fills; the tokens are its columns, of
+which as few as 8 are allowed. So one token costs no more instructions than eight. A weight in eight or four bits may
+come from registers there: a program loads bytes, widens them in registers, and multiplies them from there.
+
+One kernel serves decode steps (a tile for all tokens, columns split) and, with quantised weights, prompts (many tiles
+of tokens). Weights that are not quantised are for 64 tokens at most: of more, cuBLAS is hard to beat.
+
+Split-K with one result: several programs share the columns of a tile, and the last to arrive adds up their sums.
+
+A decode step's projections are bound by memory: each weight is read once and multiplied by a few tokens. What counts is
+that every multiprocessor reads the same share, and keeps enough bytes on their way. By Little's law those are bandwidth
+x latency: about 3.35 TB/s x 0.7 us / 132 = 18 KB a multiprocessor on an H100, 4.8 x 0.7 / 132 = 26 KB on an H200,
+2.0 x 0.6 / 108 = 11 KB on an A100; the launch tables keep 1.5 to 4 times that.
+
+A projection with few rows has too few tiles for that, so its columns are split. Which program comes last differs from
+run to run, but it adds the sums of all from memory in the order of the columns: the result does not depend on it, and
+no second kernel is launched.
+
+Quantised weights as the kernel reads them: bytes without a sign, and four bits two to a byte.
+
+int8: the byte of a value v is v + 128. int4: columns go in blocks of 128, which are two groups that share a scale; byte
+j of a block holds column j in its low half and column 64 + j in its high one, each as v + 8. So the low halves of a
+tile of bytes are one group's columns in order, and the high ones the next group's: unpacking moves nothing between
+threads, and each half has one scale a row. The high half is used where it stands, as 16 times its value: the scales of
+those groups are a sixteenth.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from twostroke.model.checkpoint.quantization import INT4_GROUP, QuantizedWeight
+from twostroke.model.cuda.kernels.launch import Architecture, Target, dot_precision
+
+Bits = Literal[16, 8, 4]
+"""Of a weight: 16 for any float type, fp32 too."""
+
+BYTE_ZERO = 128  # what stands for 0
+NIBBLE_ZERO = 8
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the kernels' form."""
+
+    packed: Tensor  # [out, in] as it was; uint8 [out, in] of eight bits; [out, 64 * blocks of 128 columns] of four
+    # fp32 [out] of eight bits; bf16 [2 * blocks, out] of four, each odd one a sixteenth of its group's; else not read
+    scales: Tensor
+    rows: int
+    columns: int
+    bits: Bits
+
+
+def pack(weight: Tensor | QuantizedWeight) -> PackedWeight:
+    """What is not quantised is kept, and not copied if contiguous. The last block of int4 ends with zeros of scale 0.
+
+    Raises ValueError for other groups than a row of int8 and INT4_GROUP columns of int4, and for scales of int4 that
+    are no bf16 numbers.
+    """
+    if isinstance(weight, Tensor):
+        weight = weight.contiguous()
+        return PackedWeight(weight, weight, weight.shape[0], weight.shape[1], 16)
+    rows, columns = weight.values.shape
+    if weight.bits == 8:
+        if weight.scales.shape[1] != 1:
+            raise ValueError(f"int8 kernels take one scale a row, not {weight.scales.shape[1]}")
+        return PackedWeight(_unsigned(weight.values, BYTE_ZERO), weight.scales[:, 0].contiguous(), rows, columns, 8)
+    if weight.group_size != INT4_GROUP and weight.scales.shape[1] > 1:
+        raise ValueError(f"int4 kernels take groups of {INT4_GROUP} columns, not {weight.group_size}")
+    if not torch.equal(weight.scales, weight.scales.bfloat16().float()):
+        raise ValueError("int4 kernels take scales that bf16 can hold")
+    nibbles = functional.pad(_unsigned(weight.values, NIBBLE_ZERO), (0, -columns % (2 * INT4_GROUP)), value=NIBBLE_ZERO)
+    low, high = nibbles.view(rows, -1, 2, INT4_GROUP).unbind(2)
+    packed = (low | (high << 4)).view(rows, -1)
+    groups = 2 * packed.shape[1] // INT4_GROUP
+    scales = functional.pad(weight.scales, (0, groups - weight.scales.shape[1])).T.contiguous()
+    scales[1::2] /= 16
+    return PackedWeight(packed, scales.bfloat16(), rows, columns, 4)
+
+
+def unpack(weight: PackedWeight) -> Tensor:
+    """The weights that are computed with, fp32 [out, in]: the reference of the kernels that read them."""
+    if weight.bits == 16:
+        return weight.packed.float()
+    if weight.bits == 8:
+        return (weight.packed.float() - BYTE_ZERO) * weight.scales[:, None]
+    blocks = weight.packed.view(weight.rows, -1, 1, INT4_GROUP)
+    values = torch.cat((blocks & 15, blocks >> 4), dim=2).float() - NIBBLE_ZERO
+    values[:, :, 1] *= 16
+    return (values * weight.scales.T.float().view(weight.rows, -1, 2, 1)).view(weight.rows, -1)[:, : weight.columns]
+
+
+def _unsigned(values: Tensor, zero: int) -> Tensor:
+    return (values.to(torch.int16) + zero).to(torch.uint8).contiguous()
+
+
+MOST_TOKENS = 64  # of a launch that splits
+_SPLITS = (1, 2, 4, 8)
+_CAPACITY = 1 << 22  # fp32 sums that the workspace holds, 16 MiB
+_LEAST_ROWS = 16  # of a tile
+# The last program's way: its own sum written, counted, all sums read again; 1.5 us. A multiprocessor reads as much of
+# the weights meanwhile.
+_MERGE_BYTES = 40_000
+
+
+class SplitWorkspace:
+    """What programs of one launch leave for one another: sums, and how many have come. For one stream at a time.
+
+    It is never resized, so that a captured graph can go on using it; and counters are zero again after each launch.
+    """
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.empty(_CAPACITY, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(_CAPACITY // (2 * MOST_TOKENS * _LEAST_ROWS), dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How one launch is tiled. A program computes y^T [block_n, block_t] in steps of block_k columns of the weight."""
+
+    block_t: int  # tokens
+    block_n: int  # rows of the weight
+    block_k: int
+    num_warps: int
+    num_stages: int  # steps in shared memory, the one in use included
+    seats: int = 1  # programs that a multiprocessor should run at once, so that one's waiting is another's reading
+    splits: int = 1  # programs that share a tile's columns
+
+
+@cache
+def with_splits(config: GemmConfig, target: Target, rows: int, columns: int, row_bytes: int) -> GemmConfig:
+    """The config with as many splits as make the busiest multiprocessor's bytes the fewest.
+
+    Those are its programs' shares of the weight [rows, columns], their sums written and read again, and what the
+    merging costs it. The number of tokens does not count, only the tile's: a launch serves any that fit.
+    """
+    steps = -(-columns // config.block_k)
+
+    def busiest(splits: int) -> float:
+        programs = -(-rows // config.block_n) * splits
+        programs = max(config.seats, -(-programs // target.multiprocessors))  # an empty seat is as bad as a busy one
+        share = config.block_n * row_bytes * -(-steps // splits) / steps
+        if splits == 1:
+            return programs * share
+        return programs * (share + 2 * 4 * config.block_n * config.block_t) + _MERGE_BYTES
+
+    # Every program gets a step, and all sums fit into the workspace.
+    most = max(1, min(steps, _CAPACITY // (MOST_TOKENS * rows)))
+    return replace(config, splits=min((splits for splits in _SPLITS if splits <= most), key=busiest))
+
+
+# For 16-bit types, by architecture and the weight's bits; the first row with room for the tokens wins, or the last.
+#
+# 16 bits, up to 16 tokens: tiles of 16 rows. out = 4096 gives 256 of them, which is balanced (two on nearly each of
+# 132) without a split. From there on x counts: each tile reads it again, from the second-level cache, which gives about
+# twice the memory's bandwidth; so x may be half of a tile's bytes at most. In flight on a Hopper multiprocessor, two
+# steps fewer than there are stages: 2 programs x 6 x 4 KiB = 48 KiB, 2 x 2 x 16 = 64, 2 x 32 = 64.
+#
+# 8 and 4 bits, likewise: with up to 16 tokens 2 programs x 4 x 8 KiB of int8 = 64 KiB, or 2 x 5 x 4 KiB of int4 = 40.
+# Tiles of many tokens spread the widening, three to five instructions a weight, over as many tokens as the registers
+# hold sums for.
+_CONFIGS: dict[tuple[Architecture, Bits], tuple[GemmConfig, ...]] = {
+    (Architecture.HOPPER, 16): (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=8, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 128, num_warps=8, num_stages=4),
+    ),
+    (Architecture.HOPPER, 8): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+        GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.HOPPER, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=7, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+        GemmConfig(256, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.AMPERE, 16): (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 64, num_warps=8, num_stages=6),
+    ),
+    (Architecture.AMPERE, 8): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.AMPERE, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.SMALL, 16): (
+        GemmConfig(16, 16, 128, num_warps=1, num_stages=5, seats=2),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 128, 64, num_warps=8, num_stages=4),
+    ),
+    (Architecture.SMALL, 8): (
+        GemmConfig(16, 64, 64, num_warps=4, num_stages=6, seats=2),
+        GemmConfig(32, 64, 64, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(64, 64, 64, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(128, 128, 32, num_warps=8, num_stages=4),
+    ),
+    (Architecture.SMALL, 4): (
+        GemmConfig(16, 64, 128, num_warps=4, num_stages=5, seats=2),
+        GemmConfig(32, 64, 128, num_warps=4, num_stages=4, seats=2),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=3, seats=2),
+        GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
+    ),
+}
+# fp32 multiplies on the ordinary lanes, whose operands live in registers: small steps, on any GPU.
+_FP32_CONFIGS = (
+    GemmConfig(16, 16, 64, num_warps=2, num_stages=4),
+    GemmConfig(32, 32, 32, num_warps=4, num_stages=4),
+    GemmConfig(64, 64, 16, num_warps=8, num_stages=4),
+)
+_FP32_QUANT_CONFIGS = (
+    GemmConfig(16, 16, 128, num_warps=4, num_stages=3),
+    GemmConfig(32, 16, 128, num_warps=4, num_stages=2),
+)
+
+
+def gemm_config(target: Target, dtype: torch.dtype, bits: Bits, num_tokens: int, rows: int, columns: int) -> GemmConfig:
+    """The table's row for any number of tokens, of 16 bits for 1 to MOST_TOKENS, and the splits for a weight."""
+    table = _CONFIGS[target.architecture, bits]
+    if dtype == torch.float32:
+        table = _FP32_CONFIGS if bits == 16 else _FP32_QUANT_CONFIGS
+    config = next((config for config in table if num_tokens <= config.block_t), table[-1])
+    if num_tokens > MOST_TOKENS:
+        return config
+    return with_splits(config, target, rows, columns, columns * (dtype.itemsize * 8 if bits == 16 else bits) // 8)
+
+
+def linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x [T, in] -> [T, out]: summed in fp32, rounded once to out_dtype."""
+    y = x.float() @ unpack(weight).T
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+_BYTE_ZERO = tl.constexpr(BYTE_ZERO)
+_NIBBLE_ZERO = tl.constexpr(NIBBLE_ZERO)
+_MOST_TOKENS = tl.constexpr(MOST_TOKENS)
+_TILES_TOGETHER = tl.constexpr(8)  # of tokens, beside one another, so that they find a tile of the weight in the cache
+
+
+@triton.jit
+def widen(unsigned, MASK: tl.constexpr, ZERO: tl.constexpr):
+    """uint8 -> fp32 `(unsigned & MASK) - ZERO`, exact: as the low bits of 2^23 it is a float already.
+
+    Conversion instructions run at a fraction of an addition's rate, and would bound a decode step.
+    """
+    return ((unsigned.to(tl.uint32) & MASK) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def load_x(x_rows, real, columns, num_columns, WHOLE_STEPS: tl.constexpr):
+    """x^T at `columns` [columns, tokens], zeros for tokens that are not real and columns past the end."""
+    if WHOLE_STEPS:
+        return tl.load(x_rows + columns[:, None], mask=real, other=0.0)
+    else:
+        return tl.load(x_rows + columns[:, None], mask=real & (columns < num_columns)[:, None], other=0.0)
+
+
+# The number of tokens changes from step to step: specialised on it, the kernel would be compiled again while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
+def gemm_kernel(
+    x,
+    weight,
+    scales,
+    bias,
+    y,
+    sums,
+    arrived,
+    num_tokens,
+    num_rows,
+    num_columns,
+    BITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):
+    """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
+
+    WHOLE_STEPS: the columns are a multiple of BLOCK_K, or of four bits of a block. Rows of a tile past the weight's
+    read its last row, and their results are dropped. In eight bits, a row's scale is applied to its sums.
+
+    In four bits a step is BLOCK_K / 2 bytes, half of its columns of each of a block's two scale groups. Where tokens
+    are few, each half is multiplied for itself, and its sums by the row's scale: less work than to scale its weights.
+    Else the scaled weights of both halves are multiplied at once.
+    """
+    split = tl.program_id(0)
+    if BITS == 16:  # of no more tokens than one tile has
+        token_tile, tile = 0, tl.program_id(1)
+    else:
+        row_tiles = tl.cdiv(num_rows, BLOCK_N)
+        token_tiles = tl.cdiv(num_tokens, BLOCK_T)
+        program = tl.program_id(1)
+        token_tile, tile = tl.swizzle2d(
+            program // row_tiles, program % row_tiles, token_tiles, row_tiles, _TILES_TOGETHER
+        )
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    real_rows = tl.minimum(rows, num_rows - 1)
+    real = (tokens < num_tokens)[None, :]
+    x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+
+    if BITS == 4:
+        BYTES: tl.constexpr = BLOCK_K // 2
+        STEPS: tl.constexpr = SCALE_GROUP // BYTES  # a block's
+        lanes = tl.arange(0, BYTES)
+        blocks = tl.cdiv(num_columns, 2 * SCALE_GROUP)
+        steps = tl.cdiv(blocks * STEPS, SPLITS)
+        begin = split * steps
+        end = tl.minimum(begin + steps, blocks * STEPS)
+        weight_at = weight + real_rows.to(tl.int64)[:, None] * (blocks * SCALE_GROUP) + lanes[None, :]
+        following = scales + 2 * tl.minimum(begin // STEPS, blocks - 1) * num_rows + real_rows
+        next_low = tl.load(following)
+        next_high = tl.load(following + num_rows)
+        for step in range(begin, end):
+            both = tl.load(weight_at + step * BYTES)
+            # The compiler reads weights and x steps ahead, but not what is two bytes wide.
+            low_scale, high_scale = next_low[:, None].to(tl.float32), next_high[:, None].to(tl.float32)
+            following = scales + 2 * tl.minimum((step + 1) // STEPS, blocks - 1) * num_rows + real_rows
+            next_low = tl.load(following)
+            next_high = tl.load(following + num_rows)
+            low, high = widen(both, 0x0F, _NIBBLE_ZERO), widen(both, 0xF0, 16 * _NIBBLE_ZERO)
+            first = step // STEPS * 2 * SCALE_GROUP + step % STEPS * BYTES
+            if BLOCK_T <= _MOST_TOKENS:
+                low_x = load_x(x_rows, real, first + lanes, num_columns, WHOLE_STEPS)
+                acc += tl.dot(low.to(low_x.dtype), low_x, input_precision=PRECISION) * low_scale
+                high_x = load_x(x_rows, real, first + SCALE_GROUP + lanes, num_columns, WHOLE_STEPS)
+                acc += tl.dot(high.to(high_x.dtype), high_x, input_precision=PRECISION) * high_scale
+            else:
+                both_lanes = tl.arange(0, BLOCK_K)
+                columns = first + both_lanes // BYTES * SCALE_GROUP + both_lanes % BYTES
+                x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
+                # [rows, BYTES, 2] -> [rows, BLOCK_K], one half after the other: no more than other names for registers.
+                w = tl.join((low * low_scale).to(x_tile.dtype), (high * high_scale).to(x_tile.dtype))
+                w = w.permute(0, 2, 1).reshape(BLOCK_N, BLOCK_K)
+                acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
+    else:
+        steps = tl.cdiv(tl.cdiv(num_columns, BLOCK_K), SPLITS)
+        begin = split * steps * BLOCK_K
+        end = tl.minimum(begin + steps * BLOCK_K, num_columns)
+        weight_at = weight + real_rows.to(tl.int64)[:, None] * num_columns
+        for start in range(begin, end, BLOCK_K):
+            columns = start + tl.arange(0, BLOCK_K)
+            if WHOLE_STEPS:
+                w = tl.load(weight_at + columns[None, :])
+            else:
+                w = tl.load(weight_at + columns[None, :], mask=(columns < num_columns)[None, :], other=0)
+            x_tile = load_x(x_rows, real, columns, num_columns, WHOLE_STEPS)
+            if BITS == 8:
+                w = widen(w, 0xFF, _BYTE_ZERO).to(x_tile.dtype)
+            acc = tl.dot(w, x_tile, acc=acc, input_precision=PRECISION)
+        if BITS == 8:
+            acc *= tl.load(scales + real_rows)[:, None]
+
+    # y[tokens, rows] = bias[rows] + the sum over all splits of acc [rows, tokens], in the order of the splits.
+    inside = (rows < num_rows)[:, None] & real
+    at = tokens.to(tl.int64)[None, :] * num_rows + rows[:, None]
+    mine = True
+    if SPLITS > 1:
+        in_split = num_tokens.to(tl.int64) * num_rows
+        tl.store(sums + split * in_split + at, acc, mask=inside)
+        tl.debug_barrier()  # all threads' sums are written before the program is counted
+        mine = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if mine:
+            acc = tl.zeros_like(acc)
+            AT_ONCE: tl.constexpr = 4 if SPLITS > 4 else SPLITS  # on their way to registers, of which more would spill
+            for first in range(0, SPLITS, AT_ONCE):
+                for other in tl.static_range(AT_ONCE):
+                    # From the second-level cache: nothing else has seen the others' sums.
+                    sum_at = sums + (first + other) * in_split + at
+                    acc += tl.load(sum_at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+    if mine:
+        if HAS_BIAS:
+            acc += tl.load(bias + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[:, None]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
+
+
+def gemm(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    workspace: SplitWorkspace,
+    config: GemmConfig,
+) -> Tensor:
+    """`linear_reference` on the GPU. Returns a new tensor.
+
+    With splits for no more tokens than MOST_TOKENS, and with weights of 16 bits for no more than config.block_t.
+    x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
+    """
+    tokens, columns = x.shape
+    rows = weight.rows
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+    if tokens and rows:
+        gemm_kernel[(config.splits, triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, config.block_t))](
+            x, weight.packed, weight.scales, x if bias is None else bias, y, workspace.sums, workspace.arrived,
+            tokens, rows, columns,
+            BITS=weight.bits, BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            SPLITS=config.splits, WHOLE_STEPS=columns % (2 * INT4_GROUP if weight.bits == 4 else config.block_k) == 0,
+            HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype), SCALE_GROUP=INT4_GROUP,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return y
