@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
-from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports import cuda_ipc
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
