@@ -104,7 +104,7 @@ def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: flo
         return None
     if arguments.tpot_ms is not None:
         return float(arguments.tpot_ms) / 1e3
-    bounds = StepBudget.of(_config(arguments), lambda: costs)
+    bounds = StepBudget(_config(arguments), lambda: costs)
     return None if costs is None else bounds.stall_s(costs, alone_s)
 
 

@@ -25,7 +25,6 @@ from twostroke.protocol.network import Connection, Handler, Listener
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.worker_channel import ChannelListener
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser
@@ -212,12 +211,6 @@ class _Channels(TokenChannels):
     def __init__(self) -> None:
         super().__init__(network=_NoNetwork(), peer=Peer("router", 1), clock=time.monotonic)
         self._told: dict[Peer, WorkerStats] = {}
-        self._ears: ChannelListener | None = None
-
-    def listen(self, listener: ChannelListener) -> None:
-        """As TokenChannels.listen."""
-        self._ears = listener
-        super().listen(listener)
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
         """Nobody is to be reached."""
@@ -232,13 +225,12 @@ class _Channels(TokenChannels):
     def tell(self, worker: Peer, stats: WorkerStats) -> None:
         """As if the worker had sent these numbers."""
         self._told[worker] = stats
-        if self._ears is not None:
-            self._ears.told(worker, stats)
+        self.listener.told(worker, stats)
 
     def tell_blocks(self, worker: Peer, held: BlocksHeld) -> None:
         """As if the worker had sent these names."""
-        if self._ears is not None and self._ears.blocks is not None:
-            self._ears.blocks(worker, held)
+        if self.listener.blocks is not None:
+            self.listener.blocks(worker, held)
 
 
 class _NoNetwork:

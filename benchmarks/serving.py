@@ -1,26 +1,18 @@
 """`twostroke bench serving`: many concurrent streams through the whole path, from HTTP to HTTP.
 
 Rates and latencies are wall time, which whatever else runs on the machine takes away from, and CPU time grows by half
-and more while neighbours use the same caches, memory and clock. The number of instructions hardly changes. So where the
-processor lets them be counted (Linux only), what a token costs each group of processes can be compared on a busy
-machine, too.
+and more while neighbours use the same caches, memory and clock: compare figures of one hour only, in turns.
 """
 
 import argparse
 import asyncio
-import contextlib
-import ctypes
-import errno
 import itertools
 import os
-import platform
 import random
 import statistics
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from twostroke.benchmarks.clients import (
@@ -93,20 +85,16 @@ async def measure(url: str, load: Load, processes: Sequence[int] | None) -> dict
         for group, titles in TITLES.items()
     }
     groups["client"] = [os.getpid()]
-    with counting(groups) as instructions:
-        before = {group: cpu_seconds(pids) for group, pids in groups.items()}
-        began = time.perf_counter()
-        results = await _send_all(url, load)
-        wall_s = time.perf_counter() - began
-        cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
-        executed = instructions() if instructions is not None else {}
+    before = {group: cpu_seconds(pids) for group, pids in groups.items()}
+    began = time.perf_counter()
+    results = await _send_all(url, load)
+    wall_s = time.perf_counter() - began
+    cpu_s = {group: cpu_seconds(pids) - before[group] for group, pids in groups.items()}
     figures = summarise(results, load, wall_s)
     tokens = max(1, figures["output_tokens"])
     figures["cores_busy"] = sum(cpu_s.values()) / wall_s
     for group, used_s in cpu_s.items():
         figures[f"{group}_cpu_us_per_token"] = used_s / tokens * 1e6
-    for group, count in executed.items():
-        figures[f"{group}_instructions_per_token"] = count / tokens
     figures["freed_after_disconnect_s"] = await freed_after_disconnect(url, load)
     figures["owned_blocks_after"] = await owned_blocks_when_settled(url)
     return figures
@@ -188,65 +176,3 @@ async def _send_all(url: str, load: Load) -> list[Exchange]:
         for _ in range(load.requests)
     ]
     return [exchange for _, exchange in await send_in_turn(url, bodies, load.concurrency)]
-
-
-_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
-_ATTRIBUTE_BYTES = 128
-_HARDWARE, _INSTRUCTIONS = 0, 1
-_FLAGS_AT, _INHERIT, _WITHOUT_HYPERVISOR = 40, 1 << 1, 1 << 6
-
-
-@contextlib.contextmanager
-def counting(groups: Mapping[str, Iterable[int]]) -> Iterator[Callable[[], dict[str, int]] | None]:
-    """Count the instructions of groups of process ids from now on, those of threads that they begin and the kernel's
-    work for them included. Yields what tells the counts so far; None where this machine, or its kernel, lets nobody
-    count."""
-    opened: dict[str, list[int]] = {}
-
-    def so_far() -> dict[str, int]:
-        return {
-            group: sum(struct.unpack("Q", os.read(counter, 8))[0] for counter in counters)
-            for group, counters in opened.items()
-        }
-
-    try:
-        for group, pids in groups.items():
-            opened[group] = []
-            for thread in itertools.chain.from_iterable(map(_threads, pids)):
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                    opened[group].append(_open_counter(thread))
-        yield so_far
-    except _NotCounted:
-        yield None
-    finally:
-        for counter in itertools.chain.from_iterable(opened.values()):
-            os.close(counter)
-
-
-class _NotCounted(Exception):
-    """There is no such counter here, or it is not for us."""
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-
-
-def _open_counter(thread: int) -> int:
-    number = _PERF_EVENT_OPEN.get(platform.machine())
-    if number is None:
-        raise _NotCounted
-    attributes = bytearray(_ATTRIBUTE_BYTES)
-    struct.pack_into("IIQ", attributes, 0, _HARDWARE, _ATTRIBUTE_BYTES, _INSTRUCTIONS)
-    struct.pack_into("Q", attributes, _FLAGS_AT, _INHERIT | _WITHOUT_HYPERVISOR)
-    library = ctypes.CDLL(None, use_errno=True)
-    library.syscall.restype = ctypes.c_long
-    buffer = (ctypes.c_char * _ATTRIBUTE_BYTES).from_buffer(attributes)
-    counter = library.syscall(ctypes.c_long(number), buffer, thread, -1, -1, ctypes.c_ulong(0))
-    if counter >= 0:
-        return int(counter)
-    if ctypes.get_errno() == errno.ESRCH:
-        raise ProcessLookupError
-    raise _NotCounted

@@ -20,8 +20,7 @@ import msgspec
 
 from twostroke.cluster.config.sections import ModelSection, TransportChoice, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.worker_parts import load_parts
-from twostroke.cluster.ranks.rank_process import start_processes
+from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
@@ -312,10 +311,9 @@ async def serve(settings: Settings) -> None:
         network,
         secret,
         host=HOST,
-        start_ranks=start_processes,
     )
-    engine = NotingEngine(parts.engine)
-    equipment = replace(parts.equipment(peer, network), engine=engine)
+    engine = NotingEngine(parts.equipment.engine)
+    equipment = replace(parts.equipment, engine=engine)
     worker = PrefillWorker(config, equipment) if isinstance(config, PrefillConfig) else DecodeWorker(config, equipment)
     calls: set[asyncio.Task[None]] = set()
     try:

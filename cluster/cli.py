@@ -16,14 +16,8 @@ _COMMANDS = {
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
     "config": ("cluster.commands.configuration:config", "tell of the configuration file"),
     "key": ("cluster.commands.configuration:key", "make an API key"),
-    "cluster-demo": (
-        "tools.nodes.demo",
-        "start a cluster on this machine, kill a node under load, see it heal",
-    ),
-    "await": (
-        "cluster.commands.application:await",
-        "wait until an application that `serve deploy` has taken runs",
-    ),
+    "cluster-demo": ("tools.nodes.demo", "start a cluster on this machine, kill a node under load, see it heal"),
+    "await": ("cluster.commands.application:await", "wait until an application that `serve deploy` has taken runs"),
     "drain": (
         "cluster.commands.application:drain",
         "let the answers of a cluster's routers end, before `serve shutdown`",
@@ -32,44 +26,45 @@ _COMMANDS = {
         "cluster.commands.doctor",
         "try every link that KV takes in a running server, and say what is missing",
     ),
-}
-_BENCHES = {
-    "engine": ("benchmarks.engine", "prefill and decode speed of the engine, against this machine's limits"),
-    "gpu": (
+    "bench engine": ("benchmarks.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "bench gpu": (
         "benchmarks.gpu.command",
         "the engine on one CUDA device, against its limits and torch's own kernels",
     ),
-    "accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
-    "transfer": (
+    "bench accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "bench transfer": (
         "benchmarks.transfer",
         "KV transfer against the machine's limits, and what a request feels of it",
     ),
-    "routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
-    "serving": ("benchmarks.serving", "many concurrent streams through the whole path"),
-    "interference": (
+    "bench routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
+    "bench serving": ("benchmarks.serving", "many concurrent streams through the whole path"),
+    "bench interference": (
         "benchmarks.interference",
         "what running streams feel of a long prompt on the same worker",
     ),
-    "autoscaling": (
+    "bench autoscaling": (
         "benchmarks.autoscaling",
         "whether workers follow a load that rises fourfold and falls again",
     ),
-    "overload": (
+    "bench overload": (
         "benchmarks.overload",
         "what becomes of promises at five times the load that the server can take",
     ),
-    "peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
-}
-
-_LOADTESTS = {
-    "run": ("loadtests.commands.run", "one run at one load, and its report"),
-    "sweep": ("loadtests.commands.sweep", "find the highest rate at which the SLO still holds"),
-    "compare": ("loadtests.commands.compare", "put reports side by side"),
-    "report": ("loadtests.commands.report", "make the reports of runs and sweeps again"),
-    "selfcheck": (
-        "loadtests.selfcheck.checks",
+    "bench peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
+    "loadtest run": ("loadtests.commands.measure:run", "one run at one load, and its report"),
+    "loadtest sweep": ("loadtests.commands.measure:sweep", "find the highest rate at which the SLO still holds"),
+    "loadtest compare": ("loadtests.commands.compare", "put reports side by side"),
+    "loadtest report": ("loadtests.commands.measure:report", "make the reports of runs and sweeps again"),
+    "loadtest selfcheck": (
+        "loadtests.selfcheck",
         "try the load generator against a server with known timings",
     ),
+}
+"""By how they are called: the module, or `module:command` of several in one, and the help's line."""
+
+_GROUPS = {
+    "bench": "measure; the last line is one JSON object",
+    "loadtest": "send load to a server, and report how well it did",
 }
 _LOADTESTS_NEED = ("locust", "matplotlib")
 
@@ -93,25 +88,17 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Callable
         prog="twostroke", description="Disaggregated LLM inference: prefill workers read, decode workers write."
     )
     parser.add_argument("--version", action="version", version=f"twostroke {installed_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    wanted = [argument for argument in arguments if not argument.startswith("-")][:2]
+    groups = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}
+    wanted = " ".join([argument for argument in arguments if not argument.startswith("-")][:2])
     chosen: Callable[[argparse.Namespace], int] = _nothing
-    for name, (module, help_text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-        if wanted[:1] == [name]:
-            chosen = _prepare(module, command)
-    bench = commands.add_parser("bench", help="measure; the last line is one JSON object")
-    benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    for name, (module, help_text) in _BENCHES.items():
-        command = benches.add_parser(name, help=help_text, description=f"Measure: {help_text}.")
-        if wanted == ["bench", name]:
-            chosen = _prepare(module, command)
-    loadtest = commands.add_parser("loadtest", help="send load to a server, and report how well it did")
-    loadtests = loadtest.add_subparsers(dest="loadtest", required=True, metavar="COMMAND")
-    for name, (module, help_text) in _LOADTESTS.items():
-        command = loadtests.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-        if wanted == ["loadtest", name]:
-            chosen = _prepare_loadtest(module, command)
+    for called, (module, help_text) in _COMMANDS.items():
+        group, _, name = called.rpartition(" ")
+        if group not in groups:
+            group_parser = groups[""].add_parser(group, help=_GROUPS[group])
+            groups[group] = group_parser.add_subparsers(dest=group, required=True, metavar="COMMAND")
+        command = groups[group].add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        if f"{wanted} ".startswith(f"{called} "):
+            chosen = (_prepare_loadtest if group == "loadtest" else _prepare)(module, command)
     return parser, chosen
 
 
@@ -138,7 +125,7 @@ def _prepare_loadtest(module: str, parser: argparse.ArgumentParser) -> Callable[
         raise ConfigError(
             f"loadtest needs {' and '.join(missing)}: in the project's checkout, pip install '.[loadtest]'"
         )
-    from twostroke.loadtests.errors import LoadTestError
+    from twostroke.loadtests import LoadTestError
 
     run = _prepare(module, parser)
 

@@ -1,9 +1,7 @@
-"""What the decode scheduler keeps of a request, and what it decides."""
+"""What the decode scheduler keeps of a request."""
 
 from dataclasses import dataclass
 
-from twostroke.model.step import BlockCopy
-from twostroke.worker.scheduler import ScheduledStep
 from twostroke.worker.sequence import Phase, WorkerJob
 
 
@@ -57,22 +55,3 @@ class DecodeJob(WorkerJob):
         num_here = self.offered_tokens if self.phase is Phase.TRANSFERRING else self.sequence.num_computed
         num_swapped = 0 if self.swapped is None else self.swapped.num_computed
         return len(self.sequence.token_ids) - max(num_here, num_swapped)
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """A job's KV on its way between the cache and host memory."""
-
-    job: DecodeJob
-    copy: BlockCopy
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep(ScheduledStep[DecodeJob]):
-    """What to run next, after the `swaps`."""
-
-    swaps: tuple[Swap, ...] = ()
-
-    @property
-    def copies(self) -> list[BlockCopy]:
-        return [swap.copy for swap in self.swaps]

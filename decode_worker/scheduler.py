@@ -13,48 +13,32 @@ drawn. One that turns out to have ended leaves a row whose token nobody takes.
 
 from collections.abc import Iterable, Sequence
 
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
+from twostroke.decode_worker.config import DecodeConfig
+from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.step_budget import Batch, StepBudget
 from twostroke.model.step import is_penalised
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SampledToken
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import QueuePolicy, rank, turns, who_yields
-from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
+from twostroke.worker.queue_order import rank, turns, who_yields
+from twostroke.worker.scheduler import DrawnToken, ScheduledStep, Scheduler, Swap
 from twostroke.worker.sequence import Phase, SequenceState
-
-NOTHING = DecodeStep((), Admitted())
 
 
 class DecodeScheduler(Scheduler[DecodeJob]):
-    """Continuous batching: at most `max_batch` requests in a step, and what `budget` says.
+    """Continuous batching: at most `max_batch` requests in a step, and what a StepBudget says.
 
-    Admission leaves `watermark_blocks` free, so that running requests have some to grow into.
+    Admission leaves the watermark's blocks free, so that running requests have some to grow into.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        budget: StepBudget,
-        max_batch: int,
-        watermark_blocks: int,
-        max_context: int,
-        max_waiting: int,
-        swapping: Swapping,
-        min_pull_tokens: int = 1,
-        queue: QueuePolicy = "edf",
-    ):
-        super().__init__(
-            pool, max_context=max_context, max_waiting=max_waiting, min_pull_tokens=min_pull_tokens, queue=queue
-        )
+    def __init__(self, pool: BlockPool, config: DecodeConfig, max_context: int, budget: StepBudget, swapping: Swapping):
+        super().__init__(pool, config, max_context)
         self._budget = budget
-        self._max_batch = max_batch
-        self._watermark_blocks = watermark_blocks
+        self._watermark_blocks = int(config.watermark * pool.num_blocks)
         self._swapping = swapping
-        self._batch = Batch(max_batch, budget)
-        self._swapped_in: list[Swap] = []  # in the step that is being decided
+        self._batch = Batch(budget)
+        self._swapped_in: list[Swap[DecodeJob]] = []  # in the step that is being decided
         self.swaps = 0  # counter: of the preempted requests, those whose KV went to host memory
 
     @property
@@ -80,7 +64,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         sequence = SequenceState(request, self._pool.block_size)
         return self._enter(DecodeJob(sequence, now, awaits_offer, wants_transfer=wants_transfer))
 
-    def schedule(self, in_flight: ScheduledStep[DecodeJob] | None = None) -> DecodeStep:
+    def schedule(self, in_flight: ScheduledStep[DecodeJob] | None = None) -> ScheduledStep[DecodeJob]:
         """Decide the next step: decodes, then in the order of their turns chunks of prompts begun, and admission.
 
         `in_flight` is the one step under way, if any. The new one, which is to run right behind it, is empty where that
@@ -94,9 +78,9 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         decodes = [job for job in chosen if job.num_unscheduled == 1]
         if in_flight is not None:
             if not self._can_run_ahead(in_flight, decodes):
-                return NOTHING
+                return ScheduledStep()
         elif swaps := self._free_blocks_for(decodes):
-            return DecodeStep((), Admitted(), swaps)
+            return ScheduledStep(swaps=swaps)
         elif any(job.phase is not Phase.RUNNING for job in staying):
             return self.schedule()  # their places are for others, who need blocks to grow into as well
         self._batch.settle(staying, chosen)
@@ -108,16 +92,16 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         prompts = [job for job in chosen if job.num_unscheduled > 1] if len(entries) < len(chosen) else []
         if not prompts and not self._waiting:
             self._settle_shares(())
-            return DecodeStep(tuple(entries), Admitted())
+            return ScheduledStep(tuple(entries))
         budget = self._budget.for_prompts([entry.job for entry in entries])
-        entries += self._give_chunks(prompts, self._max_batch - len(entries), budget)
+        entries += self._give_chunks(prompts, self._config.max_batch - len(entries), budget)
         swaps, self._swapped_in = tuple(self._swapped_in), []
-        return DecodeStep(tuple(entries), self._take_admitted(), swaps)
+        return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
 
     def complete(
         self, step: ScheduledStep[DecodeJob], sampled: Sequence[SampledToken | None]
     ) -> list[DrawnToken[DecodeJob]]:
-        for swap in _swaps(step):
+        for swap in step.swaps:
             swap.job.is_copying = False
             if swap.copy.is_out:
                 swap.job.sequence.reset(self._pool)
@@ -127,7 +111,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         return super().complete(step, sampled)
 
     def abandon(self, step: ScheduledStep[DecodeJob]) -> None:
-        for swap in _swaps(step):
+        for swap in step.swaps:
             swap.job.is_copying = False
             self._release_if_unused(swap.job)
         super().abandon(step)
@@ -171,7 +155,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         # Whoever gives way must be in no step.
         return self._blocks_wanted(decodes) <= self._pool.free_blocks and not self._who_yields()
 
-    def _free_blocks_for(self, decodes: Sequence[DecodeJob]) -> tuple[Swap, ...]:
+    def _free_blocks_for(self, decodes: Sequence[DecodeJob]) -> tuple[Swap[DecodeJob], ...]:
         """Have others give way until there are blocks for the next token of the `decodes` that are left.
 
         And for the one who is admitted next, where those of lower classes hold them. Whoever's KV is to be kept frees
@@ -184,7 +168,7 @@ class DecodeScheduler(Scheduler[DecodeJob]):
             decodes = [other for other in decodes if other is not job]
         return tuple([swap for job in self._who_yields() if (swap := self._give_way(job)) is not None])
 
-    def _give_way(self, job: DecodeJob) -> Swap | None:
+    def _give_way(self, job: DecodeJob) -> Swap[DecodeJob] | None:
         job.num_preemptions += 1
         self.preemptions += 1
         swap = self._swapping.swap_out(job)
@@ -232,15 +216,11 @@ class DecodeScheduler(Scheduler[DecodeJob]):
         self._swapping.release(job)
 
 
-def _swaps(step: ScheduledStep[DecodeJob]) -> tuple[Swap, ...]:
-    return step.swaps if isinstance(step, DecodeStep) else ()
-
-
 def _must_be_awaited(in_flight: ScheduledStep[DecodeJob]) -> bool:
     """Whether the next step can't be decided before the end of this one, however many blocks are free."""
     if any(len(entry.step.token_ids) > 1 for entry in in_flight.entries):
         return True  # prompts take long: the little that running ahead gains isn't worth a newcomer's wait
-    if _swaps(in_flight):
+    if in_flight.swaps:
         return True  # nobody knows yet which blocks that frees
     # All wait for a draw that needs to know the tokens before it: were it left out, it would get every other step only.
     return any(

@@ -36,30 +36,14 @@ LEAST_GROWTH = 1.75  # times
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """One worker's bounds of steps, in the terms of DecodeConfig."""
+    """One worker's bounds of steps, by its settings and what its steps cost now."""
 
-    max_step_tokens: int
+    config: DecodeConfig
     costs: Callable[[], StepCosts | None]
-    tpot_safety: float
-    min_chunk_tokens: int
-    max_stall_s: float | None = None
-    stall_factor: float | None = None
-
-    @staticmethod
-    def of(config: DecodeConfig, costs: Callable[[], StepCosts | None]) -> "StepBudget":
-        """By a worker's settings."""
-        return StepBudget(
-            config.max_step_tokens,
-            costs,
-            config.tpot_safety,
-            config.min_chunk_tokens,
-            config.max_stall_s,
-            config.stall_factor,
-        )
 
     def places(self) -> "Places":
         """An empty batch."""
-        return Places(self.costs(), self.tpot_safety)
+        return Places(self.costs(), self.config.tpot_safety)
 
     def for_prompts(self, decodes: Iterable[DecodeJob]) -> PromptBudget:
         """For a step in which these requests decode."""
@@ -67,23 +51,24 @@ class StepBudget:
         for job in decodes:
             contexts.append(len(job.sequence.token_ids))
             tightest_s = min(tightest_s, _tpot_s(job))
-        tokens = self.max_step_tokens - len(contexts)
+        tokens = self.config.max_step_tokens - len(contexts)
         if not contexts:
             return PromptBudget(tokens)
         costs = self.costs()
         if costs is None:
             return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
         decode_s = costs.base_s + costs.decode_s(len(contexts), sum(contexts))
-        step_s = self.stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.tpot_safety
-        return PromptBudget(tokens, least=self.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
+        step_s = self.stall_s(costs, decode_s) if tightest_s == math.inf else tightest_s * self.config.tpot_safety
+        return PromptBudget(tokens, least=self.config.min_chunk_tokens, seconds=step_s - decode_s, costs=costs)
 
     def stall_s(self, costs: StepCosts, decode_s: float) -> float:
         """How long a step may take whose decodes were promised nothing, and take `decode_s` alone."""
-        if self.max_stall_s is None and self.stall_factor is None:
-            return max(usual_stall_s(costs), LEAST_GROWTH * decode_s)
-        by_time = math.inf if self.max_stall_s is None else self.max_stall_s
-        by_factor = math.inf if self.stall_factor is None else self.stall_factor * decode_s
-        return min(by_time, by_factor)
+        bounds_s = []
+        if self.config.max_stall_s is not None:
+            bounds_s.append(self.config.max_stall_s)
+        if self.config.stall_factor is not None:
+            bounds_s.append(self.config.stall_factor * decode_s)
+        return min(bounds_s, default=max(usual_stall_s(costs), LEAST_GROWTH * decode_s))
 
 
 def usual_stall_s(costs: StepCosts) -> float:
@@ -122,8 +107,8 @@ class Places:
 class Batch:
     """At most `max_batch` requests, and no more than leave each of them the time per token that it was promised."""
 
-    def __init__(self, max_batch: int, budget: StepBudget):
-        self._max_batch = max_batch
+    def __init__(self, budget: StepBudget):
+        self._max_batch = budget.config.max_batch
         self._budget = budget
         self._shares = ClassShares()
 

@@ -1,23 +1,72 @@
-"""A decode worker: takes requests whose KV arrives, or computes it here, and writes their answers token by token."""
+"""A decode worker: takes requests whose KV arrives, or computes it here, and writes their answers token by token.
 
+The KV of a prompt comes from a prefill worker, which offers it. An offer is waited for as long as the request lives,
+for its router watches over the prefill worker: a long queue there is no reason to compute the prompt twice, and where
+no KV comes, the router says so. An offer in turn waits, and its KV at the prefill worker with it, as long as there is
+no room here.
+
+What does not come is computed here, and is nobody's error. But not before the router says so, who may know better: what
+the prefill worker died of may be this very prompt.
+"""
+
+import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.handovers import DecodeCall, Handovers
 from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.preemption import Swapping
+from twostroke.decode_worker.preemption import HostBlocks, Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
-from twostroke.protocol.errors import TicketRefused, WorkerLost
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, Ticket, TokenEvent
-from twostroke.protocol.stats import Role
+from twostroke.kvtransfer.sides import Incoming
+from twostroke.protocol.errors import TicketRefused, TransferFailed, WorkerLost
+from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, Ticket, TokenEvent
+from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.worker.life import EndedStep
-from twostroke.worker.numbers import HostBlocks, SwapNumbers, WorkerCounters
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
-from twostroke.worker.step_costs import StepContent
-from twostroke.worker.worker import Equipment, Worker
+from twostroke.worker.sequence import Phase
+from twostroke.worker.step_costs import StepContent, StepCostFit
+from twostroke.worker.worker import Equipment, Worker, WorkerCall
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class DecodeCall(WorkerCall[DecodeJob, DecodeReply]):
+    """A `decode` call that has not returned."""
+
+    ready_at: float = 0.0  # when it could first have been stepped: its arrival, or when its KV was there
+    stepped_at: float | None = None
+    transfer_s: float = 0.0
+    incoming: Incoming | None = None
+    is_on_its_own: bool = False  # its prompt may be computed here
+    patience: asyncio.TimerHandle | None = None  # its transfer has failed; for how long it waits for the router's word
+
+    @property
+    def has_begun(self) -> bool:
+        return self.stepped_at is not None or self.job.is_offered or self.job.phase is not Phase.WAITING
+
+    def finish(self, reason: FinishReason | None) -> None:
+        """Return from the call, unless its awaiter is gone."""
+        stepped_at = self.ready_at if self.stepped_at is None else self.stepped_at
+        self.answer(
+            DecodeReply(
+                num_output_tokens=self.job.sequence.num_output_tokens,
+                finish_reason=reason,
+                num_cached_tokens=self.job.num_cached_tokens,
+                transfer_s=self.transfer_s,
+                queue_s=max(0.0, stepped_at - self.ready_at),
+                num_preemptions=self.job.num_preemptions,
+            )
+        )
+
+    def cancelled(self) -> None:
+        self.finish(None)
 
 
 class DecodeWorker(Worker[DecodeJob, DecodeCall]):
@@ -27,32 +76,14 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
     _scheduler: DecodeScheduler
 
     def __init__(self, config: DecodeConfig, equipment: Equipment, swap_space: HostBlocks | None = None):
-        counters = WorkerCounters()
+        costs = StepCostFit()
+        self._router_wait_s = config.router_wait_s
+        self._swap_space = swap_space
         self._swapping = Swapping(swap_space, config.preemption, equipment.pool.block_size)
-        scheduler = DecodeScheduler(
-            equipment.pool,
-            budget=StepBudget.of(config, counters.costs.costs),
-            max_batch=config.max_batch,
-            watermark_blocks=int(config.watermark * equipment.pool.num_blocks),
-            max_context=equipment.max_context,
-            max_waiting=config.max_waiting,
-            swapping=self._swapping,
-            min_pull_tokens=config.min_pull_tokens,
-            queue=config.queue,
-        )
+        budget = StepBudget(config, costs.costs)
+        scheduler = DecodeScheduler(equipment.pool, config, equipment.max_context, budget, self._swapping)
         super().__init__(
-            config, equipment, scheduler, counters, host_pool=self._swapping.pool, runs_ahead=config.run_ahead
-        )
-        self._handovers = Handovers(
-            receiver=self._receiver,
-            offers=self._offers,
-            transfers=self._transfers,
-            scheduler=scheduler,
-            clock=self._clock,
-            router_wait_s=config.router_wait_s,
-            admit=self._admit_offered,
-            got_on=lambda drawn: self._post_process([drawn]),
-            wake=self._life.wake,
+            config, equipment, scheduler, costs, host_pool=self._swapping.pool, runs_ahead=config.run_ahead
         )
 
     async def decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None) -> DecodeReply:
@@ -81,9 +112,17 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         call = DecodeCall(job, ticket, ready_at=now)
         return await self._answered(call, call.reply, pull)
 
-    def _expect(self, call: DecodeCall, pull: Ticket | None) -> None:
-        super()._expect(call, pull)
-        self._handovers.expect(call)
+    def stats(self) -> WorkerStats:
+        stats, space, host_pool = super().stats(), self._swap_space, self._swapping.pool
+        if space is None or host_pool is None:
+            return stats
+        return replace(
+            stats,
+            swaps=self._scheduler.swaps,
+            swap_bytes=space.num_bytes,
+            swap_seconds=space.seconds,
+            swapped_blocks=host_pool.owned_blocks,
+        )
 
     def _decide(self) -> ScheduledStep[DecodeJob]:
         step = self._scheduler.schedule(self._under_way.last)
@@ -96,7 +135,7 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
 
     def _learn(self, ended: EndedStep[ScheduledStep[DecodeJob]], content: StepContent) -> None:
         super()._learn(ended, content)
-        prompts_s = ended.seconds * content.prompts_part(self._counters.costs.costs())
+        prompts_s = ended.seconds * content.prompts_part(self._costs.costs())
         self._swapping.step_ended(content.prompt_tokens, prompts_s)
 
     def _post_process(self, drawn: Sequence[DrawnToken[DecodeJob]]) -> None:
@@ -113,14 +152,60 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
+    def _fail_all(self, reason: str) -> None:
+        for call in self._calls.values():
+            request, index = call.request, call.job.sequence.num_output_tokens
+            self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
+        super()._fail_all(reason)
+
+    # --- KV that comes ---
+
+    def _expect(self, call: DecodeCall, pull: Ticket | None) -> None:
+        super()._expect(call, pull)
+        if call.ticket is not None:
+            self._offers.wait(call.ticket, came=lambda: self._offered(call))
+
+    def _offered(self, call: DecodeCall) -> None:
+        self._scheduler.offered(call.job)
+        self._admit_offered()
+        if call.ticket is not None and call.incoming is None:
+            self._receiver.keep(call.ticket)  # until there is room, or nobody wants it
+        self._life.wake()
+
     def _has_blocks(self, call: DecodeCall) -> None:
-        if not call.job.is_receiving:
+        job, sequence = call.job, call.job.sequence
+        if not job.is_receiving:
             return
-        if call.job.wants_transfer:
-            self._handovers.begin(call)
-        else:
+        if call.ticket is None:
             call.ready_at = self._clock()
-            self._pulls.begin(call.job)
+            self._pulls.begin(job)
+            return
+        call.incoming = self._receiver.expect(
+            call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+        )
+        self._transfers.see(self._receive(call, call.incoming), f"receive {call.request.request_id}")
+
+    async def _receive(self, call: DecodeCall, incoming: Incoming) -> None:
+        """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
+        started_at = self._clock()
+        try:
+            first_token = await incoming.verified()
+            if first_token is None:
+                call.is_on_its_own = True  # the other side believes that all is well
+                raise TransferFailed("it came without a first token, as a cached prefix does")
+        except TransferFailed as error:
+            _log.warning("the KV of request %s did not come: %s", call.request.request_id, error)
+            self._scheduler.transfer_failed(call.job)
+            if not (call.is_on_its_own or call.job.has_ended):
+                self._scheduler.wait_on(call.job)
+                call.patience = asyncio.get_running_loop().call_later(self._router_wait_s, self._do_without, call)
+        else:
+            call.transfer_s = self._clock() - started_at
+            drawn = self._scheduler.verified(call.job, first_token)
+            if drawn is not None:
+                self._post_process([drawn])
+        finally:
+            call.ready_at = self._clock()
 
     def _pulled(self, job: DecodeJob, num_tokens: int) -> None:
         self._counters.pulled_tokens += num_tokens
@@ -128,19 +213,22 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
         call.transfer_s = self._clock() - call.ready_at
         call.ready_at += call.transfer_s
 
-    def _give_up_transfers(self, call: DecodeCall, reason: str) -> None:
-        self._handovers.forget(call, reason)
-
     def _prefill_failed(self, request_id: str) -> None:
         call = self._calls.get(request_id)
         if call is not None:  # the router says it again until it hears of the request
-            self._handovers.do_without(call)
+            self._do_without(call)
 
-    def _fail_all(self, reason: str) -> None:
-        for call in self._calls.values():
-            request, index = call.request, call.job.sequence.num_output_tokens
-            self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
-        super()._fail_all(reason)
+    def _do_without(self, call: DecodeCall) -> None:
+        """Have the prompt computed here, now or when its transfer has ended."""
+        call.is_on_its_own = True
+        self._give_up_transfers(call, "the prefill failed")  # `_receive` goes on from there
+        self._scheduler.compute_here(call.job)
+        self._life.wake()
 
-    def _swap_numbers(self) -> SwapNumbers:
-        return self._swapping.numbers(self._scheduler.swaps)
+    def _give_up_transfers(self, call: DecodeCall, reason: str) -> None:
+        if call.incoming is not None:
+            call.incoming.abort(reason)
+        elif call.ticket is not None:
+            self._offers.refuse(call.ticket)  # or the prefill worker would keep its blocks for nobody
+        if call.patience is not None:
+            call.patience.cancel()

@@ -1,4 +1,4 @@
-"""The interface of all transports: move units of KV from this worker's store into the peer's.
+"""The interfaces of stores and transports: move units of KV from this worker's store into the peer's.
 
 A link carries units, in order, from one rank of one worker to one rank of another. What they are is agreed beforehand
 on the control connection (messages.Chunk), so a link has no headers, and the receiving side alone decides where bytes
@@ -14,11 +14,12 @@ may send at all is settled by tickets and by the link's one-time token.
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import xxhash
 
 from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, encode_message
 from twostroke.protocol.requests import Peer
 
@@ -38,6 +39,56 @@ def chunk_seal(chunk: Chunk, source: Peer, target: Peer) -> int:
     So bytes of another chunk, layer, order, request or incarnation don't fit, however whole they are.
     """
     return int(xxhash.xxh3_64_intdigest(encode_message(chunk) + _EPOCHS.pack(source.epoch, target.epoch)))
+
+
+class KVStore(Protocol):
+    """Block storage, layer by layer: [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim], contiguous.
+
+    Live: `model/cache/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store
+    is, is asked once, when a link is made.
+    """
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def rank(self) -> int:
+        """Of this cache among the worker's tensor-parallel ranks."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+@runtime_checkable
+class HostStore(KVStore, Protocol):
+    """A cache in host memory."""
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        """A writable view of uint8 [num_blocks * layout.block_bytes]; block b begins at b * layout.block_bytes."""
+
+
+@runtime_checkable
+class SharedStore(HostStore, Protocol):
+    """A cache in host memory that another process can map: one file descriptor for all layers, one after the other."""
+
+    @property
+    def memory_fd(self) -> int:
+        """Of a memfd. It stays the store's."""
+
+    def layer_offset(self, layer: int) -> int:
+        """Where a layer begins in it, in bytes."""
+
+
+@runtime_checkable
+class DeviceStore(KVStore, Protocol):
+    """A cache in a GPU's memory: its bytes can't be viewed from the host."""
+
+    @property
+    def device(self) -> str:
+        """As torch names it, `cuda:0`."""
+
+    def layer_tensor(self, layer: int) -> Any:
+        """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
 class DataLink(Protocol):

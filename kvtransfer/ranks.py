@@ -9,18 +9,19 @@ Whether an offer has come rank 0 alone tells: every rank of a target has a lane 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
+import msgspec
+
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.sides import LinkReport, TransferStats
+from twostroke.kvtransfer.sides import LinkReport
+from twostroke.kvtransfer.transfer import IncomingTransfer, Outcome, OutgoingTransfer, Transfer
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ProtocolError, TransferFailed
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
     AbortTransfer,
     CommitTransfer,
     DeclineTransfer,
@@ -28,24 +29,24 @@ from twostroke.protocol.rank_messages import (
     KeepTransfer,
     OpenTransfer,
     RefuseTransfer,
-    TransferCounts,
     TransferEnded,
     TransferReady,
 )
 from twostroke.protocol.requests import Address, SampledToken, Ticket
+from twostroke.protocol.stats import TransferStats
 
-_End = Coroutine[Any, Any, SampledToken | None]
+S = TypeVar("S", KVSender, KVReceiver)
 
 
-class _RankedSide:
+class _RankedSide(Generic[S]):
     """What both sides have in common: the transfers under way, and the numbers of all ranks together."""
 
-    def __init__(self, own: KVSender | KVReceiver, ranks: RankConnections, clock: Clock):
+    def __init__(self, own: S, ranks: RankConnections, clock: Clock):
         self.ranks = ranks
         self.clock = clock
-        self._own_stats = own.stats  # rank 0's, which its own side keeps up to date
+        self._own: S = own
         self._total = TransferStats()  # of whole transfers
-        self._counts: dict[int, TransferCounts] = {}  # of the other ranks
+        self._stats: dict[int, TransferStats] = {}  # of the other ranks
         self._transfers: dict[int, _RankedTransfer] = {}  # by number
         ranks.watch(self._part_ended)
         ranks.lost.add_done_callback(lambda lost: self._ranks_lost(lost.result()))
@@ -53,25 +54,22 @@ class _RankedSide:
     @property
     def stats(self) -> TransferStats:
         """Transfers count once, what moves and goes wrong on every rank."""
-        counts: list[TransferStats | TransferCounts] = [self._own_stats, *self._counts.values()]
-        return TransferStats(
-            in_flight=self._total.in_flight,
-            done=self._total.done,
-            failed=self._total.failed,
-            given_up=self._total.given_up,
-            seconds=self._total.seconds,
-            digest_failures=sum(each.digest_failures for each in counts),
-            links_lost=sum(each.links_lost for each in counts),
-            bytes=sum(each.bytes for each in counts),
+        ranks = [self._own.stats, *self._stats.values()]
+        return msgspec.structs.replace(
+            self._total,
+            digest_failures=sum(each.digest_failures for each in ranks),
+            links_lost=sum(each.links_lost for each in ranks),
+            bytes=sum(each.bytes for each in ranks),
         )
 
-    async def _end_all(self, reason: str) -> None:
-        """Give every transfer up, and return once nothing touches their blocks any more."""
+    async def close(self) -> None:
+        """As a rank's own side's; the other ranks close theirs when they end."""
         transfers = tuple(self._transfers.values())
         for transfer in transfers:
-            transfer.abort(reason)
+            transfer.abort("the worker is closing")
         for transfer in transfers:
-            await transfer.ended()
+            await transfer.settled()
+        await self._own.close()
 
     def began(self, transfer: "_RankedTransfer") -> None:
         self._transfers[transfer.number] = transfer
@@ -81,18 +79,12 @@ class _RankedSide:
 
     def over(self, transfer: "_RankedTransfer") -> None:
         del self._transfers[transfer.number]
-        self._total.in_flight -= 1
-        if transfer.failure is None:
-            self._total.done += 1
-            self._total.seconds += self.clock() - transfer.started_s
-        else:
-            self._total.failed += 1
-            self._total.given_up += transfer.is_given_up
+        self._total.end(transfer.failure, self.clock() - transfer.started_s, is_given_up=transfer.is_given_up)
 
     def _part_ended(self, rank: int, message: TransferEnded) -> None:
         transfer = self._transfers.get(message.number)
         if transfer is not None:
-            self._counts[rank] = message.counts
+            self._stats[rank] = message.stats
             transfer.part_ended(rank, message.failure, message.first_token)
 
     def _ranks_lost(self, reason: str) -> None:
@@ -100,12 +92,8 @@ class _RankedSide:
             transfer.ranks_lost(reason)
 
 
-class RankedSender(_RankedSide):
+class RankedSender(_RankedSide[KVSender]):
     """Implements sides.SendingSide."""
-
-    def __init__(self, own: KVSender, ranks: RankConnections, clock: Clock):
-        super().__init__(own, ranks, clock)
-        self._own = own
 
     def open(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
@@ -124,19 +112,13 @@ class RankedSender(_RankedSide):
         """Those of rank 0: the others' go to the same workers, by the same means."""
         return self._own.links()
 
-    async def close(self) -> None:
-        """As KVSender.close; the other ranks close their own sides when they end."""
-        await self._end_all("the source is closing")
-        await self._own.close()
 
-
-class RankedReceiver(_RankedSide):
+class RankedReceiver(_RankedSide[KVReceiver]):
     """Implements sides.ReceivingSide."""
 
     def __init__(self, own: KVReceiver, others: tuple[Address, ...], ranks: RankConnections, clock: Clock):
         """`others` are where the other ranks listen for sources, in order."""
         super().__init__(own, ranks, clock)
-        self._own = own
         self._others = others
 
     @property
@@ -176,42 +158,32 @@ class RankedReceiver(_RankedSide):
         self._own.refuse(ticket)
         self.ranks.tell(RefuseTransfer(ticket))
 
-    async def close(self) -> None:
-        """As KVReceiver.close; the other ranks close their own sides when they end."""
-        await self._end_all("the target is closing")
-        await self._own.close()
 
+class _RankedTransfer(Outcome):
+    """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it.
 
-class _RankedTransfer:
-    """All ranks' parts of one transfer. Its blocks are touched until every part has ended, or the ranks with it."""
+    It is given up by who began it here, not by a part that failed.
+    """
 
-    def __init__(self, side: _RankedSide, own: IncomingTransfer | OutgoingTransfer, own_end: _End):
-        """`own_end` ends with rank 0's own part: by TransferFailed, or with its first token."""
+    def __init__(self, side: _RankedSide[Any], own: Transfer):
+        super().__init__()
         self.number = side.ranks.new_number()
         self.started_s = side.clock()
-        self.failure: str | None = None  # why it is given up
-        self.is_given_up = False  # by who began it here, not for a part that failed
         self._side = side
         self._own = own
         self._left = {0, *side.ranks.others}
         self._first_tokens: list[SampledToken | None] = []
-        self._over = asyncio.Event()
-        self._following = asyncio.create_task(self._follow(own_end), name=f"rank 0's part of transfer {self.number}")
+        self._following = asyncio.create_task(self._follow(), name=f"rank 0's part of transfer {self.number}")
         side.began(self)
 
-    def abort(self, reason: str) -> None:
-        """Give all parts up. Any time, any number of times."""
-        self.is_given_up |= self.failure is None
-        self._fail(reason)
+    def fail(self, reason: str) -> None:
+        if self.ended or self.failure is not None:
+            return
+        self.failure = reason
+        self._side.ranks.tell(AbortTransfer(self.number, reason))
+        self._own.abort(reason)
 
-    async def whole(self) -> SampledToken | None:
-        """Wait for the end of all parts; returns the first token that came. Raises TransferFailed."""
-        await self._over.wait()
-        if self.failure is not None:
-            raise TransferFailed(self.failure)
-        return self._first_tokens[0]
-
-    async def ended(self) -> None:
+    async def settled(self) -> None:
         """Wait for the end of all parts, however that is."""
         await self._over.wait()
         await self._following
@@ -225,36 +197,30 @@ class _RankedTransfer:
         self._left.discard(rank)
         self._first_tokens.append(first_token)
         if failure is not None:
-            self._fail(failure if rank == 0 else f"{failure} (on rank {rank})")
+            self.fail(failure if rank == 0 else f"{failure} (on rank {rank})")
         self._look_for_end()
 
     def ranks_lost(self, reason: str) -> None:
         """The other ranks are ending, and do nothing with their blocks any more."""
-        self._fail(reason)
+        self.fail(reason)
         self._left &= {0}
         self._look_for_end()
 
     # --- inside ---
 
-    async def _follow(self, own_end: _End) -> None:
+    async def _follow(self) -> None:
         try:
-            first_token = await own_end
+            first_token = await self._own.end()
         except TransferFailed as error:
             self.part_ended(0, str(error), None)
         else:
             self.part_ended(0, None, first_token)
 
-    def _fail(self, reason: str) -> None:
-        if self._over.is_set() or self.failure is not None:
-            return
-        self.failure = reason
-        self._side.ranks.tell(AbortTransfer(self.number, reason))
-        self._own.abort(reason)
-
     def _look_for_end(self) -> None:
-        if self._left or self._over.is_set():
+        if self._left or self.ended:
             return
-        if self.failure is None and any(token != self._first_tokens[0] for token in self._first_tokens):
+        self.first_token = self._first_tokens[0] if self._first_tokens else None
+        if self.failure is None and any(token != self.first_token for token in self._first_tokens):
             self.failure = f"the source's ranks name different first tokens: {self._first_tokens}"
         self._over.set()
         self._side.over(self)
@@ -263,8 +229,8 @@ class _RankedTransfer:
 class RankedOutgoing(_RankedTransfer):
     """Implements sides.Outgoing."""
 
-    def __init__(self, side: _RankedSide, own: OutgoingTransfer):
-        super().__init__(side, own, _without_token(own))
+    def __init__(self, side: RankedSender, own: OutgoingTransfer):
+        super().__init__(side, own)
         self._part = own
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
@@ -283,18 +249,15 @@ class RankedOutgoing(_RankedTransfer):
 
     async def done(self) -> None:
         """As OutgoingTransfer.done, of every rank."""
-        await self.whole()
+        await self.end()
 
 
 class RankedIncoming(_RankedTransfer):
     """Implements sides.Incoming."""
 
-    def __init__(self, side: _RankedSide, own: IncomingTransfer):
-        super().__init__(side, own, own.verified())
-
     async def verified(self) -> SampledToken | None:
         """As IncomingTransfer.verified, of every rank."""
-        return await self.whole()
+        return await self.end()
 
     async def cancel(self) -> None:
         """As IncomingTransfer.cancel."""
@@ -344,7 +307,7 @@ class RankTransfers:
             case OpenTransfer(number, ticket, num_tokens, block_ids, num_ready_tokens):
                 outgoing = self._sender.open(ticket, num_tokens, block_ids, num_ready_tokens)
                 self._outgoing[number] = outgoing
-                self._follow(number, _without_token(outgoing), self._sender.stats)
+                self._follow(number, outgoing, self._sender.stats)
             case TransferReady(number, num_tokens):
                 if (sending := self._outgoing.get(number)) is not None:
                     self._feed(sending, num_tokens)
@@ -356,7 +319,7 @@ class RankTransfers:
             case ExpectTransfer(number, ticket, block_ids, num_tokens, skip_tokens):
                 incoming = self._receiver.expect(ticket, block_ids, num_tokens, skip_tokens)
                 self._incoming[number] = incoming
-                self._follow(number, incoming.verified(), self._receiver.stats)
+                self._follow(number, incoming, self._receiver.stats)
             case KeepTransfer(ticket):
                 self._receiver.keep(ticket)
             case RefuseTransfer(ticket):
@@ -382,22 +345,17 @@ class RankTransfers:
         if self._num_layers_done < self._num_layers:
             self._fed.append((transfer, num_tokens))
 
-    def _follow(self, number: int, end: _End, stats: TransferStats) -> None:
-        task = asyncio.create_task(self._see_off(number, end, stats), name=f"part of transfer {number}")
+    def _follow(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
+        task = asyncio.create_task(self._see_off(number, transfer, stats), name=f"part of transfer {number}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _see_off(self, number: int, end: _End, stats: TransferStats) -> None:
+    async def _see_off(self, number: int, transfer: Transfer, stats: TransferStats) -> None:
         failure, first_token = None, None
         try:
-            first_token = await end
+            first_token = await transfer.end()
         except TransferFailed as error:
             failure = str(error)
         self._outgoing.pop(number, None)
         self._incoming.pop(number, None)
-        counts = TransferCounts(stats.bytes, stats.digest_failures, stats.links_lost)
-        self._tell(TransferEnded(number, failure, first_token, counts))
-
-
-async def _without_token(outgoing: OutgoingTransfer) -> None:
-    await outgoing.done()
+        self._tell(TransferEnded(number, failure, first_token, stats))

@@ -23,18 +23,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, PendingLink, chunk_seal
-from twostroke.kvtransfer.offers import UsedTickets
 from twostroke.kvtransfer.rules.layout import Cut, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
-from twostroke.kvtransfer.sides import TransferStats
-from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.sides import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
-from twostroke.kvtransfer.transports import Transports
+from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.transports.choice import Choice, choose_transport
-from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError, ConnectionLost, EpochMismatch, ProtocolError, TicketRefused
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (
@@ -52,7 +47,7 @@ from twostroke.protocol.messages import (
     Refuse,
     Welcome,
 )
-from twostroke.protocol.network import Connection, Listener, Network
+from twostroke.protocol.network import Connection, Listener
 from twostroke.protocol.requests import Address, Peer, Ticket, verify_ticket
 
 logger = logging.getLogger(__name__)
@@ -69,40 +64,21 @@ class _PendingOffer:
     deadline: Deadline
 
 
-class KVReceiver:
-    """Matches offers with the requests that expect them, lane by lane, and lets their KV into reserved blocks.
+@dataclass(kw_only=True, eq=False)
+class KVReceiver(RankSide):
+    """Matches offers with the requests that expect them, lane by lane, and lets their KV into reserved blocks."""
 
-    The store and the transports stay their maker's: `close` lets go of them and closes neither.
-    """
+    secret: bytes
 
-    def __init__(
-        self,
-        *,
-        peer: Peer,
-        store: KVStore,
-        network: Network,
-        transports: Transports,
-        config: TransferConfig,
-        clock: Clock,
-        secret: bytes,
-    ):
-        self.peer = peer
-        self.store = store
-        self._network = network
-        self.transports = transports
-        self.config = config
-        self.clock = clock
-        self._secret = secret
+    def __post_init__(self) -> None:
         self._listener: Listener | None = None
-        self._host = ""
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
         self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
         self._kept: set[bytes] = set()  # transfer ids of requests that wait for room
-        self._expected_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
-        self._offered_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
-        self._declined = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)  # by `_declined_by`
-        self.stats = TransferStats()
+        self._expected_tickets = self.new_tickets()
+        self._offered_tickets = self.new_tickets()
+        self._declined = self.new_tickets()  # by `_declined_by`
         self.on_offer: Callable[[bytes], None] = _ignore
         """Called with the transfer id of every offer that comes before its request is expected, and where anybody
         declines such a request: see `has_offer`."""
@@ -120,8 +96,9 @@ class KVReceiver:
 
     async def start(self, host: str) -> tuple[Address]:
         """Listen for sources on a free port of `host`. Raises ConnectionLost where that can't be had."""
-        self._host = host
-        self._listener = await self._network.listen(host, self._serve)
+        self._listener = await self.network.listen(
+            host, lambda connection: ReceiverConnection(self, connection, host).run()
+        )
         return (self._listener.address,)
 
     async def close(self) -> None:
@@ -152,7 +129,7 @@ class KVReceiver:
             skip_tokens,
             source_ranks=self._source_ranks(ticket) if fault is None else (),
             keeper=self,
-            on_ended=self._count,
+            on_ended=self._transfer_ended,
             clock=self.clock,
             progress_s=self.config.progress_s,
         )
@@ -165,7 +142,7 @@ class KVReceiver:
         if fault is not None:
             for unwanted in self._offers.get(ticket.transfer_id, {}).values():
                 unwanted.deadline.restart()  # no request waits with it any more
-            transfer.peer_aborted(fault)
+            transfer.abort(fault)
             return transfer
         self._transfers[ticket.transfer_id] = transfer
         offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in transfer.lanes}
@@ -263,14 +240,11 @@ class KVReceiver:
 
     # --- inside ---
 
-    async def _serve(self, connection: Connection) -> None:
-        await ReceiverConnection(self, connection, self._host).run()
-
     async def _close(self) -> None:
         if self._listener is not None:
             await self._listener.close()
-        for transfer in tuple(self._transfers.values()):
-            transfer.peer_lost("the target is closing")
+        for transfer in tuple(self._transfers.values()):  # those that no connection carries any more
+            transfer.fail("the target is closing")
 
     def _source_ranks(self, ticket: Ticket) -> tuple[int, ...]:
         """The source's ranks that have something for this one; none where its number can't be."""
@@ -283,7 +257,7 @@ class KVReceiver:
 
     def _ticket_fault(self, ticket: Ticket, source: Peer) -> str | None:
         try:
-            verify_ticket(self._secret, ticket, source=source, target=self.peer)
+            verify_ticket(self.secret, ticket, source=source, target=self.peer)
         except (TicketRefused, EpochMismatch) as error:
             return str(error)
         return None
@@ -303,16 +277,10 @@ class KVReceiver:
             lane.granted(connection.cut)
             connection.post(Grant(lane.ticket.transfer_id, lane.transfer.skip_tokens))
 
-    def _count(self, transfer: IncomingTransfer) -> None:
+    def _transfer_ended(self, transfer: IncomingTransfer) -> None:
         if self._transfers.get(transfer.ticket.transfer_id) is transfer:
             del self._transfers[transfer.ticket.transfer_id]
-        self.stats.in_flight -= 1
-        if transfer.is_verified:
-            self.stats.done += 1
-            self.stats.seconds += self.clock() - transfer.started_s
-        else:
-            self.stats.failed += 1
-            self.stats.given_up += transfer.is_given_up
+        self.count(transfer)
 
     def _keep(self, pending: _PendingOffer) -> None:
         pending.deadline.stop()
@@ -355,11 +323,6 @@ class ReceiverConnection:
         self._receiver = receiver
         self._connection = connection
         self._host = host
-        self._peer = receiver.peer
-        self._store = receiver.store
-        self._transports = receiver.transports
-        self._config = receiver.config
-        self._stats = receiver.stats
         self._control = LeasedConnection(connection, receiver.clock, receiver.config.lease_s)
         self._chunks: deque[Chunk] = deque()  # announced, to be taken off the link in this order
         self._announced = asyncio.Event()
@@ -368,7 +331,7 @@ class ReceiverConnection:
         """Serve until the connection or its link is lost or this is cancelled; then end every lane left."""
         reason = "the target is closing"
         try:
-            hello = await within(self._config.lease_s, self._connection.receive(), "the source's hello")
+            hello = await within(self._receiver.config.lease_s, self._connection.receive(), "the source's hello")
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"a connection does not begin with {type(hello).__name__}")
             try:
@@ -395,9 +358,9 @@ class ReceiverConnection:
 
     def _fit(self, hello: Hello) -> tuple[KVHello, Cut]:
         """Its part about KV, and our end of the lane. Raises ConfigError with both sides' values if it does not fit."""
-        ours = self._store.layout
-        if hello.receiver != self._peer:
-            raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._peer)}")
+        ours = self._receiver.store.layout
+        if hello.receiver != self._receiver.peer:
+            raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._receiver.peer)}")
         kv = hello.kv
         if kv is None:
             raise ConfigError("this is no token channel")
@@ -405,15 +368,15 @@ class ReceiverConnection:
         if fault is not None:
             raise ConfigError(fault)
         for lane in plan_lanes(kv.layout.tp_size, ours.tp_size, ours.num_kv_heads):
-            if (lane.source_rank, lane.target_rank) == (kv.rank, self._store.rank):
+            if (lane.source_rank, lane.target_rank) == (kv.rank, self._receiver.store.rank):
                 return kv, cut_lane(lane, kv.layout, ours, kv.encoding)[1]
         raise ConfigError(
-            f"rank {kv.rank} of {kv.layout.tp_size} has nothing for rank {self._store.rank} of {ours.tp_size}"
+            f"rank {kv.rank} of {kv.layout.tp_size} has nothing for rank {self._receiver.store.rank} of {ours.tp_size}"
         )
 
     def _choose(self, kv: KVHello, without: tuple[str, ...]) -> Choice:
         """Raises ConfigError where the pair has no transport in common."""
-        return choose_transport(kv.reach, self._transports.reach, kv.encoding, without)
+        return choose_transport(kv.reach, self._receiver.transports.reach, kv.encoding, without)
 
     async def _listen(self, cut: Cut) -> None:
         while True:
@@ -441,11 +404,11 @@ class ReceiverConnection:
     def _announce(self, chunk: Chunk, cut: Cut) -> None:
         """A chunk comes over the link next. Raises ProtocolError where its bytes can't be told from those behind it."""
         num_units = sum(run.num_units for run in chunk.runs)
-        if len(self._chunks) >= self._config.max_queued_messages:
+        if len(self._chunks) >= self._receiver.config.max_queued_messages:
             raise ProtocolError("the source runs ahead of its bytes")
         if len(chunk.runs) > cut.layout.num_layers:  # a layer's next units are one run
             raise ProtocolError(f"a chunk of {len(chunk.runs)} runs can't be")
-        most = cut.layout.num_layers * self._store.num_blocks * cut.units_per_block
+        most = cut.layout.num_layers * self._receiver.store.num_blocks * cut.units_per_block
         if not all(run.num_units > 0 for run in chunk.runs) or not 0 < num_units <= most:
             raise ProtocolError(f"a chunk of {num_units} units can't be")
         if chunk.num_bytes != num_units * cut.unit_bytes:
@@ -466,11 +429,16 @@ class ReceiverConnection:
         choice, pending = await self._prepare(kv, cut)
         try:
             kv_welcome = KVWelcome(
-                self._store.layout, self._store.rank, choice.transport, choice.why, choice.missing, pending.params
+                self._receiver.store.layout,
+                self._receiver.store.rank,
+                choice.transport,
+                choice.why,
+                choice.missing,
+                pending.params,
             )
-            self.post(Welcome(self._peer, kv_welcome))
+            self.post(Welcome(self._receiver.peer, kv_welcome))
             link = await pending.established()
-            patience = Patience(self._config.lease_s)
+            patience = Patience(self._receiver.config.lease_s)
             movers = [self._move(link, patience) for _ in range(CHUNKS_UNDER_WAY)]
             try:
                 reason = await run_until_lost(*movers)
@@ -490,7 +458,7 @@ class ReceiverConnection:
         while True:
             choice = self._choose(kv, without)
             try:
-                return choice, await self._transports.by_name[choice.transport].prepare(self._host, cut)
+                return choice, await self._receiver.transports.by_name[choice.transport].prepare(self._host, cut)
             except ConnectionLost as lost:
                 if choice.transport in without:
                     raise
@@ -511,10 +479,10 @@ class ReceiverConnection:
                 num_units = sum(run.num_units for run in chunk.runs)
                 await patience.wait(link.discard(num_units), "discarding a chunk")
                 continue
-            seal = chunk_seal(chunk, self.source, self._peer)
+            seal = chunk_seal(chunk, self.source, self._receiver.peer)
             is_intact = await patience.wait(link.receive(segments, seal), "receiving a chunk")
-            self._stats.bytes += chunk.num_bytes
-            self._stats.digest_failures += not is_intact
+            self._receiver.stats.bytes += chunk.num_bytes
+            self._receiver.stats.digest_failures += not is_intact
             verified = lane.end_chunk(chunk, is_intact=is_intact)
             if verified is not None:
                 self.post(verified)

@@ -7,19 +7,15 @@ next transfer to the same worker makes a fresh connection with a fresh link.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 
-from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import CHUNKS_UNDER_WAY, DataLink, chunk_seal
-from twostroke.kvtransfer.offers import UsedTickets
-from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
-from twostroke.kvtransfer.sides import LinkReport, TransferStats
-from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.sides import LinkReport, RankSide
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
-from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.clock import Clock
+from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (
@@ -36,7 +32,7 @@ from twostroke.protocol.messages import (
     Verified,
     Welcome,
 )
-from twostroke.protocol.network import Connection, Network
+from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Address, Peer, Ticket
 
 logger = logging.getLogger(__name__)
@@ -44,34 +40,16 @@ logger = logging.getLogger(__name__)
 __all__ = ["KVSender", "LinkReport", "OutgoingTransfer"]
 
 
-class KVSender:
-    """Opens transfers, and keeps one connection for each rank of each worker that this rank sends to.
+@dataclass(kw_only=True, eq=False)
+class KVSender(RankSide):
+    """Opens transfers, and keeps one connection for each rank of each worker that this rank sends to."""
 
-    The store and the transports stay their maker's: `close` lets go of them and closes neither.
-    """
-
-    def __init__(
-        self,
-        *,
-        peer: Peer,
-        store: KVStore,
-        network: Network,
-        transports: Transports,
-        config: TransferConfig,
-        clock: Clock,
-    ):
-        self.peer = peer
-        self.store = store
-        self.network = network
-        self.transports = transports
-        self.config = config
-        self.clock = clock
-        self.stats = TransferStats()
+    def __post_init__(self) -> None:
         self._connections: dict[tuple[Peer, Address], SenderConnection] = {}
         self._unfit: dict[tuple[Peer, Address], str] = {}  # the transport that the last connection's link failed by
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation replays exactly
         self._transfers: dict[OutgoingTransfer, None] = {}
-        self._opened_tickets = UsedTickets(clock, config.used_ticket_s, config.max_used_tickets)
+        self._opened_tickets = self.new_tickets()
 
     def open(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
@@ -89,11 +67,11 @@ class KVSender:
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
         transfer = OutgoingTransfer(
             ticket,
-            num_tokens,
             tuple(block_ids[:num_blocks]),
+            num_tokens,
             num_ready_tokens,
             num_layers=self.store.layout.num_layers,
-            on_ended=self._count,
+            on_ended=self._transfer_ended,
             clock=self.clock,
             progress_s=self.config.progress_s,
         )
@@ -108,7 +86,7 @@ class KVSender:
             return transfer
         for lane in lanes:
             connection = self._connection(ticket, lane)
-            connection.add(transfer.add_lane(connection))
+            connection.add(transfer.add_lane(lane.target_rank, connection))
         return transfer
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -153,25 +131,18 @@ class KVSender:
         connection = self._connections.get(key)
         if connection is None:
             unfit = self._unfit.pop(key, None)
-            connection = self._connections[key] = SenderConnection(
-                self, *key, lane, without=() if unfit is None else (unfit,), on_lost=self._forget
-            )
+            without = () if unfit is None else (unfit,)
+            connection = self._connections[key] = SenderConnection(self, *key, lane, without)
             task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.target.worker_id}")
             self._tasks[task] = None
             task.add_done_callback(self._ended)
         return connection
 
-    def _count(self, transfer: OutgoingTransfer) -> None:
+    def _transfer_ended(self, transfer: OutgoingTransfer) -> None:
         del self._transfers[transfer]
-        self.stats.in_flight -= 1
-        if transfer.is_released:
-            self.stats.done += 1
-            self.stats.seconds += self.clock() - transfer.started_s
-        else:
-            self.stats.failed += 1
-            self.stats.given_up += transfer.is_given_up
+        self.count(transfer)
 
-    def _forget(self, connection: "SenderConnection") -> None:
+    def forget(self, connection: "SenderConnection") -> None:
         """A lost connection takes no more transfers; the next one opened builds another."""
         key = connection.target, connection.address
         if self._connections.get(key) is connection:
@@ -193,33 +164,17 @@ class SenderConnection:
     right behind the last chunk's message.
     """
 
-    def __init__(
-        self,
-        sender: KVSender,
-        target: Peer,
-        address: Address,
-        lane: Lane,
-        *,
-        without: tuple[str, ...],
-        on_lost: Callable[["SenderConnection"], None],
-    ):
+    def __init__(self, sender: KVSender, target: Peer, address: Address, lane: Lane, without: tuple[str, ...]):
         """`without` names transports to avoid where there are others."""
         self.target = target
         self.address = address
         self.report: LinkReport | None = None  # while the link stands
         self.unfit_transport: str | None = None  # could not be joined, or carried nothing
+        self._sender = sender
         self._lane = lane
-        self._peer = sender.peer
-        self._store = sender.store
-        self._network = sender.network
-        self._transports = sender.transports
-        self._config = sender.config
-        self._clock = sender.clock
-        self._stats = sender.stats
         self._without = without
-        self._on_lost = on_lost
         self._transfers: dict[bytes, OutgoingLane] = {}
-        self._declined: dict[bytes, str] = {}  # to be told once the connection stands
+        self._declined: list[Abort] = []  # to be told once the connection stands
         self._control: LeasedConnection | None = None  # set once the peer has welcomed us, as is the cut
         self._cut: Cut | None = None
         self._has_carried = False  # a chunk
@@ -237,7 +192,7 @@ class SenderConnection:
         if self._control is not None:
             self._control.post(Abort(transfer_id, reason))
         else:
-            self._declined[transfer_id] = reason
+            self._declined.append(Abort(transfer_id, reason))
 
     async def run(self) -> None:
         """Connect and serve until the connection or its link is lost or this is cancelled; then end every lane left."""
@@ -245,17 +200,17 @@ class SenderConnection:
         reason = "the source is closing"
         try:
             connection = await within(
-                self._config.lease_s, self._network.connect(self.address), "connecting to the target"
+                self._sender.config.lease_s, self._sender.network.connect(self.address), "connecting to the target"
             )
-            welcome = await within(self._config.lease_s, self._greet(connection), "the target's welcome")
-            control = self._control = LeasedConnection(connection, self._clock, self._config.lease_s)
+            welcome = await within(self._sender.config.lease_s, self._greet(connection), "the target's welcome")
+            control = self._control = LeasedConnection(connection, self._sender.clock, self._sender.config.lease_s)
             cut = self._begin(control, welcome)
             parts = self._listen(control), self._carry(control, welcome, cut), control.watch()
             reason = await run_until_lost(*(self._forgotten_with(part) for part in parts))
         except ConnectionLost as lost:
             reason = str(lost)
         finally:  # the link is closed here
-            self._on_lost(self)
+            self._sender.forget(self)
             self._control = None
             self.abandon(reason)
             if connection is not None:
@@ -266,7 +221,7 @@ class SenderConnection:
         try:
             await part
         except ConnectionLost:
-            self._on_lost(self)
+            self._sender.forget(self)
             raise
 
     def abandon(self, reason: str) -> None:
@@ -290,7 +245,7 @@ class SenderConnection:
     def gave_up(self, lane: OutgoingLane, reason: str) -> None:
         self.decline(lane.ticket.transfer_id, reason)
 
-    def ended(self, lane: OutgoingLane) -> None:
+    def lane_ended(self, lane: OutgoingLane) -> None:
         self._transfers.pop(lane.ticket.transfer_id, None)
         self._line.pop(lane, None)
 
@@ -298,9 +253,9 @@ class SenderConnection:
 
     async def _greet(self, connection: Connection) -> KVWelcome:
         """Raises ConnectionLost with the peer's words where it refuses."""
-        layout = self._store.layout
-        kv = KVHello(layout, self._store.rank, self._config.encoding, self._transports.reach, self._without)
-        connection.send(Hello(self._peer, self.target, kv))
+        ours, encoding = self._sender, self._sender.config.encoding
+        kv = KVHello(ours.store.layout, ours.store.rank, encoding, ours.transports.reach, self._without)
+        connection.send(Hello(ours.peer, self.target, kv))
         while isinstance(answer := await connection.receive(), Ping):
             pass  # it is still preparing the link
         if isinstance(answer, Refuse):
@@ -309,18 +264,20 @@ class SenderConnection:
             raise ProtocolError(f"{self.address} answers as somebody else: {answer}")
         if answer.kv.rank != self._lane.target_rank:
             raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._lane.target_rank}")
-        fault = incompatibility(layout, answer.kv.layout, self._config.encoding)
+        fault = incompatibility(ours.store.layout, answer.kv.layout, encoding)
         if fault is not None:
             raise ProtocolError(f"the target welcomes what does not fit: {fault}")
         return answer.kv
 
     def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> Cut:
         """Offer, or call off, what has gathered meanwhile. Returns our end of the lane."""
-        cut = self._cut = cut_lane(self._lane, self._store.layout, welcome.layout, self._config.encoding)[0]
+        cut = self._cut = cut_lane(self._lane, self._sender.store.layout, welcome.layout, self._sender.config.encoding)[
+            0
+        ]
         for lane in tuple(self._transfers.values()):
             self._offer(control, lane)
-        for transfer_id, reason in self._declined.items():
-            control.post(Abort(transfer_id, reason))
+        for abort in self._declined:
+            control.post(abort)
         self._declined.clear()
         return cut
 
@@ -366,21 +323,21 @@ class SenderConnection:
 
     async def _carry(self, control: LeasedConnection, welcome: KVWelcome, cut: Cut) -> None:
         """Join the link and send over it until it is lost, which raises ConnectionLost; it is closed then."""
-        transport = self._transports.by_name.get(welcome.transport)
+        transport = self._sender.transports.by_name.get(welcome.transport)
         if transport is None:
             raise ProtocolError(f"the target chose the transport {welcome.transport}, which this worker has not")
         try:
             link = await transport.join(welcome.link, cut)
         except ConnectionLost as lost:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
-        self.report = LinkReport(self.target, self._lane.target_rank, welcome.transport, welcome.why, welcome.missing)
-        max_units = max(1, self._config.max_chunk_bytes // cut.unit_bytes)
-        patience = Patience(self._config.lease_s)
+        self.report = LinkReport(self.target, welcome.transport, welcome.why, welcome.missing)
+        max_units = max(1, self._sender.config.max_chunk_bytes // cut.unit_bytes)
+        patience = Patience(self._sender.config.lease_s)
         movers = [self._move(control, link, patience, max_units) for _ in range(CHUNKS_UNDER_WAY)]
         try:
             reason = await run_until_lost(*movers)
             broken = self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)
-            self._on_lost(self)  # before the link is closed, which may take a while
+            self._sender.forget(self)  # before the link is closed, which may take a while
         finally:
             self.report = None
             await finish(link.close())
@@ -401,14 +358,14 @@ class SenderConnection:
                 continue
             control.post(chunk)
             self.has_work(lane)  # at the end of the line
-            seal = chunk_seal(chunk, self._peer, self.target)
+            seal = chunk_seal(chunk, self._sender.peer, self.target)
             await patience.wait(link.send(lane.segments(chunk), seal), "sending a chunk")
             self._has_carried = True
-            self._stats.bytes += chunk.num_bytes
+            self._sender.stats.bytes += chunk.num_bytes
             lane.end_chunk()
 
     def _lost(self, reason: str, welcome: KVWelcome) -> ConnectionLost:
-        self._stats.links_lost += 1
+        self._sender.stats.links_lost += 1
         if not self._has_carried:
             self.unfit_transport = welcome.transport
         logger.warning("kv to %s: %s", self.target, reason)

@@ -6,8 +6,8 @@ Three waits, each for what one side alone can't know:
   commit), or it is given up. `Deadline`.
 - the **patience** with a link (`lease_s`): each chunk's bytes must have moved within it, or the link is lost; and so
   must a connection stand, and its link be joined. `Patience`, `within`.
-- the **lease** of a peer (`lease_s`): it must say something within it, if only a ping, or its connection is lost.
-  `LeasedConnection`.
+- the **lease** of a peer (`lease_s`): it must say something within it, if only a ping, and take what it is told, or its
+  connection is lost. `LeasedConnection`.
 """
 
 import asyncio
@@ -107,8 +107,6 @@ class LeasedConnection:
         self._lease_s = lease_s
         self._said = clock()
         self._silence = Silence(clock, lease_s)
-        self._num_draining = 0  # calls of `drain`
-        self._num_drained = 0
 
     def post(self, message: Message) -> None:
         """Send `message`, if the connection still stands; never waits.
@@ -122,13 +120,14 @@ class LeasedConnection:
         self._said = self._clock()
 
     async def drain(self) -> None:
-        """Wait until the peer keeps up with what was posted. Raises ConnectionLost."""
-        self._num_draining += 1
+        """Wait until the peer keeps up with what was posted. Raises ConnectionLost, also where that takes a lease."""
         try:
-            await self._connection.drain()
-            self._num_drained += 1
-        finally:
-            self._num_draining -= 1
+            async with asyncio.timeout(self._lease_s):
+                await self._connection.drain()
+        except TimeoutError as error:
+            raise ConnectionLost(
+                f"the peer has taken no message for {self._lease_s:g} s: its lease has ended"
+            ) from error
 
     async def receive(self) -> Message:
         """The next message. Raises ConnectionLost."""
@@ -139,24 +138,16 @@ class LeasedConnection:
     async def watch(self) -> None:
         """Ping where we have been silent for a third of a lease.
 
-        Raises ConnectionLost once the peer has said nothing for a lease, or has held up `drain` for one.
+        Raises ConnectionLost once the peer has said nothing for a lease.
         """
-        deaf_s = 0.0
-        while True:
-            if deaf_s >= self._lease_s:
-                raise ConnectionLost(f"the peer has taken no message for {deaf_s:.1f} s: its lease has ended")
-            if self._silence.is_too_long:
-                raise ConnectionLost(f"the peer was silent for {self._silence.length_s:.1f} s: its lease has ended")
+        while not self._silence.is_too_long:
             now = self._clock()
             if now - self._said >= self._lease_s / 3:
                 self.post(Ping())
                 self._said = now
             until_ping_s = self._said + self._lease_s / 3 - now
-            pause_s = max(min(until_ping_s, self._lease_s - self._silence.length_s), 0.001)
-            was_draining, num_drained = self._num_draining > 0, self._num_drained
-            await self._silence.pause(pause_s)
-            is_deaf = was_draining and self._num_draining > 0 and self._num_drained == num_drained
-            deaf_s = deaf_s + pause_s if is_deaf else 0.0
+            await self._silence.pause(max(min(until_ping_s, self._lease_s - self._silence.length_s), 0.001))
+        raise ConnectionLost(f"the peer was silent for {self._silence.length_s:.1f} s: its lease has ended")
 
 
 # --- ends ---

@@ -4,8 +4,7 @@ Where attainment falls below a target is found by doubling and bisection. A sear
 its own points, so that its results are independent measurements of the same capacity; from how much they differ follows
 the interval.
 
-An SLO may be given as multiples of what one request alone gets: what a machine of unknown speed can be asked for.
-Splitwise (Patel et al., ISCA 2024) judges so; CPUs and tiny models have no other sensible limits.
+A sweep leaves a folder: sweep.json, and a run for each point in runs/; from both follow sweep.html and its plots.
 """
 
 import math
@@ -17,17 +16,60 @@ from statistics import mean, stdev
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.runner import run_plan
-from twostroke.loadtests.plan import SLO, Closed, Constant, Gamma, Plan, Poisson
-from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import Summary, summarise
-from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, write_sweep
-from twostroke.loadtests.report.words import number
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.plan import Constant, Gamma, Plan, Poisson
+from twostroke.loadtests.report.estimates import Estimate, number
+from twostroke.loadtests.report.figures import Summary
+from twostroke.loadtests.run_folder import write_json
 
 # Student's t (W. S. Gosset, "The probable error of a mean", 1908): 97.5th percentile for 1, 2, ... degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 MOST_REPEATS = len(_T) + 1
+SWEEP_FILE = "sweep.json"
+
+
+class SweepPoint(msgspec.Struct, frozen=True):
+    """One run at one rate. Several may have the same rate: runs repeated to know how much they differ."""
+
+    rate: float  # asked, requests (sessions) a second
+    folder: str  # of the run, relative to the sweep's
+    attainment: float  # 0 to 1, of all scheduled in the window
+    ttft_attainment: float
+    tpot_attainment: float
+    goodput: float  # requests met a second
+    valid: bool
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """The highest rate at which `attainment` of the requests met the SLO."""
+
+    attainment: float  # 0.9 or 0.99
+    rate: Estimate | None  # requests a second; None: none of the rates tried reached it
+    rate_per_worker: Estimate | None = None  # None where the number of workers isn't known
+    is_lower_bound: bool = False  # a search ended without a valid run that missed it
+
+
+class SweepResult(msgspec.Struct, frozen=True):
+    """`sweep.json`."""
+
+    name: str
+    url: str
+    points: tuple[SweepPoint, ...]  # by rate
+    capacities: tuple[Capacity, ...]
+    num_workers: int | None = None
+    ended_early: str | None = None  # why not all was measured
+
+    @property
+    def valid(self) -> bool:
+        """Whether anything was measured: capacities go by valid runs alone, an invalid one beside them spoils none."""
+        return any(point.valid for point in self.points)
+
+
+def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
+    """A run's figures as a point of a sweep; a run without requests in its window met nothing."""
+    estimates = summary.attainment, summary.ttft_attainment, summary.tpot_attainment, summary.goodput
+    attainment, of_ttft, of_tpot, goodput = (estimate.value if estimate else 0.0 for estimate in estimates)
+    return SweepPoint(rate, folder, attainment, of_ttft, of_tpot, goodput, summary.validity.valid)
 
 
 @dataclass(frozen=True)
@@ -146,11 +188,10 @@ class Sweep:
         at_rate(self.plan, 1.0)  # arrivals without a rate are refused before anything runs
         self._began = self.clock()
         self._longest_run_s = self.plan.seconds
-        self._num_runs = 0
         self._ceiling: float | None = None  # the lowest rate at which all runs were invalid
         self._invalid: str | None = None  # why
         self._measured: list[Measured] = []  # by the search under way, or the last
-        self._found: dict[float, list[Crossing | None]] = {target: [] for target in TARGETS}  # by those that ended
+        self._found: dict[float, list[Crossing]] = {target: [] for target in TARGETS}  # by those that ended
 
     def find(self, search: Search, repeats: int) -> None:
         """Search for the capacity at each target, `repeats` times. Raises SweepEnded, or LoadTestError."""
@@ -159,14 +200,15 @@ class Sweep:
             least = search.least
             for target in TARGETS:
                 here = replace(search, least=least)
-                known = self._rates(target)
+                known = [found.rate for found in self._found[target]]
                 if known:
                     here = replace(here, start=geometric_mean(known), factor=NARROW_FACTOR)
                 self._search(here, target)
-                self._found[target].append(found := crossing(self._measured, target))
+                found = crossing(self._measured, target)
                 if found is not None:
+                    self._found[target].append(found)
                     least = max(least, found.rate / DEEPEST)
-            write_sweep(self.folder, self.result)
+            write_json(self.folder / SWEEP_FILE, self.result)
             if self._invalid is not None and any(self._capacity(target).is_lower_bound for target in TARGETS):
                 raise SweepEnded(self._invalid)
 
@@ -187,8 +229,9 @@ class Sweep:
                 if self._invalid is not None:
                     raise SweepEnded(self._invalid)
             for target in TARGETS:
-                self._found[target].append(crossing(self._measured, target))
-            write_sweep(self.folder, self.result)
+                if (found := crossing(self._measured, target)) is not None:
+                    self._found[target].append(found)
+            write_json(self.folder / SWEEP_FILE, self.result)
 
     @property
     def result(self) -> SweepResult:
@@ -207,7 +250,7 @@ class Sweep:
         if not self.points:
             raise LoadTestError(f"nothing was measured: {reason}")
         self.ended_early = reason
-        write_sweep(self.folder, self.result)
+        write_json(self.folder / SWEEP_FILE, self.result)
 
     def _measure(self, rate: float) -> str | None:
         """One valid run. An invalid one may have been disturbed: it is made once more; then the rate, and all above,
@@ -215,8 +258,8 @@ class Sweep:
         for _ in range(ATTEMPTS):
             summary = self._run(rate)
             if summary.validity.valid:
-                self._measured.append(Measured(rate, summary.attainment.value if summary.attainment else 0.0))
-            write_sweep(self.folder, self.result)
+                self._measured.append(Measured(rate, self.points[-1].attainment))
+            write_json(self.folder / SWEEP_FILE, self.result)
             if summary.validity.valid:
                 return None
             reasons = "; ".join(summary.validity.reasons)
@@ -228,28 +271,28 @@ class Sweep:
         began = self.clock()
         if began - self._began + self._longest_run_s > self.budget_s:
             raise SweepEnded(f"the budget of {self.budget_s:g} s leaves no time for another run")
-        self._num_runs += 1
-        name = f"{RUNS}/{self._num_runs:03d}-{rate:.4g}"
-        # Each run has prompts of its own, or the server would find them cached.
-        plan = msgspec.structs.replace(at_rate(self.plan, rate), name=f"{self.plan.name} at {number(rate)}/s")
-        plan = msgspec.structs.replace(plan, seed=self.plan.seed + self._num_runs)
+        number_of_run = len(self.points) + 1
+        name = f"{RUNS}/{number_of_run:03d}-{rate:.4g}"
+        plan = msgspec.structs.replace(
+            at_rate(self.plan, rate),
+            name=f"{self.plan.name} at {number(rate)}/s",
+            seed=self.plan.seed + number_of_run,  # prompts of its own, or the server would find them cached
+        )
         summary = self.run_at(plan, self.folder / name)
         self._longest_run_s = max(self._longest_run_s, self.clock() - began)
         point = point_of(rate, name, summary)
         self.points.append(point)
         self.num_workers = round(sum(summary.num_workers.values())) or None
         self.say(
-            f"{self._num_runs}: {number(rate)}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
+            f"{number_of_run}: {number(rate)}/s: {point.attainment:.1%} met (TTFT {point.ttft_attainment:.1%}, "
             f"TPOT {point.tpot_attainment:.1%}), goodput {point.goodput:.3g}/s"
         )
         return summary
 
-    def _rates(self, target: float) -> list[float]:
-        return [found.rate for found in self._found[target] if found is not None]
-
     def _capacity(self, target: float) -> Capacity:
         """By the searches that came to an end; by what is known of the first while there are none."""
-        found = [each for each in self._found[target] or [crossing(self._measured, target)] if each is not None]
+        under_way = crossing(self._measured, target)
+        found = self._found[target] or ([under_way] if under_way else [])
         if not found:
             return Capacity(target, None)
         rates = [each.rate for each in found]
@@ -267,54 +310,3 @@ def at_rate(plan: Plan, rate: float) -> Plan:
             return msgspec.structs.replace(plan, arrivals=msgspec.structs.replace(arrivals, rate=rate))
         case _:
             raise LoadTestError("a sweep sets the rate: use poisson, gamma or constant arrivals")
-
-
-LEAST_ANSWERS = 5
-
-
-class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of the medians; None: nothing is asked."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-
-def parse_multiples(text: str) -> Multiples:
-    """`ttft=5,tpot=2`, or one of them. Raises LoadTestError."""
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        multiples = msgspec.convert({name.strip(): float(value) for name, value in pairs}, Multiples)
-    except (ValueError, msgspec.ValidationError) as error:
-        raise LoadTestError(f"--slo-multiple {text}: write ttft=5,tpot=2, or one of them") from error
-    if any(multiple is not None and not multiple > 0 for multiple in (multiples.ttft, multiples.tpot)):
-        raise LoadTestError(f"--slo-multiple {text}: give multiples above 0")
-    return multiples
-
-
-def measure_slo(plan: Plan, multiples: Multiples, folder: Path, *, show: bool = True) -> SLO:
-    """The multiples of the medians of an uncontended run, which lasts as long as the plan's and is left in `folder`.
-
-    One user sends the plan's workload, each request when the one before is answered. Raises LoadTestError where fewer
-    than 5 were answered, or the run can't be carried out.
-    """
-    alone = msgspec.structs.replace(
-        plan,
-        name=f"{plan.name}: uncontended",
-        arrivals=Closed(users=1),
-        slo=SLO(),
-        num_workers=1,
-        # Prompts of its own, lest the runs that follow find them cached.
-        seed=plan.seed - 1,
-    )
-    summary = summarise(run_plan(alone, folder, show=show))
-    if summary.counts.ok < LEAST_ANSWERS or summary.ttft is None:
-        raise LoadTestError(
-            f"the uncontended run had {summary.counts.ok} whole answers in {plan.seconds:g} s, too few for an SLO: "
-            f"give more --seconds, or look into {folder}"
-        )
-    if multiples.tpot is not None and summary.tpot is None:
-        raise LoadTestError("no answer of the uncontended run has two tokens, so there is no TPOT: leave tpot away")
-    return SLO(
-        ttft_s=None if multiples.ttft is None else multiples.ttft * summary.ttft.p50.value,
-        tpot_s=None if multiples.tpot is None or summary.tpot is None else multiples.tpot * summary.tpot.p50.value,
-    )

@@ -16,12 +16,12 @@ from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.locust_head import Head
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, PREPARED, REPORT, PrepareOrder, Sender
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.run_folder import Record, RunFolder, read_plan
+from twostroke.loadtests.run_folder import Record, RunFolder, read_json
 
 _heads: list[Head] = []  # of this process: one, or none in a worker
 _senders: list[Sender] = []  # one, or none in a master
@@ -48,7 +48,7 @@ def _init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         if options.plan is None:
             raise SystemExit("locustfile: name the plan: --plan plan.json")
         try:
-            head = _make_head(environment, runner, read_plan(Path(options.plan)), RunFolder(folder))
+            head = _make_head(environment, runner, read_json(Path(options.plan), Plan), RunFolder(folder))
         except LoadTestError as error:
             raise SystemExit(f"locustfile: {error}") from error
         _heads.append(head)

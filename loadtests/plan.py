@@ -67,8 +67,8 @@ class Synthetic(msgspec.Struct, frozen=True, tag="synthetic", forbid_unknown_fie
 class Fixed(msgspec.Struct, frozen=True, tag="fixed", forbid_unknown_fields=True):
     """All requests alike."""
 
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int = 512
+    output_tokens: int = 128
 
 
 class TraceFile(msgspec.Struct, frozen=True, tag="trace", forbid_unknown_fields=True):
@@ -89,23 +89,29 @@ class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
     output_tokens: int = 120
 
 
-class SharedPrompt(msgspec.Struct, frozen=True, tag="shared-prompt", forbid_unknown_fields=True):
+class SharedPrompt(
+    msgspec.Struct,
+    frozen=True,
+    tag="shared-prompt",
+    forbid_unknown_fields=True,
+    rename={"shared_prompts": "prompts"},
+):
     """One of a few long system prompts, and something of each request's own."""
 
-    shared_tokens: int
-    prompts: int
-    input_tokens: int  # of the request's own
-    output_tokens: int
+    shared_tokens: int = 1024
+    shared_prompts: int = 4
+    input_tokens: int = 128  # of the request's own
+    output_tokens: int = 128
 
 
 class LongPrompts(msgspec.Struct, frozen=True, tag="long-prompts", forbid_unknown_fields=True):
     """Short requests that stream for long, and now and then a long prompt between them: who feels it?"""
 
-    input_tokens: int
-    output_tokens: int
-    long_input_tokens: int
-    long_output_tokens: int
-    long_share: float  # of all requests
+    input_tokens: int = 64
+    output_tokens: int = 256
+    long_input_tokens: int = 4096
+    long_output_tokens: int = 16
+    long_share: float = 0.1  # of all requests
 
 
 Workload = Synthetic | Fixed | TraceFile | Chat | SharedPrompt | LongPrompts

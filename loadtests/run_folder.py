@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError, unwritable
+from twostroke.loadtests import LoadTestError, unwritable
 from twostroke.loadtests.plan import Plan
 
 Status = Literal["ok", "refused", "failed", "unfinished"]
@@ -170,10 +170,10 @@ class RunFolder:
 
     def plan(self) -> Plan:
         """Raises LoadTestError where it is missing or wrong; so do the others."""
-        return read_plan(self.plan_path)
+        return read_json(self.plan_path, Plan)
 
     def facts(self) -> RunFacts:
-        return _read(self.facts_path, RunFacts)
+        return read_json(self.facts_path, RunFacts)
 
     def samples(self) -> list[Sample]:
         """None where the server tells none."""
@@ -192,12 +192,8 @@ class RunFolder:
             yield from read_records(path)
 
 
-def read_plan(path: Path) -> Plan:
-    """Raises LoadTestError where it is missing or wrong."""
-    return _read(path, Plan)
-
-
-def _read(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: type[T]) -> T:
+    """Raises LoadTestError where the file is missing or wrong."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError as error:
@@ -212,5 +208,18 @@ def write(path: Path, content: str | bytes) -> None:
     """Raises LoadTestError where it can't be: the disk is full, or the folder somebody else's."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_json(path: Path, content: msgspec.Struct) -> None:
+    """For people, too: indented. Raises as `write`."""
+    write(path, msgspec.json.format(msgspec.json.encode(content), indent=2))
+
+
+def make_folder(path: Path) -> None:
+    """As `mkdir -p`. Raises LoadTestError where it can't be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(path, error) from error

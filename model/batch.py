@@ -67,6 +67,14 @@ def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def take_drawn(token_ids: Tensor, steps: Sequence[SequenceStep], drawn: Tensor) -> None:
+    """Write what the step before drew, int64 [its entries] on the device, in the rows of the steps that follow it."""
+    following = [(row, step.follows) for row, step in enumerate(steps) if step.follows is not None]
+    if following:
+        places = place(np.array(following, np.int64).T, token_ids.device)
+        token_ids.index_copy_(0, places[0], drawn[places[1]])
+
+
 def check_batch(batch: Sequence[SequenceStep], block_size: int, num_blocks: int, max_context: int) -> None:
     """Raises ValueError where following the batch would read or write where it must not."""
     if not batch:

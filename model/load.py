@@ -1,7 +1,8 @@
 """From a model folder to a running engine."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -53,133 +54,101 @@ from twostroke.protocol.requests import SamplingParams
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadedEngine:
-    """An engine ready to step, and what its worker must know of it."""
-
-    engine: ThreadEngine
-    parallel: TensorParallel
-    kv_cache: KVCache
-    model_config: ModelConfig
-    num_blocks: int
-    max_context: int  # tokens of prompt and output together
-    swap_space: SwapSpace | None = None
-
-
-def load_engine(config: EngineConfig, place: RankPlace | None = None) -> LoadedEngine:
+def load_engine(config: EngineConfig, place: RankPlace | None = None) -> "LoadedEngine":
     """Load, check and warm up; blocks the caller. Raises ConfigError with one line that a user can act on.
 
     `place` is for an engine of several ranks, and for them alone; all have to load at the same time.
     """
     if (place is None) != (config.tensor_parallel == 1):
         raise ValueError(f"{place} is no place among {config.tensor_parallel} ranks")
-    loading = _Loading(config, place)
-    try:
-        engine = ThreadEngine(loading.build, threads=config.threads, cores=config.cores)
-    except torch.OutOfMemoryError as error:
-        raise loading.out_of_memory(error) from error
-    model, kv_cache, max_context = loading.model, loading.kv_cache, loading.max_context
-    one = kv_cache.block_bytes * kv_cache.num_layers
-    _log.info("%s", describe_cache(kv_cache.num_blocks, config.block_size, one, max_context))
-    return LoadedEngine(engine, loading.parallel, kv_cache, model, kv_cache.num_blocks, max_context, loading.swap_space)
+    return LoadedEngine(config, place)
 
 
-class _Loading:
-    """One engine on its way: its settings resolved and checked here, its parts made by `build`."""
+class LoadedEngine:
+    """An engine ready to step, and what its worker must know of it."""
 
+    engine: ThreadEngine
+    model_config: ModelConfig
+    max_context: int  # tokens of prompt and output together
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
-        """Raises ConfigError."""
-        self.config = config
-        self.place = place
-        self.shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
-        self.model = load_model_config(config.model_dir)
-        check_size(self.model, config.tensor_parallel)
-        self.checkpoint = Checkpoint(config.model_dir, self.model)
+        """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
+        self._config = config
+        self._place = place
+        self._shard = Shard(0 if place is None else place.rank, config.tensor_parallel)
+        model = self.model_config = load_model_config(config.model_dir)
+        check_size(model, config.tensor_parallel)
+        checkpoint = Checkpoint(config.model_dir, model)
         check_cores(config)
-        self.device = resolve_device(config)
-        self.dtype = resolve_dtype(config.dtype, self.checkpoint.dtype, self.device)
+        self._device = resolve_device(config)
+        self._dtype = resolve_dtype(config.dtype, checkpoint.dtype, self._device)
+        weights = weight_bytes(model, self._dtype, config.quantization) // config.tensor_parallel
+        block = kv_block_bytes(model, config.block_size, self._dtype, config.tensor_parallel)
         # A GPU's largest step is measured later.
-        step = step_bytes_on_cpu(self.model, config.bounds, self.dtype) if self.device.type == "cpu" else 0
-        self.num_blocks = resolve_num_blocks(config, self.model, self.dtype, self.weight_bytes + step)
-        self.max_context = resolve_max_context(config, self.model, self.num_blocks)
-        check_memory(
-            self.device.type,
-            weights=self.weight_bytes,
-            cache=(self.num_blocks or 1) * self.block_bytes,
-            step=step,
-            free=available_bytes(self.device),
-        )
+        step = step_bytes_on_cpu(model, config.bounds, self._dtype) if self._device.type == "cpu" else 0
+        blocks = resolve_num_blocks(config, model, self._dtype, weights + step)
+        self.max_context = resolve_max_context(config, model, blocks)
+        free = available_bytes(self._device)
+        check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
+        try:
+            build = partial(self._build, checkpoint, blocks)
+            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
+        except torch.OutOfMemoryError as error:
+            # No room for the steps, or for weights: others may have taken it while they were loaded.
+            said = str(error).splitlines()[0] if str(error) else "out of memory"
+            raise ConfigError(
+                f"too little memory on {self._device.type}: weights {gibibytes(weights)} + KV cache "
+                f"{gibibytes((blocks or 0) * block)} leave too little for steps of {config.bounds.max_tokens} tokens "
+                f"and {config.bounds.max_sequences} sequences: lower kv_cache_gib, max_step_tokens or max_batch, "
+                f"quantise, or take a smaller model ({said})"
+            ) from error
+        _log.info("%s", describe_cache(self.num_blocks, config.block_size, block, self.max_context))
 
     @property
-    def weight_bytes(self) -> int:
-        """Of this rank."""
-        return weight_bytes(self.model, self.dtype, self.config.quantization) // self.config.tensor_parallel
+    def num_blocks(self) -> int:
+        return self.kv_cache.num_blocks
 
-    @property
-    def block_bytes(self) -> int:
-        """Of a block of the KV cache in all layers, on this rank."""
-        return kv_block_bytes(self.model, self.config.block_size, self.dtype, self.config.tensor_parallel)
-
-    def build(self) -> ModelRunner:
+    def _build(self, checkpoint: Checkpoint, blocks: int | None) -> ModelRunner:
         """On the engine's thread. Raises ConfigError."""
-        config, device = self.config, self.device
+        config, device, model, rank = self._config, self._device, self.model_config, self._shard.rank
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where this thread's kernels go
-        self.parallel = SingleRank() if self.place is None else GroupRanks(self.shard, self.place.rendezvous, device)
+        if self._place is None:
+            self.parallel = SingleRank()
+        else:
+            self.parallel = GroupRanks(self._shard, self._place.rendezvous, device)
         backend = _backend(device)
         weights = load_decoder_weights(
-            self.checkpoint,
-            self.model,
-            self.dtype,
-            device,
-            self.max_context,
-            backend,
-            config.quantization,
-            self.shard,
+            checkpoint, model, self._dtype, device, self.max_context, backend, config.quantization, self._shard
         )
-        decoder = Decoder(self.model, weights, backend, self.parallel)
-        sampler = _sampler(self.model.vocab_size, device) if self.shard.rank == 0 else DrawnElsewhere()
-        blocks = self.num_blocks
+        decoder = Decoder(model, weights, backend, self.parallel)
+        sampler = _sampler(model.vocab_size, device) if rank == 0 else DrawnElsewhere()
+        make_cache = partial(
+            make_kv_cache,
+            model,
+            block_size=config.block_size,
+            dtype=self._dtype,
+            device=device,
+            tp_size=self._shard.size,
+            rank=rank,
+        )
         if blocks is None:
-            memory = measure_gpu(decoder, sampler, self._cache(1, ""), config, self.max_context)
-            blocks = blocks_in(cache_bytes_on_gpu(memory), config, self.model, self.dtype)
+            one = make_cache(num_blocks=1, model_digest="")
+            memory = measure_gpu(decoder, sampler, one, config, self.max_context)
+            blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._dtype)
         # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
-        digest = self.parallel.exchange(self.checkpoint.digest() if self.shard.rank == 0 else "")[0]
-        self.kv_cache = self._cache(min(map(int, self.parallel.exchange(str(blocks)))), digest)
+        digest = self.parallel.exchange(checkpoint.digest() if rank == 0 else "")[0]
+        blocks = min(map(int, self.parallel.exchange(str(blocks))))
+        self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache)
-        self.max_context = resolve_max_context(config, self.model, self.kv_cache.num_blocks)
+        self.max_context = resolve_max_context(config, model, blocks)
         captured = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context)
         runner = ModelRunner(decoder, sampler, self.kv_cache, self.max_context, captured, self.swap_space)
         _warm_up(runner, config.block_size, self.max_context)
         return runner
-
-    def out_of_memory(self, error: torch.OutOfMemoryError) -> ConfigError:
-        """For a GPU without room for the steps, or for weights: others may have taken it while they were loaded."""
-        cache = (self.num_blocks or 0) * self.block_bytes
-        bounds = self.config.bounds
-        said = str(error).splitlines()[0] if str(error) else "out of memory"
-        return ConfigError(
-            f"too little memory on {self.device.type}: weights {gibibytes(self.weight_bytes)} + KV cache "
-            f"{gibibytes(cache)} leave too little for steps of {bounds.max_tokens} tokens and {bounds.max_sequences} "
-            "sequences: lower kv_cache_gib, max_step_tokens or max_batch, quantise, or take a smaller model "
-            f"({said})"
-        )
-
-    def _cache(self, num_blocks: int, digest: str) -> KVCache:
-        return make_kv_cache(
-            self.model,
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
-            dtype=self.dtype,
-            device=self.device,
-            model_digest=digest,
-            tp_size=self.shard.size,
-            rank=self.shard.rank,
-        )
 
 
 def _backend(device: torch.device) -> Backend:

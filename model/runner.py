@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import Drawing, check_batch, make_layout, place
-from twostroke.model.cache.kv_cache import Event, KVCache
+from twostroke.model.batch import Drawing, check_batch, make_layout, place, take_drawn
+from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import CapturedSteps
 from twostroke.model.step import BlockCopy, Draw, SequenceStep, with_drawn_tokens
@@ -42,9 +42,6 @@ class LaunchingSampler(Protocol):
     def launch(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> "DrawnTokens":
         """Draw one token for each row, without log-probabilities."""
 
-    def collect(self, drawn: "DrawnTokens") -> list[int]:
-        """The tokens; blocks until they have come."""
-
 
 @dataclass(frozen=True)
 class LaunchedStep:
@@ -69,7 +66,7 @@ class LaunchedStep:
 class SilentStep(LaunchedStep):
     """A step that draws nothing, while a GPU may still compute its KV."""
 
-    computed: Event
+    computed: torch.cuda.Event
     device: torch.device
     is_done: ClassVar[bool] = False
 
@@ -83,13 +80,12 @@ class SilentStep(LaunchedStep):
 class StepOnDevice(LaunchedStep):
     """A step whose tokens are under way."""
 
-    sampler: LaunchingSampler
     drawn: "DrawnTokens"
     entries: list[int]  # of the batch: whose token each row is
     is_done: ClassVar[bool] = False
 
     def result(self) -> list[SampledToken | None]:
-        for entry, token in zip(self.entries, self.sampler.collect(self.drawn), strict=True):
+        for entry, token in zip(self.entries, self.drawn.collect(), strict=True):
             self.tokens[entry] = SampledToken(token)
         return self.tokens
 
@@ -189,10 +185,8 @@ class ModelRunner:
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
         token_ids = place(np.fromiter(chain.from_iterable(step.token_ids for step in steps), np.int64), self._device)
-        following = [(row, step.follows) for row, step in enumerate(steps) if step.follows is not None]
-        if drawn is not None and following:
-            places = place(np.array(following, np.int64).T, self._device)  # single tokens come first: a row each
-            token_ids.index_copy_(0, places[0], drawn[places[1]])
+        if drawn is not None:
+            take_drawn(token_ids, steps, drawn)  # single tokens come first: a row each
         return token_ids
 
     def _sample(self, logits: Tensor, batch: Sequence[SequenceStep], entries: list[int]) -> LaunchedStep:
@@ -202,7 +196,7 @@ class ModelRunner:
         positions = [step.start + len(step.token_ids) for step in drawing]
         if isinstance(self._sampler, LaunchingSampler) and all(draw.sampling.logprobs is None for draw in draws):
             drawn = self._sampler.launch(logits, draws, positions)
-            return StepOnDevice([None] * len(batch), self._sampler, drawn, entries)
+            return StepOnDevice([None] * len(batch), drawn, entries)
         tokens: list[SampledToken | None] = [None] * len(batch)
         for entry, token in zip(entries, self._sampler.sample(logits, draws, positions), strict=True):
             tokens[entry] = token

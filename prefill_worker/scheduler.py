@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, SampledToken
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import QueuePolicy, who_yields
+from twostroke.worker.config import WorkerConfig
+from twostroke.worker.queue_order import who_yields
 from twostroke.worker.scheduler import DrawnToken, PromptBudget, ScheduledStep, Scheduler
 from twostroke.worker.sequence import SequenceState, WorkerJob
 
@@ -35,22 +36,8 @@ class PrefillJob(WorkerJob):
 class PrefillScheduler(Scheduler[PrefillJob]):
     """Chunked prefill: at most `max_step_tokens` tokens of `max_batch` prompts in a step."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_step_tokens: int,
-        max_batch: int,
-        max_context: int,
-        max_waiting: int,
-        min_pull_tokens: int = 1,
-        queue: QueuePolicy = "edf",
-    ):
-        super().__init__(
-            pool, max_context=max_context, max_waiting=max_waiting, min_pull_tokens=min_pull_tokens, queue=queue
-        )
-        self._max_step_tokens = max_step_tokens
-        self._max_batch = max_batch
+    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int):
+        super().__init__(pool, config, max_context)
         self._sending: set[PrefillJob] = set()
         self._highest_priority = -math.inf  # that has ever been here
 
@@ -78,7 +65,8 @@ class PrefillScheduler(Scheduler[PrefillJob]):
 
         Marks the jobs as in a step; `complete` or `abandon` must follow before the next call.
         """
-        entries = self._give_chunks(self._running, self._max_batch, PromptBudget(self._max_step_tokens))
+        budget = PromptBudget(self._config.max_step_tokens)
+        entries = self._give_chunks(self._running, self._config.max_batch, budget)
         return ScheduledStep(tuple(entries), self._take_admitted())
 
     def begin_sending(self, job: PrefillJob) -> None:
@@ -98,7 +86,7 @@ class PrefillScheduler(Scheduler[PrefillJob]):
         return drawn
 
     def _may_join(self, job: PrefillJob) -> bool:
-        return len(self._chunks) < self._max_batch
+        return len(self._chunks) < self._config.max_batch
 
     def _blocks_to_leave(self, job: PrefillJob) -> int:
         """Some, while there is KV of the job's class or a higher one that has to wait, to classes higher than its own.

@@ -15,9 +15,8 @@ from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, PrefillReply, Ticket
 from twostroke.protocol.stats import Role
 from twostroke.worker.life import EndedStep
-from twostroke.worker.numbers import WorkerCounters
 from twostroke.worker.scheduler import DrawnToken, ScheduledStep
-from twostroke.worker.step_costs import StepContent
+from twostroke.worker.step_costs import StepContent, StepCostFit
 from twostroke.worker.worker import Equipment, Worker, WorkerCall
 
 _log = logging.getLogger(__name__)
@@ -30,12 +29,11 @@ class PrefillCall(WorkerCall[PrefillJob, PrefillReply]):
     started_at: float = 0.0
     outgoing: Outgoing | None = None
     is_aborted: bool = False  # its transfer has been given up here, on purpose
-    is_sending: bool = False  # until its transfer has ended
 
     @property
     def is_over(self) -> bool:
         """Whether it has returned, and nothing sends its KV."""
-        return self.job.has_ended and not self.is_sending
+        return self.job.has_ended and not self.job.is_sending
 
     def cancelled(self) -> None:
         self.fail(WorkerLost("the router cancelled the request"))
@@ -48,16 +46,8 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
     _scheduler: PrefillScheduler
 
     def __init__(self, config: PrefillConfig, equipment: Equipment):
-        scheduler = PrefillScheduler(
-            equipment.pool,
-            max_step_tokens=config.max_step_tokens,
-            max_batch=config.max_batch,
-            max_context=equipment.max_context,
-            max_waiting=config.max_waiting,
-            min_pull_tokens=config.min_pull_tokens,
-            queue=config.queue,
-        )
-        super().__init__(config, equipment, scheduler, WorkerCounters())
+        scheduler = PrefillScheduler(equipment.pool, config, equipment.max_context)
+        super().__init__(config, equipment, scheduler, StepCostFit())
         self._layers = range(equipment.store.layout.num_layers)
 
     async def prefill(
@@ -116,7 +106,6 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
                 call.ticket, len(sequence.token_ids), sequence.block_ids, sequence.num_computed
             )
             self._scheduler.begin_sending(job)
-            call.is_sending = True
             self._transfers.see(self._see_off(call, call.outgoing), f"send {call.request.request_id}")
 
     def _on_layer(self, step: ScheduledStep[PrefillJob]) -> OnLayer:
@@ -148,7 +137,6 @@ class PrefillWorker(Worker[PrefillJob, PrefillCall]):
                 self._token_server.kv_not_sent(call.request.router_id, call.request.request_id)
         finally:
             self._scheduler.end_sending(call.job)
-            call.is_sending = False
             self._forget(call)
 
     def _give_up_transfers(self, call: PrefillCall, reason: str) -> None:

@@ -12,7 +12,6 @@ changes until then have been: so it need not be kept, and whatever comes after i
 
 import asyncio
 import hashlib
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,8 @@ def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
 
 
 def pack_names(names: Iterable[ShortName]) -> bytes:
-    """Names for a message: 8 bytes each, one after the other, as in the blocks' hashes."""
-    return _in_little_endian(array("Q", names)).tobytes()
+    """Names for a message: 8 little-endian bytes each, one after the other, as in the blocks' hashes."""
+    return array("Q", names).tobytes()
 
 
 def unpack_names(packed: bytes) -> "array[int]":
@@ -77,12 +76,6 @@ def unpack_names(packed: bytes) -> "array[int]":
         raise ProtocolError(f"{len(packed)} bytes are no block names: each takes {NAME_BYTES}")
     names = array("Q")
     names.frombytes(packed)
-    return _in_little_endian(names)
-
-
-def _in_little_endian(names: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        names.byteswap()
     return names
 
 

@@ -3,27 +3,30 @@
 Three kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
 joins a rank of a worker that sends KV (the source) to one of a worker that receives it (the target); the KV bytes
 themselves go over data links beside it. These two begin with Hello from the connecting side and Welcome (or Refuse)
-from the listening side. The third joins the ranks of one worker: `rank_messages.py`.
+from the listening side. The third joins the ranks of one worker, rank 0 to each other one. Rank 0 is the leader: it
+schedules, draws, and owns the block accounting. The others do as it says, in its order. What it says after its own step
+has ended it means to happen after theirs: see StepEnded. Numbers of transfers are its own.
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
 
 What `twostroke doctor` asks of two workers, and what it tells of the way between them.
 """
 
+from functools import reduce
+from operator import or_
 from typing import Annotated
 
 import msgspec
 
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
-from twostroke.protocol.rank_messages import RankMessage
-from twostroke.protocol.requests import Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.stats import TransferStats, WorkerStats
 from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: an array whose first element is the class's name."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages, and each subclass is one: an array whose first element is the class's name."""
 
 
 # --- both kinds of connection ---
@@ -48,7 +51,7 @@ class KVHello(msgspec.Struct, frozen=True, array_like=True):
     without: tuple[str, ...] = ()  # transports to avoid where there are others: the last link by them failed
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """Who connects, and whom it believes to reach."""
 
     sender: Peer
@@ -67,45 +70,45 @@ class KVWelcome(msgspec.Struct, frozen=True, array_like=True):
     link: dict[str, str | int]  # how to join the data link, in the transport's own words
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(Message, frozen=True):
     """The connection is accepted."""
 
     receiver: Peer
     kv: KVWelcome | None = None  # None on a token channel
 
 
-class Refuse(_Message, frozen=True):
+class Refuse(Message, frozen=True):
     """The connection is refused; the listener closes it after this."""
 
     reason: str
 
 
-class Ping(_Message, frozen=True):
+class Ping(Message, frozen=True):
     """Proof of life: each side sends one where it has been silent for a third of a lease."""
 
 
 # --- token channel ---
 
 
-class TokenFrame(_Message, frozen=True):
+class TokenFrame(Message, frozen=True):
     """Worker to router: all that one engine step produced for that router's requests."""
 
     events: tuple[TokenEvent, ...]
 
 
-class StatsFrame(_Message, frozen=True):
+class StatsFrame(Message, frozen=True):
     """Worker to router: its numbers, now and then."""
 
     stats: WorkerStats
 
 
-class KVNotSent(_Message, frozen=True):
+class KVNotSent(Message, frozen=True):
     """Prefill worker to router: its transfer of this request's KV has failed, and nothing of it will come any more."""
 
     request_id: str
 
 
-class BlocksHeld(_Message, frozen=True):
+class BlocksHeld(Message, frozen=True):
     """Worker to router: a part of all names in its prefix cache, in answer to ReportBlocks or where too much changed.
 
     Names are 8 bytes each, one after the other: the first half of the block's hash, enough for a guess. Changes may
@@ -118,7 +121,7 @@ class BlocksHeld(_Message, frozen=True):
     sequence: int  # of the last BlocksChanged that this counts in
 
 
-class BlocksChanged(_Message, frozen=True):
+class BlocksChanged(Message, frozen=True):
     """Worker to router: blocks that have got into its prefix cache, and that have left it, since the last one."""
 
     sequence: int  # one more than the last; a gap means that something was missed
@@ -126,30 +129,30 @@ class BlocksChanged(_Message, frozen=True):
     removed: bytes
 
 
-class ReportBlocks(_Message, frozen=True):
+class ReportBlocks(Message, frozen=True):
     """Router to worker: tell all names in the prefix cache, and from then on each change."""
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(Message, frozen=True):
     """Router to worker: forget the request, free its blocks. Unknown ids are ignored."""
 
     request_id: str
 
 
-class Drain(_Message, frozen=True):
+class Drain(Message, frozen=True):
     """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun.
 
     Where that was a mistake, whoever keeps the worker lets it go on (`WorkerLife.stay`).
     """
 
 
-class PrefillFailed(_Message, frozen=True):
+class PrefillFailed(Message, frozen=True):
     """Router to decode worker: no KV will come for this request; compute it yourself."""
 
     request_id: str
 
 
-class SendPrefix(_Message, frozen=True):
+class SendPrefix(Message, frozen=True):
     """Router to any worker: send what the prefix cache holds of these tokens to the ticket's target.
 
     Where it holds nothing, the worker tells the target so, by an Abort.
@@ -160,7 +163,7 @@ class SendPrefix(_Message, frozen=True):
     cache_salt: bytes
 
 
-class Convicted(_Message, frozen=True):
+class Convicted(Message, frozen=True):
     """Either way: requests that have taken workers down. The worker passes on to its other routers what is news to it.
 
     It follows the worker's Welcome, if only to say that nothing is known: whoever has a channel knows what the worker
@@ -173,7 +176,7 @@ class Convicted(_Message, frozen=True):
 # --- transfer control, source to target ---
 
 
-class Offer(_Message, frozen=True):
+class Offer(Message, frozen=True):
     """KV of `num_tokens` tokens is being computed; may it come?"""
 
     ticket: Ticket
@@ -188,7 +191,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     num_units: int
 
 
-class Chunk(_Message, frozen=True):
+class Chunk(Message, frozen=True):
     """These runs follow on the data link, one after the other, sealed with `chunk_seal` of this message."""
 
     transfer_id: bytes
@@ -197,7 +200,7 @@ class Chunk(_Message, frozen=True):
     num_bytes: int  # of KV on the wire, the seal not counted
 
 
-class Commit(_Message, frozen=True):
+class Commit(Message, frozen=True):
     """All chunks are out. From a prefill worker the first token follows; a pulled prefix has none."""
 
     transfer_id: bytes
@@ -208,20 +211,20 @@ class Commit(_Message, frozen=True):
 # --- transfer control, target to source ---
 
 
-class Grant(_Message, frozen=True):
+class Grant(Message, frozen=True):
     """Blocks are reserved. KV of the first `skip_tokens` tokens is there already: don't send it."""
 
     transfer_id: bytes
     skip_tokens: int
 
 
-class Awaited(_Message, frozen=True):
+class Awaited(Message, frozen=True):
     """The offer's request is here and waits for room: keep its KV. A Grant or an Abort will follow."""
 
     transfer_id: bytes
 
 
-class Verified(_Message, frozen=True):
+class Verified(Message, frozen=True):
     """Every byte arrived and its seal holds: the source may let go of its blocks."""
 
     transfer_id: bytes
@@ -230,41 +233,149 @@ class Verified(_Message, frozen=True):
 # --- transfer control, either way ---
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     """The transfer is over, without success. Legal in every state."""
 
     transfer_id: bytes
     reason: str
 
 
-Message = (
-    Hello
-    | Welcome
-    | Refuse
-    | Ping
-    | TokenFrame
-    | StatsFrame
-    | KVNotSent
-    | BlocksHeld
-    | BlocksChanged
-    | ReportBlocks
-    | Cancel
-    | Drain
-    | PrefillFailed
-    | SendPrefix
-    | Convicted
-    | Offer
-    | Chunk
-    | Commit
-    | Grant
-    | Awaited
-    | Verified
-    | Abort
-    | RankMessage
-)
+# --- a rank to the leader ---
+
+
+class RankHello(Message, frozen=True):
+    """The first message: which rank of which worker connects."""
+
+    worker: Peer
+    rank: int
+
+
+class RankLoaded(Message, frozen=True):
+    """Its engine is ready to step, and it listens for KV."""
+
+    transfer_address: Address
+
+
+class RankFailed(Message, frozen=True):
+    """It could not load, or a step failed: it ends, and the worker with it."""
+
+    reason: str
+
+
+class TransferEnded(Message, frozen=True):
+    """The rank touches the transfer's blocks no more."""
+
+    number: int
+    failure: str | None  # None: verified
+    first_token: SampledToken | None  # that came with an incoming one
+    stats: TransferStats  # of the transfer's side on that rank
+
+
+# --- the leader to every rank ---
+
+
+class RankSequence(msgspec.Struct, frozen=True, array_like=True):
+    """As SequenceStep; how a token is drawn is the leader's business."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+    draws: bool
+
+
+class RankCopy(msgspec.Struct, frozen=True, array_like=True):
+    """As BlockCopy, each rank between its own cache and its own host memory."""
+
+    is_out: bool
+    cache_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+class RankStep(Message, frozen=True):
+    """Run this step; the leader begins it now."""
+
+    sequences: tuple[RankSequence, ...]
+    tells_layers: bool  # as the leader's engine is asked to: engines may choose their way by it, and all must go one
+    copies: tuple[RankCopy, ...] = ()  # to be made before
+
+
+def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
+    """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
+    number = 5  # bytes of one below 2^32, or of a length
+    sequences = max_sequences * number * (blocks_of_one + 8)  # with what names and counts their parts
+    return 64 + number * (max_tokens + 2 * host_blocks) + sequences
+
+
+class StepEnded(Message, frozen=True):
+    """The leader's step has ended: what follows is to be done once the rank's has, too.
+
+    Until then the rank may still write into blocks that the leader has given to somebody else meanwhile.
+    """
+
+
+class OpenTransfer(Message, frozen=True):
+    """As KVSender.open."""
+
+    number: int
+    ticket: Ticket
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    num_ready_tokens: int
+
+
+class TransferReady(Message, frozen=True):
+    """KV of the first `num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them,
+    or all of it where none is."""
+
+    number: int
+    num_tokens: int
+
+
+class CommitTransfer(Message, frozen=True):
+    """As OutgoingTransfer.commit."""
+
+    number: int
+    first_token: SampledToken | None
+
+
+class DeclineTransfer(Message, frozen=True):
+    """As KVSender.decline."""
+
+    ticket: Ticket
+    reason: str
+
+
+class ExpectTransfer(Message, frozen=True):
+    """As KVReceiver.expect."""
+
+    number: int
+    ticket: Ticket
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    skip_tokens: int
+
+
+class KeepTransfer(Message, frozen=True):
+    """As KVReceiver.keep."""
+
+    ticket: Ticket
+
+
+class RefuseTransfer(Message, frozen=True):
+    """As KVReceiver.refuse."""
+
+    ticket: Ticket
+
+
+class AbortTransfer(Message, frozen=True):
+    """Give a transfer up, outgoing or incoming; its TransferEnded still follows."""
+
+    number: int
+    reason: str
+
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__()))
 
 
 def encode_message(message: Message) -> bytes:

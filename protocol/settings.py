@@ -7,16 +7,21 @@ A validator that finds fields contradicting each other raises ValueError, and be
 field to change: `max_batch: 8 must be ...`.
 """
 
-from typing import Annotated, Any, TypeVar
+import difflib
+from typing import Annotated, Any, Final, TypeVar
 
 from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 S = TypeVar("S", bound="Section")
 
 Count = Annotated[int, Ge(1)]
 Interval = Annotated[float, Ge(0.001)]
 """Seconds that are waited for again and again."""
+
+UNKNOWN_SETTING: Final = "unknown_setting"
+"""The type of pydantic's error where a section has no setting of a name."""
 
 
 class Section(BaseModel):
@@ -28,9 +33,17 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_nothing(cls, raw: Any) -> Any:
-        """A section with all of its lines commented out has the defaults."""
-        return {} if raw is None else raw
+    def _check_settings(cls, raw: Any) -> Any:
+        """A section with all of its lines commented out has the defaults; one with a name that it lacks is refused."""
+        if not isinstance(raw, dict):
+            return {} if raw is None else raw
+        for name in raw:
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
+                told = {"name": str(name), "hint": hint}
+                raise PydanticCustomError(UNKNOWN_SETTING, "{name}: there is no such setting; {hint}", told)
+        return raw
 
     def part(self, kind: type[S]) -> S:
         """The settings of one part, in a section that has the keys of several parts side by side."""

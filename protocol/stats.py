@@ -123,3 +123,26 @@ class WorkerStats(msgspec.Struct, frozen=True):
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests
+
+
+class TransferStats(msgspec.Struct, array_like=True):
+    """Counters of one worker's, or one rank's, side of KV transfer; they only grow, but for `in_flight`."""
+
+    in_flight: int = 0  # transfers that have not ended
+    done: int = 0  # verified
+    failed: int = 0  # ended otherwise, given up ones included
+    given_up: int = 0  # of the failed, those not wanted any more, on this side or by the peer's word
+    digest_failures: int = 0  # chunks whose bytes did not match their digest (receiver only)
+    links_lost: int = 0  # data links that broke, or could not be joined, while their connection stood (sender only)
+    bytes: int = 0  # of KV on the wire, sent or received
+    seconds: float = 0.0  # summed over the verified ones, from open or expect to verified
+
+    def end(self, failure: str | None, seconds: float, *, is_given_up: bool) -> None:
+        """A transfer has ended after so many seconds."""
+        self.in_flight -= 1
+        if failure is None:
+            self.done += 1
+            self.seconds += seconds
+        else:
+            self.failed += 1
+            self.given_up += is_given_up

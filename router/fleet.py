@@ -81,7 +81,6 @@ class Path(msgspec.Struct, frozen=True):
     source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
     estimate: Estimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
-    cached_tokens: int = 0  # of the prompt, where it is to be computed, before anything is pulled; as far as is known
     is_trial: bool = False  # taken not for its costs but to see whether they are true
 
     @property

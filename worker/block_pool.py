@@ -27,9 +27,8 @@ MOST_CHANGES = 65_536
 class BlockChanges:
     """Records what a block pool tells it; `began` is called with the first change of every window."""
 
-    def __init__(self, began: Callable[[], None], *, most: int = MOST_CHANGES):
+    def __init__(self, began: Callable[[], None]):
         self._began = began
-        self._most = most
         self._was_there: dict[BlockHash, bool] = {}  # names that were touched: whether they were there at the beginning
         self._stored: set[BlockHash] = set()  # those of them that are there now, though they came within the window
         self._are_too_many = False
@@ -56,7 +55,7 @@ class BlockChanges:
     def _touch(self, name: BlockHash, *, was_there: bool) -> None:
         if not self._was_there:
             self._began()
-        if len(self._was_there) < self._most:
+        if len(self._was_there) < MOST_CHANGES:
             self._was_there.setdefault(name, was_there)
         elif name not in self._was_there:
             self._are_too_many = True
@@ -125,22 +124,14 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each; evicts the least recently released cached blocks where it must.
 
-        Raises OutOfBlocks, with nothing changed, where fewer can be had; ValueError for a negative count.
+        Raises OutOfBlocks, with nothing changed, where fewer can be had.
         """
-        if count < 0:
-            raise ValueError(f"can't allocate {count} blocks")
         if count > self.free_blocks:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free_blocks} of {self.num_blocks} free")
         allocated = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block_id in allocated:
             self._references[block_id] = 1
         return allocated
-
-    def share(self, block_ids: Sequence[int]) -> None:
-        """One more reference on each. Raises ValueError, with nothing changed, for a block that nobody owns."""
-        self._require_owned(block_ids)
-        for block_id in block_ids:
-            self._references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less on each of a table's blocks, which are given in the order of their tokens.

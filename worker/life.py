@@ -8,8 +8,9 @@ given and has not finished: one that runs, and perhaps the next behind it.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
@@ -17,55 +18,40 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCallbacks:
-    """What a worker does and tells. Only `step` and `hang_up` wait."""
+@dataclass(kw_only=True, eq=False)
+class WorkerLife:
+    """Calls `step` again and again. The first exception ends that for good: the worker has died.
 
+    Of what it calls, only `step` and `hang_up` wait.
+    """
+
+    worker_id: str  # for messages
+    pools: Sequence[BlockPool]  # checked where the worker is idle
+    clock: Clock
+    config: WorkerConfig
     step: Callable[[], Awaitable[bool]]  # run one step; whether there was anything to do
     is_busy: Callable[[], bool]  # whether any call, transfer or trial is under way
     is_ahead: Callable[[], bool]  # whether `step` has begun another step than the one it saw end
     died: Callable[[str], None]  # the engine died, for this reason: fail every request
     hang_up: Callable[[], Coroutine[Any, Any, None]]  # close the token channel
-
-
-class WorkerLife:
-    """Calls `step` again and again. The first exception ends that for good: the worker has died.
-
-    `worker_id` is for messages. An idle worker's `pools` are checked at most every `integrity_interval_s`. A step
-    longer than `max_step_s` is stuck.
-    """
-
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        pools: Sequence[BlockPool],
-        clock: Clock,
-        integrity_interval_s: float,
-        max_step_s: float,
-        callbacks: WorkerCallbacks,
-    ):
-        self._worker_id = worker_id
-        self._pools = pools
-        self._clock = clock
-        self._integrity_interval_s = integrity_interval_s
-        self._max_step_s = max_step_s
-        self._callbacks = callbacks
-        self._task: asyncio.Task[None] | None = None
-        self._work = asyncio.Event()
-        self._quiet = asyncio.Event()  # set where nothing is found to be under way, and at the end
-        self._step_began: float | None = None  # None between steps
-        self._checked_at = float("-inf")
-        self._is_draining = False
-        self._is_ending = False  # draining, and for good
-        self._is_stopping = False
-        self._engine_loss: WorkerLost | None = None  # to die of
-        self._failure: Exception | None = None  # what it died of
-        self._hanging_up: asyncio.Task[None] | None = None
+    is_draining: bool = field(default=False, init=False)
+    """Whether the worker takes no new requests, since it is to end, or a router has said so."""
+    _is_ending: bool = field(default=False, init=False)  # draining, and for good
+    _is_stopping: bool = field(default=False, init=False)
+    _task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    # Set where nothing is found to be under way, and at the end.
+    _quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _step_began: float | None = field(default=None, init=False)  # None between steps
+    _checked_at: float = field(default=-math.inf, init=False)
+    _engine_loss: WorkerLost | None = field(default=None, init=False)  # to die of
+    _failure: Exception | None = field(default=None, init=False)  # what it died of
+    _hanging_up: "asyncio.Task[None] | None" = field(default=None, init=False)
 
     def start(self) -> None:
         """Begin to step. Must be called on the event loop that serves the worker."""
@@ -90,31 +76,26 @@ class WorkerLife:
         if self._task is None or self._is_stopping:
             raise WorkerLost("the worker is not running")
         if self._step_time_left() < 0:
-            raise WorkerLost(f"a step has not ended in {self._max_step_s:g} s")
+            raise WorkerLost(f"a step has not ended in {self.config.max_step_s:g} s")
 
     def check_takes_requests(self) -> None:
         """Raises WorkerLost where the worker is not healthy, WorkerLeaving where it is draining."""
         self.check_health()
-        if self._is_draining:
-            raise WorkerLeaving(f"worker {self._worker_id} is draining")
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the worker takes no new requests, since it is to end, or a router has said so."""
-        return self._is_draining
+        if self.is_draining:
+            raise WorkerLeaving(f"worker {self.worker_id} is draining")
 
     def take_no_more(self) -> None:
         """Let no new request in, unless the worker is to `stay`."""
-        self._is_draining = True
+        self.is_draining = True
 
     def stay(self) -> None:
         """Let requests in again: whoever has said that the worker is taken down was wrong. Not once it is to end."""
-        self._is_draining = self._is_ending
+        self.is_draining = self._is_ending
 
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
-        self._is_ending = self._is_draining = True
-        if self._task is not None and not self._task.done() and self._callbacks.is_busy():
+        self._is_ending = self.is_draining = True
+        if self._task is not None and not self._task.done() and self.is_busy():
             self._quiet.clear()
             self._work.set()
             await self._quiet.wait()
@@ -124,13 +105,13 @@ class WorkerLife:
 
         A step that is stuck is left alone, with the blocks that it may write into: only the process's end ends it.
         """
-        self._is_ending = self._is_draining = self._is_stopping = True
+        self._is_ending = self.is_draining = self._is_stopping = True
         self._work.set()
         if self._task is not None:
             while not self._task.done() and (time_left := self._step_time_left()) > 0:  # each has its own time
                 await asyncio.wait({self._task}, timeout=time_left)
             if not self._task.done():
-                _log.error("a step has not ended in %g s: the worker stops without it", self._max_step_s)
+                _log.error("a step has not ended in %g s: the worker stops without it", self.config.max_step_s)
                 self._task.cancel()
                 await asyncio.wait({self._task})
         if self._hanging_up is not None:
@@ -140,17 +121,16 @@ class WorkerLife:
     def _step_time_left(self) -> float:
         """Seconds until the step under way, or one that began now, is stuck."""
         began = self._step_began
-        return self._max_step_s - (0.0 if began is None else self._clock() - began)
+        return self.config.max_step_s - (0.0 if began is None else self.clock() - began)
 
     async def _run(self) -> None:
-        is_ahead = self._callbacks.is_ahead
         try:
-            while not self._is_stopping or is_ahead():
+            while not self._is_stopping or self.is_ahead():
                 self._work.clear()
-                if self._engine_loss is not None and not is_ahead():
+                if self._engine_loss is not None and not self.is_ahead():
                     raise self._engine_loss
-                self._step_began = self._clock()
-                has_stepped = await self._callbacks.step()
+                self._step_began = self.clock()
+                has_stepped = await self.step()
                 self._step_began = None
                 if not has_stepped:
                     self._idle()
@@ -158,19 +138,19 @@ class WorkerLife:
         except Exception as error:
             _log.exception("the step loop has died")
             self._failure = error
-            self._callbacks.died(f"the engine of worker {self._worker_id} died: {error!r}")
+            self.died(f"the engine of worker {self.worker_id} died: {error!r}")
             self._quiet.set()
             # Routers see the channel go and turn elsewhere, well before anybody has asked for our health.
-            self._hanging_up = asyncio.create_task(self._callbacks.hang_up(), name="hang up")
+            self._hanging_up = asyncio.create_task(self.hang_up(), name="hang up")
 
     def _idle(self) -> None:
-        if self._callbacks.is_busy():
+        if self.is_busy():
             return
         self._quiet.set()
-        now = self._clock()
-        if now - self._checked_at >= self._integrity_interval_s:
+        now = self.clock()
+        if now - self._checked_at >= self.config.integrity_interval_s:
             self._checked_at = now
-            for pool in self._pools:
+            for pool in self.pools:
                 pool.check_integrity()
                 if pool.owned_blocks:
                     _log.error("%d blocks are owned although the worker is idle", pool.owned_blocks)

@@ -2,40 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from twostroke.kvtransfer.sides import TransferStats
 from twostroke.model.step import Engine
 from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, WorkerStats
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.scheduler import Scheduler
 from twostroke.worker.step_costs import StepCostFit
 
 
-class HostBlocks(Protocol):
-    """What a worker sees of its swap space (model/cache/swap_space.py): that of rank 0."""
-
-    num_blocks: int
-    block_bytes: int  # of all layers
-    num_bytes: int  # counter: copied, both ways
-    seconds: float  # counter
-
-
-@dataclass(frozen=True, slots=True)
-class SwapNumbers:
-    """What a worker with swap space counts."""
-
-    swaps: int = 0  # counter: requests whose KV went to host memory
-    bytes: int = 0  # counter
-    seconds: float = 0.0  # counter
-    owned_blocks: int = 0
-
-
 @dataclass(slots=True)
 class WorkerCounters:
-    """Numbers of WorkerStats that a worker counts itself, and that only grow, and what it learns from its steps."""
+    """Numbers of WorkerStats, by their names there, that a worker counts itself. They only grow."""
 
     computed_tokens: int = 0
     generated_tokens: int = 0
@@ -44,7 +24,6 @@ class WorkerCounters:
     finished_requests: int = 0
     aborted_requests: int = 0
     pulled_tokens: int = 0
-    costs: StepCostFit = field(default_factory=StepCostFit)
 
     def count_step(self, seconds: float, computed_tokens: int) -> None:
         """An engine step has run."""
@@ -55,19 +34,19 @@ class WorkerCounters:
 
 def worker_stats(
     counters: WorkerCounters,
+    fit: StepCostFit,
     scheduler: Scheduler[Any],
     pool: BlockPool,
     transfers: Sequence[TransferStats],
     engine: Engine,
     *,
     is_draining: bool,
-    swaps: SwapNumbers,
 ) -> WorkerStats:
-    """All numbers now. `transfers` are both sides of KV transfer."""
+    """All numbers now, but for those of swap space. `transfers` are both sides of KV transfer."""
     queued = queued_work(scheduler.waiting_work())
     contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
-    counters.costs.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
-    costs = counters.costs.costs()
+    fit.take_in()  # a router that sends nothing here for its costs would have to wait for ever for better
+    costs = fit.costs()
     return WorkerStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -78,17 +57,7 @@ def worker_stats(
         num_transfers=sum(side.in_flight for side in transfers),
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
-        computed_tokens=counters.computed_tokens,
-        generated_tokens=counters.generated_tokens,
-        steps=counters.steps,
-        step_seconds=counters.step_seconds,
         preemptions=scheduler.preemptions,
-        swaps=swaps.swaps,
-        swap_bytes=swaps.bytes,
-        swap_seconds=swaps.seconds,
-        swapped_blocks=swaps.owned_blocks,
-        finished_requests=counters.finished_requests,
-        aborted_requests=counters.aborted_requests,
         transfers_done=sum(side.done for side in transfers),
         transfers_failed=sum(side.failed for side in transfers),
         transfers_given_up=sum(side.given_up for side in transfers),
@@ -96,13 +65,13 @@ def worker_stats(
         transfer_seconds=sum((side.seconds for side in transfers), 0.0),
         transfer_digest_failures=sum(side.digest_failures for side in transfers),
         transfer_links_lost=sum(side.links_lost for side in transfers),
-        pulled_tokens=counters.pulled_tokens,
         broken_logit_rows=engine.num_broken_rows,
         queued=queued,
         context_tokens=sum(num_tokens for _, num_tokens in contexts),
         tightest_tpot_s=_tightest_tpot_s(contexts, costs),
         costs=costs,
         is_draining=is_draining,
+        **asdict(counters),
     )
 
 

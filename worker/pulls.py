@@ -12,17 +12,16 @@ there already.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Scheduler
-from twostroke.worker.sequence import WorkerJob
 
 _log = logging.getLogger(__name__)
 
@@ -58,69 +57,42 @@ class Transfers:
         self._ended()
 
 
+@dataclass(kw_only=True, eq=False)
 class Pulls(Generic[JobT]):
-    """One worker's pulls. An offer is waited for `wait_s`.
+    """One worker's pulls. What it tells is told on the event loop, and must not wait."""
 
-    Told on the event loop, and must not wait: `admit`, where an offer has come, to let in whose turn it is though a
-    step may be under way; `came` with the tokens that a pull has spared, whose KV is in the job's blocks; `wake`, where
-    there may be something to do.
-    """
-
-    def __init__(
-        self,
-        *,
-        receiver: ReceivingSide,
-        offers: AwaitedOffers,
-        transfers: Transfers,
-        scheduler: Scheduler[JobT],
-        wait_s: float,
-        admit: Callable[[], None],
-        came: Callable[[JobT, int], None],
-        wake: Callable[[], None],
-    ):
-        self._receiver = receiver
-        self._offers = offers
-        self._transfers = transfers
-        self._scheduler = scheduler
-        self._wait_s = wait_s
-        self._admit = admit
-        self._came = came
-        self._wake = wake
-        self._expected: dict[JobT, Ticket] = {}  # offers that are neither taken nor refused
-        self._incoming: dict[JobT, Incoming] = {}
+    receiver: ReceivingSide
+    offers: AwaitedOffers
+    transfers: Transfers
+    scheduler: Scheduler[JobT]
+    wait_s: float  # so long an offer is waited for
+    admit: Callable[[], None]  # an offer has come: let in whose turn it is, though a step may be under way
+    came: Callable[[JobT, int], None]  # a pull has spared so many tokens, whose KV is in the job's blocks
+    wake: Callable[[], None]  # there may be something to do
+    _expected: dict[JobT, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
+    _incoming: dict[JobT, Incoming] = field(default_factory=dict, init=False)
 
     def expect(self, job: JobT, ticket: Ticket) -> None:
         """Wait for the offer to a job that awaits one; it may be here already."""
         self._expected[job] = ticket
-        self._offers.wait(
-            ticket, self._wait_s, came=lambda: self._offered(job, ticket), missing=lambda: self._not_offered(job)
+        self.offers.wait(
+            ticket, self.wait_s, came=lambda: self._offered(job, ticket), missing=lambda: self._not_offered(job)
         )
 
     def begin(self, job: JobT) -> None:
-        """Let the offered KV into the blocks of a job that was admitted to pull.
-
-        Raises RuntimeError for a job that expects no offer.
-        """
-        ticket = self._expected.pop(job, None)
-        if ticket is None:
-            raise RuntimeError(f"request {_name(job)} expects no offer")
+        """Let the offered KV into the blocks of a job that was admitted to pull."""
         sequence, num_tokens = job.sequence, job.offered_tokens
-        num_blocks = -(-num_tokens // sequence.block_size)
-        incoming = self._receiver.expect(
-            ticket, sequence.block_ids[:num_blocks], num_tokens, skip_tokens=sequence.num_computed
+        block_ids = sequence.block_ids[: -(-num_tokens // sequence.block_size)]
+        incoming = self._incoming[job] = self.receiver.expect(
+            self._expected.pop(job), block_ids, num_tokens, skip_tokens=sequence.num_computed
         )
-        self._incoming[job] = incoming
-        self._transfers.see(self._see_in(job, incoming), f"pull {_name(job)}")
+        self.transfers.see(self._see_in(job, incoming), f"pull {job.request.request_id}")
 
     def refuse(self, job: JobT) -> None:
         """Take no offer any more. Harmless where none is expected, or it is taken already."""
         ticket = self._expected.pop(job, None)
         if ticket is not None:
-            self._offers.refuse(ticket)
-
-    def decline(self, ticket: Ticket) -> None:
-        """Take no offer to a request that is refused itself: its source would keep the blocks for nobody."""
-        self._offers.refuse(ticket)
+            self.offers.refuse(ticket)
 
     def give_up(self, job: JobT, reason: str) -> None:
         """Nobody wants the job's prefix any more, wherever its pull stands. Its blocks may be written a little longer.
@@ -132,44 +104,40 @@ class Pulls(Generic[JobT]):
             self._incoming[job].abort(reason)
 
     def _offered(self, job: JobT, ticket: Ticket) -> None:
-        num_tokens = self._receiver.offered_tokens(ticket.transfer_id)
+        num_tokens = self.receiver.offered_tokens(ticket.transfer_id)
         if not num_tokens:  # it was withdrawn again
             self._not_offered(job)
             return
-        self._scheduler.offered_prefix(job, num_tokens)
-        self._admit()
-        self._wake()
+        self.scheduler.offered_prefix(job, num_tokens)
+        self.admit()
+        self.wake()
 
     def _not_offered(self, job: JobT) -> None:
         self.refuse(job)
-        self._scheduler.no_prefix(job)
-        self._wake()
+        self.scheduler.no_prefix(job)
+        self.wake()
 
     async def _see_in(self, job: JobT, incoming: Incoming) -> None:
         """Until the transfer ends the blocks stay the job's, whatever becomes of the job."""
         try:
             await incoming.verified()
         except TransferFailed as error:
-            _log.warning("the prefix of request %s did not come: %s", _name(job), error)
-            self._scheduler.pull_failed(job)
+            _log.warning("the prefix of request %s did not come: %s", job.request.request_id, error)
+            self.scheduler.pull_failed(job)
         else:
-            if num_tokens := self._scheduler.pulled(job):
-                self._came(job, num_tokens)
+            if num_tokens := self.scheduler.pulled(job):
+                self.came(job, num_tokens)
         finally:
             del self._incoming[job]
 
 
-def _name(job: WorkerJob) -> str:
-    return job.sequence.request.request_id
-
-
+@dataclass(frozen=True, kw_only=True)
 class PrefixExports:
-    """The prefixes that one worker is sending out of `pool`."""
+    """The prefixes that one worker is sending out of its pool."""
 
-    def __init__(self, *, sender: SendingSide, pool: BlockPool, transfers: Transfers):
-        self._sender = sender
-        self._pool = pool
-        self._transfers = transfers
+    sender: SendingSide
+    pool: BlockPool
+    transfers: Transfers
 
     def send(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
         """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
@@ -177,21 +145,17 @@ class PrefixExports:
         It stops short of the last token at least: the target must compute one, or it has nothing to draw from. Where
         nothing is cached the target is told so. A ticket that can't be ours is ignored.
         """
-        block_ids = self._pool.match(_matchable_hashes(token_ids, self._pool.block_size, cache_salt))
+        block_ids = self.pool.match(_matchable_hashes(token_ids, self.pool.block_size, cache_salt))
         if not block_ids:
             try:
-                self._sender.decline(ticket, "nothing of the prefix is cached any more")
+                self.sender.decline(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
                 _log.warning("asked for a prefix with a ticket that can't be: %s", error)
             return False
-        num_tokens = len(block_ids) * self._pool.block_size
-        try:
-            transfer = self._sender.open(ticket, num_tokens, block_ids, num_tokens)
-        except BaseException:
-            self._pool.release(block_ids)
-            raise
+        num_tokens = len(block_ids) * self.pool.block_size
+        transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
         transfer.commit(None)
-        self._transfers.see(self._see_off(transfer, block_ids), f"export to {ticket.target.worker_id}")
+        self.transfers.see(self._see_off(transfer, block_ids), f"export to {ticket.target.worker_id}")
         return True
 
     async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int]) -> None:
@@ -200,7 +164,7 @@ class PrefixExports:
         except TransferFailed as error:
             _log.info("a cached prefix was not sent: %s", error)
         finally:
-            self._pool.release(block_ids)
+            self.pool.release(block_ids)
 
 
 def _matchable_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[BlockHash]:

@@ -27,7 +27,8 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import FinishReason, Promise, SampledToken, TokenEvent, finish_reason
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import NO_LIMIT, ClassShares, JobT, QueuePolicy, turn_of, turns
+from twostroke.worker.config import WorkerConfig
+from twostroke.worker.queue_order import NO_LIMIT, ClassShares, JobT, turn_of, turns
 from twostroke.worker.sequence import Phase
 
 CHUNK_MULTIPLE = 16  # kernels compute so many rows together
@@ -44,31 +45,32 @@ class StepEntry(msgspec.Struct, Generic[JobT], frozen=True):
 class Admitted(Generic[JobT]):
     """Whose waiting is over."""
 
-    jobs: tuple[JobT, ...] = ()  # they hold blocks since this very decision; into some a transfer is to be let
+    # They hold blocks since this very decision. Those that are receiving wait for their transfer to be let into these,
+    # from `sequence.num_computed` tokens on.
+    jobs: tuple[JobT, ...] = ()
     declined: tuple[JobT, ...] = ()  # the offers to them are not wanted any more
 
-    @property
-    def receiving(self) -> tuple[JobT, ...]:
-        """Those whose transfer is to begin now. Their first `sequence.num_computed` tokens are cached here already."""
-        return tuple([job for job in self.jobs if job.is_receiving])
+
+@dataclass(frozen=True, slots=True)
+class Swap(Generic[JobT]):
+    """A job's KV on its way between the cache and host memory."""
+
+    job: JobT
+    copy: BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep(Generic[JobT]):
     """What to run next, and who has been admitted by the way."""
 
-    entries: tuple[StepEntry[JobT], ...]
-    admitted: Admitted[JobT]
-
-    @property
-    def copies(self) -> Sequence[BlockCopy]:
-        """What the engine copies before anything else."""
-        return ()
+    entries: tuple[StepEntry[JobT], ...] = ()
+    admitted: Admitted[JobT] = Admitted()
+    swaps: tuple[Swap[JobT], ...] = ()  # what the engine copies before anything else
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing for the engine to do."""
-        return not (self.entries or self.copies)
+        return not (self.entries or self.swaps)
 
 
 class DrawnToken(msgspec.Struct, Generic[JobT], frozen=True):
@@ -130,25 +132,13 @@ def tokens_in(costs: StepCosts, seconds: float, num_before: int) -> int:
 
 
 class Scheduler(ABC, Generic[JobT]):
-    """The requests of one worker, over one block pool.
+    """The requests of one worker, over one block pool, within the bounds of its settings."""
 
-    At most `max_waiting` newcomers may be queued. An offer of a prefix is taken where it spares `min_pull_tokens`.
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_context: int,
-        max_waiting: int,
-        min_pull_tokens: int = 1,
-        queue: QueuePolicy = "edf",
-    ):
+    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int):
+        """`max_context` is the model's, in tokens."""
         self._pool = pool
+        self._config = config
         self._max_context = max_context
-        self._max_waiting = max_waiting
-        self._min_pull_tokens = min_pull_tokens
-        self._policy = queue
         self._shares = ClassShares()
         self._waiting: list[JobT] = []  # by their turns
         self._running: list[JobT] = []  # in the order of arrival
@@ -171,11 +161,6 @@ class Scheduler(ABC, Generic[JobT]):
     def num_running(self) -> int:
         """Requests that decode, or whose prompt is being computed."""
         return len(self._running)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens still to be computed here before their requests decode."""
-        return sum(tokens for _, tokens in self.waiting_work())
 
     def waiting_work(self) -> Iterable[tuple[Promise, int]]:
         """Tokens still to be computed here before they decode, of each request that has some."""
@@ -285,8 +270,9 @@ class Scheduler(ABC, Generic[JobT]):
         """
         if not job.sequence.token_ids:
             raise RequestError("the prompt is empty", param="prompt")
-        if len(self._waiting) >= self._max_waiting:
-            raise RequestError(f"{self._max_waiting} requests wait here already", code="overloaded", status=429)
+        most = self._config.max_waiting
+        if len(self._waiting) >= most:
+            raise RequestError(f"{most} requests wait here already", code="overloaded", status=429)
         num_cached = self._pool.lookup(job.sequence.matchable_hashes) * self._pool.block_size
         job.num_uncached = len(job.sequence.token_ids) - num_cached
         job.arrival = self._num_arrived
@@ -364,7 +350,7 @@ class Scheduler(ABC, Generic[JobT]):
         job.keeps_blocks = most < NO_LIMIT
         self.prefix_queries += len(sequence.token_ids)
         self.prefix_hits += matched
-        if job.has_kv_coming and (job.num_indivisible or job.offered_tokens >= matched + self._min_pull_tokens):
+        if job.has_kv_coming and (job.num_indivisible or job.offered_tokens >= matched + self._config.min_pull_tokens):
             self._given[job.request.promise] += job.num_indivisible
             self._receive(job)
         else:
@@ -396,7 +382,7 @@ class Scheduler(ABC, Generic[JobT]):
 
     def _wait(self, job: JobT) -> None:
         job.phase = Phase.WAITING
-        job.turn = turn_of(job, self._policy)
+        job.turn = turn_of(job, self._config.queue)
         insort(self._waiting, job, key=lambda other: other.turn)
 
     def _receive(self, job: JobT) -> None:

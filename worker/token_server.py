@@ -126,21 +126,17 @@ class TokenServer:
 
     def emit(self, router_id: str, events: Sequence[TokenEvent]) -> None:
         """Send one frame. Events for a router that is not connected are dropped: it has been told lost already."""
-        connection = self._routers.get(router_id)
-        if connection is not None:
-            self._send(router_id, connection, TokenFrame(tuple(events)))
+        self._tell(router_id, TokenFrame(tuple(events)))
 
     def kv_not_sent(self, router_id: str, request_id: str) -> None:
         """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
-        connection = self._routers.get(router_id)
-        if connection is not None:
-            self._send(router_id, connection, KVNotSent(request_id))
+        self._tell(router_id, KVNotSent(request_id))
 
     def tell_stats(self) -> None:
         """Send the worker's numbers to all routers now, ahead of their time."""
         frame = StatsFrame(self._callbacks.stats())
-        for router_id, connection in list(self._routers.items()):
-            self._send(router_id, connection, frame)
+        for router_id in list(self._routers):
+            self._tell(router_id, frame)
 
     async def _serve(self, connection: Connection) -> None:
         """One router's connection, from its Hello to its end."""
@@ -230,15 +226,19 @@ class TokenServer:
 
     def _pass_on(self, verdicts: Sequence[Verdict], *, but_to: str) -> None:
         if news := self._verdicts.learn(verdicts):
-            for router_id, connection in list(self._routers.items()):
+            for router_id in list(self._routers):
                 if router_id != but_to:
-                    self._send(router_id, connection, Convicted(news))
+                    self._tell(router_id, Convicted(news))
 
     async def _send_stats_forever(self) -> None:
         while True:
             await asyncio.sleep(self._config.stats_interval_s)
             if self._routers:
                 self.tell_stats()
+
+    def _tell(self, router_id: str, message: _ToRouter) -> None:
+        if (connection := self._routers.get(router_id)) is not None:
+            self._send(router_id, connection, message)
 
     def _send(self, router_id: str, connection: Connection, message: _ToRouter) -> None:
         try:

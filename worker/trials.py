@@ -7,10 +7,10 @@ So they take the very way that a request's KV takes, and need no message of thei
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-from twostroke.kvtransfer.store import KVStore
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.messages import ProbeTimes
@@ -21,6 +21,7 @@ from twostroke.worker.pulls import Transfers
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
 class LinkProbe:
     """One worker's part in trial transfers. It takes at most half of the free blocks, and waits for none.
 
@@ -28,22 +29,11 @@ class LinkProbe:
     blocks go back as soon as nothing reads or writes them any more.
     """
 
-    def __init__(
-        self,
-        *,
-        pool: BlockPool,
-        sender: SendingSide,
-        receiver: ReceivingSide,
-        transfers: Transfers,
-        store: KVStore,
-        clock: Clock,
-    ):
-        self._pool = pool
-        self._sender = sender
-        self._receiver = receiver
-        self._transfers = transfers
-        self._store = store
-        self._clock = clock
+    pool: BlockPool
+    sender: SendingSide
+    receiver: ReceivingSide
+    transfers: Transfers
+    clock: Clock
 
     async def source(self, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """Send as many tokens' KV once for each ticket, one after the other. All go to one target.
@@ -59,7 +49,7 @@ class LinkProbe:
 
     async def _owned(self, trial: Coroutine[Any, Any, T]) -> T:
         """Run the trial in a task of ours, which sees its transfer to the end even where the caller is cancelled."""
-        task = self._transfers.see(trial, "probe")
+        task = self.transfers.see(trial, "probe")
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -70,8 +60,8 @@ class LinkProbe:
         seconds: list[float] = []
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
-                began = self._clock()
-                transfer = self._sender.open(ticket, num_tokens, block_ids, num_tokens)
+                began = self.clock()
+                transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
                 transfer.commit(None)
                 try:
                     await transfer.done()
@@ -80,14 +70,14 @@ class LinkProbe:
                     with suppress(TransferFailed):
                         await transfer.done()
                     raise
-                seconds.append(self._clock() - began)
-        transport, why, missing = _links(self._sender, tickets[0].target)
+                seconds.append(self.clock() - began)
+        transport, why, missing = _links(self.sender, tickets[0].target)
         return ProbeTimes(tuple(seconds), transport, why, missing)
 
     async def _receive(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
         with self._blocks(num_tokens) as block_ids:
             for ticket in tickets:
-                incoming = self._receiver.expect(ticket, block_ids, num_tokens, 0)
+                incoming = self.receiver.expect(ticket, block_ids, num_tokens, 0)
                 try:
                     await incoming.verified()
                 except asyncio.CancelledError:
@@ -97,15 +87,15 @@ class LinkProbe:
     @contextmanager
     def _blocks(self, num_tokens: int) -> Iterator[list[int]]:
         """Unpublished blocks for so many tokens. Raises RequestError where that is more than half of the free ones."""
-        count = -(-num_tokens // self._store.layout.block_size)
-        most = self._pool.free_blocks // 2
+        count = -(-num_tokens // self.pool.block_size)
+        most = self.pool.free_blocks // 2
         if not 1 <= count <= most:
             raise RequestError(f"a trial of {count} blocks: it may take 1 to {most} here now", code="too_few_blocks")
-        block_ids = self._pool.allocate(count)
+        block_ids = self.pool.allocate(count)
         try:
             yield block_ids
         finally:
-            self._pool.release(block_ids)
+            self.pool.release(block_ids)
 
 
 def _links(sender: SendingSide, target: Peer) -> tuple[str, str, tuple[str, ...]]:

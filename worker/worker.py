@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
-from twostroke.kvtransfer.store import KVStore
+from twostroke.kvtransfer.link import KVStore
+from twostroke.kvtransfer.sides import AwaitedOffers, ReceivingSide, SendingSide
 from twostroke.model.step import Engine, OnLayer
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
@@ -29,13 +28,13 @@ from twostroke.protocol.requests import GenerateRequest, Peer, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.config import WorkerConfig
-from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerCallbacks, WorkerLife
-from twostroke.worker.numbers import SwapNumbers, WorkerCounters, worker_stats
+from twostroke.worker.life import EndedStep, StepsUnderWay, WorkerLife
+from twostroke.worker.numbers import WorkerCounters, worker_stats
 from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.queue_order import JobT
 from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
 from twostroke.worker.sequence import Phase
-from twostroke.worker.step_costs import StepContent
+from twostroke.worker.step_costs import StepContent, StepCostFit
 from twostroke.worker.token_server import TokenServer, TokenServerCallbacks
 from twostroke.worker.trials import LinkProbe
 
@@ -107,22 +106,25 @@ class Worker(ABC, Generic[JobT, CallT]):
         config: WorkerConfig,
         equipment: Equipment,
         scheduler: Scheduler[JobT],
-        counters: WorkerCounters,
+        costs: StepCostFit,
         *,
         host_pool: BlockPool | None = None,
         runs_ahead: bool = False,
     ):
-        """`host_pool` accounts for host memory. A worker that `runs_ahead` schedules a step while one runs."""
+        """`costs` learns from the worker's steps; `host_pool` accounts for host memory.
+
+        A worker that `runs_ahead` schedules a step while one runs.
+        """
         self._peer = equipment.peer
         self._equipment = equipment
-        self._max_step_tokens = config.max_step_tokens
-        self._max_batch = config.max_batch
+        self._config = config
         self._pool = equipment.pool
         self._sender = equipment.sender
         self._receiver = equipment.receiver
         self._clock = equipment.clock
         self._scheduler = scheduler
-        self._counters = counters
+        self._costs = costs
+        self._counters = WorkerCounters()
         self._runs_ahead = runs_ahead
         self._calls: dict[str, CallT] = {}  # by request
         self._under_way = StepsUnderWay[ScheduledStep[JobT]](equipment.engine, self._clock)
@@ -145,16 +147,13 @@ class Worker(ABC, Generic[JobT, CallT]):
             worker_id=self._peer.worker_id,
             pools=(self._pool,) if host_pool is None else (self._pool, host_pool),
             clock=self._clock,
-            integrity_interval_s=config.integrity_interval_s,
-            max_step_s=config.max_step_s,
-            callbacks=WorkerCallbacks(
-                step=self._step,
-                # Steps under way may hold blocks of requests that have ended.
-                is_busy=lambda: bool(self._under_way or self._calls or self._transfers.is_busy),
-                is_ahead=lambda: bool(self._under_way),
-                died=self._fail_all,
-                hang_up=self._token_server.close,
-            ),
+            config=config,
+            step=self._step,
+            # Steps under way may hold blocks of requests that have ended.
+            is_busy=lambda: bool(self._under_way or self._calls or self._transfers.is_busy),
+            is_ahead=lambda: bool(self._under_way),
+            died=self._fail_all,
+            hang_up=self._token_server.close,
         )
         self._transfers = Transfers(self._life.wake)
         self._offers = AwaitedOffers(self._receiver)
@@ -174,7 +173,6 @@ class Worker(ABC, Generic[JobT, CallT]):
             sender=self._sender,
             receiver=self._receiver,
             transfers=self._transfers,
-            store=equipment.store,
             clock=self._clock,
         )
 
@@ -191,20 +189,20 @@ class Worker(ABC, Generic[JobT, CallT]):
             layout=self._equipment.store.layout,
             num_blocks=self._pool.num_blocks,
             max_context=self._equipment.max_context,
-            max_step_tokens=self._max_step_tokens,
-            max_batch=self._max_batch,
+            max_step_tokens=self._config.max_step_tokens,
+            max_batch=self._config.max_batch,
         )
 
     def stats(self) -> WorkerStats:
         """The worker's numbers now."""
         return worker_stats(
             self._counters,
+            self._costs,
             self._scheduler,
             self._pool,
             (self._sender.stats, self._receiver.stats),
             self._equipment.engine,
             is_draining=self._life.is_draining,
-            swaps=self._swap_numbers(),
         )
 
     def check_health(self) -> None:
@@ -256,7 +254,8 @@ class Worker(ABC, Generic[JobT, CallT]):
         step = self._decide()
         self._begin_transfers(step.admitted)
         if not step.is_empty:
-            await self._under_way.begin(step, [entry.step for entry in step.entries], self._on_layer(step), step.copies)
+            batch, copies = [entry.step for entry in step.entries], [swap.copy for swap in step.swaps]
+            await self._under_way.begin(step, batch, self._on_layer(step), copies)
 
     async def _run(self) -> EndedStep[ScheduledStep[JobT]]:
         """Wait for the step that runs, and learn from it."""
@@ -271,8 +270,8 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _learn(self, ended: EndedStep[ScheduledStep[JobT]], content: StepContent) -> None:
         self._counters.count_step(ended.seconds, content.prompt_tokens)
-        if not ended.step.copies:  # what copies take says nothing about other steps
-            self._counters.costs.add(content, ended.seconds)
+        if not ended.step.swaps:  # what copies take says nothing about other steps
+            self._costs.add(content, ended.seconds)
 
     def _admit_offered(self) -> None:
         self._begin_transfers(self._scheduler.admit_offered())
@@ -308,7 +307,7 @@ class Worker(ABC, Generic[JobT, CallT]):
             yield
         except RequestError:
             if pull is not None:
-                self._pulls.decline(pull)
+                self._offers.refuse(pull)
             raise
 
     async def _answered(self, call: CallT, reply: "asyncio.Future[ReplyT]", pull: Ticket | None) -> ReplyT:
@@ -410,6 +409,3 @@ class Worker(ABC, Generic[JobT, CallT]):
 
     def _prefill_failed(self, request_id: str) -> None:
         """No KV comes from the request's prefill worker."""
-
-    def _swap_numbers(self) -> SwapNumbers:
-        return SwapNumbers()

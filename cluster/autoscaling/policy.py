@@ -15,23 +15,26 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from twostroke.cluster.autoscaling import history as replay
 from twostroke.cluster.autoscaling.demand import (
     NONE,
     SETTLE_S,
     UNKNOWN,
+    History,
     Need,
+    Series,
+    Window,
     Work,
     capacity_of,
     decode_need,
+    decode_workers,
     longest_step_s,
     mean_context,
     need_of,
     prefill_need,
     prompt_work_s,
+    rows_at_once,
     workers_held,
 )
-from twostroke.cluster.autoscaling.history import History, Series, Window
 from twostroke.cluster.autoscaling.readings import Decision, Reason, RoleSignals, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
@@ -215,7 +218,7 @@ def aggregated_need(
     # A single row may take longer than is promised, and a step without a constant has no longest of its own.
     pace_s = max(longest_step_s(role.costs, signals.tpot_s, config.spare), each.step_s)
     starts = margin * window.requests
-    rows = replay.rows_at_once(window.span_s, starts, (window.mean_output or 0.0) * pace_s)
+    rows = rows_at_once(window.span_s, starts, (window.mean_output or 0.0) * pace_s)
     prompts = margin * prompt_work_s(role.costs, role.step_tokens, window)
     work = _work_s(role, role.costs, prompts, rows, pace_s, window, margin)
     need = need_of(
@@ -228,7 +231,7 @@ def aggregated_need(
         startup_s,
         margin,
     )
-    room = replay.decode_workers(starts, rows, each.rows, config.attainment, config.decode.max)
+    room = decode_workers(starts, rows, each.rows, config.attainment, config.decode.max)
     held = workers_held(role, window, each, config.spare, margin)
     return replace(
         need,
@@ -341,7 +344,7 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
     busy = any(role.num_decoding or role.queued_requests or role.queued_tokens for role in there)
     return (
         not busy
-        and not any(look.requests for look in history.looks)
+        and not any(look.arrived.requests for look in history.looks)
         and signals.at_s - history.began_s >= config.cooldown_s
     )
 

@@ -39,8 +39,7 @@ class Reason(StrEnum):
     BETWEEN = "between"  # the next decision is not due yet
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """Counters since the routers started, of all that came, the refused included: demand isn't what was served.
 
     A counter that falls, as when a router ends, counts as one that stood still.
@@ -52,6 +51,14 @@ class Arrived:
     prompt_pairs: float = 0.0  # sum of n (p + n / 2), n new tokens after p cached: attention's part of a prompt's time
     output_tokens: float = 0.0  # of the answers that have ended
     ended: float = 0.0  # requests whose answers have ended
+
+    def since(self, before: "Arrived") -> "Arrived":
+        """What has come after `before`."""
+        return Arrived(*(max(0.0, now - then) for now, then in zip(self, before, strict=True)))
+
+    def plus(self, more: "Arrived") -> "Arrived":
+        """Both together."""
+        return Arrived(*(one + other for one, other in zip(self, more, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def count(before: Counted, readings: Mapping[str, Reading], routers: Collection[
     for router, now in told.items():
         is_new = readings[router].numbers.get("started_at", 0.0) >= before.begun_at
         known = last[router].arrived if router in last else Arrived() if is_new else now.arrived
-        arrived = _plus(arrived, _growth(known, now.arrived))
+        arrived = arrived.plus(now.arrived.since(known))
     elapsed_s = _elapsed_s({router: last[router].at for router in told if router in last}, told)
     return Counted(before.begun_at, arrived, before.elapsed_s + elapsed_s, {**last, **told})
 
@@ -162,13 +169,9 @@ def signals_of(
     seen = max(timely, key=lambda reading: (reading.num_workers, reading.at)).numbers
 
     def role_signals(role: Role) -> RoleSignals:
-        return RoleSignals(
-            running=int(seen.get(f"{role}.running", 0)),
-            target=targets.get(role, 0),
-            gpus_each=gpus_each.get(role, 0.0),
-            costs=_costs(role, seen),
-            **{name: int(seen[f"{role}.{name}"]) for name in _ROLE_COUNTS if f"{role}.{name}" in seen},
-        )
+        names = [one.name for one in fields(RoleSignals) if f"{role}.{one.name}" in seen]
+        told = {"running": 0, "target": targets.get(role, 0), **{name: int(seen[f"{role}.{name}"]) for name in names}}
+        return RoleSignals(**told, gpus_each=gpus_each.get(role, 0.0), costs=_costs(role, seen))
 
     return Signals(
         at_s=counted.elapsed_s,
@@ -178,18 +181,6 @@ def signals_of(
         ttft_s=_tightest(readings, "ttft_s"),
         tpot_s=_tightest(readings, "tpot_s"),
     )
-
-
-_ROLE_COUNTS = (
-    "queued_requests",
-    "queued_tokens",
-    "num_decoding",
-    "context_tokens",
-    "owned_tokens",
-    "total_tokens",
-    "max_batch",
-    "step_tokens",
-)
 
 
 def _costs(role: Role, numbers: Mapping[str, float]) -> StepCosts | None:
@@ -211,13 +202,4 @@ def _tightest(readings: Mapping[str, Reading], name: str) -> float | None:
 
 
 def _arrived(reading: Reading) -> Arrived:
-    return Arrived(**{one.name: reading.numbers.get(one.name, 0.0) for one in fields(Arrived)})
-
-
-def _growth(before: Arrived, now: Arrived) -> Arrived:
-    grown = {one.name: max(0.0, getattr(now, one.name) - getattr(before, one.name)) for one in fields(Arrived)}
-    return Arrived(**grown)
-
-
-def _plus(a: Arrived, b: Arrived) -> Arrived:
-    return Arrived(**{one.name: getattr(a, one.name) + getattr(b, one.name) for one in fields(Arrived)})
+    return Arrived(*(reading.numbers.get(name, 0.0) for name in Arrived._fields))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from twostroke.cluster.deployments.router_drain import drain_application
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 
@@ -95,6 +94,8 @@ def run_drain(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MOST_S:g}")
     import ray
     from ray.serve.exceptions import RayServeException
+
+    from twostroke.cluster.deployments.router import drain_application
 
     try:
         ray.init(address=arguments.address, log_to_driver=False, logging_level="ERROR")

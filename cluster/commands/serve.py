@@ -123,7 +123,6 @@ def _look_after(order: Order, console: Console, output: IO[bytes] | None) -> str
                     pass_fds=(writing,),
                     # A terminal's Ctrl-C, or a signal to our group, must not end Ray's processes in any odd order.
                     start_new_session=True,
-                    env=_environment(),
                 )
             finally:
                 os.close(writing)
@@ -200,10 +199,3 @@ def _end(server: "subprocess.Popen[bytes]", grace_s: float) -> None:
         pass  # Ray is stuck, or still starting
     finally:
         end_descendants(IMPOLITE_S)
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this checkout importable by the server and by all that Ray starts."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}

@@ -21,62 +21,107 @@ from rich.table import Table
 from rich.text import Text
 
 from twostroke.cluster.local.asking import endpoint, fetch_status
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 
 Numbers = Mapping[str, Any]
 """An answer of GET /status, or a part of one."""
 
-_HEADINGS = (
-    "worker",
-    "role",
-    "running",
-    "waiting",
-    "blocks owned",
-    "cached hits",
-    "prompt tok/s",
-    "output tok/s",
-    "KV MB/s",
-    "pulled",
-    "failed",
-    "damaged",
-    "links lost",
-    "preempted",
-    "swapped",
-)
-_NUM_TEXTS = 2  # worker and role; the others are numbers
 
-# Shown as they are, since a worker's start: after the transfers that failed, chunks that came
-# damaged, links that broke, requests that gave way, and those of them whose KV went to host memory.
-_COUNTERS = (
-    "transfer_digest_failures",
-    "transfer_links_lost",
-    "preemptions",
-    "swaps",
+@dataclass(frozen=True)
+class Row:
+    """One worker that can be reached, now and in the answer before."""
+
+    worker: Numbers
+    stats: Numbers
+    before: Numbers | None  # its stats then; None: it was not there, or not reachable
+    seconds: float  # between the two answers
+
+    def rate(self, counter: str, unit: float = 1.0) -> str:
+        """How fast a counter grew; a worker that was not there before has no rate yet."""
+        if self.before is None or self.seconds <= 0:
+            return "-"
+        return f"{(self.stats[counter] - self.before[counter]) / self.seconds / unit:.1f}"
+
+    def state(self) -> str:
+        """Whether it takes requests."""
+        if not self.worker["reachable"]:
+            return UNREACHABLE
+        if self.worker.get("ejected"):
+            return "ejected"
+        return "draining" if self.stats["is_draining"] else "serving"
+
+    def cached_hits(self) -> str:
+        """The share of looked up prompt blocks that were cached."""
+        queries = self.stats["prefix_queries"]
+        return f"{self.stats['prefix_hits'] / queries:.0%}" if queries else "-"
+
+    def step_ms(self) -> str:
+        """The mean of the steps since the answer before."""
+        num_steps = self.stats["steps"] - self.before["steps"] if self.before is not None else 0
+        if self.before is None or not num_steps:
+            return "-"
+        return f"{1e3 * (self.stats['step_seconds'] - self.before['step_seconds']) / num_steps:.1f}"
+
+    def base_ms(self) -> str:
+        """Of an empty step, as fitted."""
+        costs = self.stats["costs"]
+        return "-" if costs is None else f"{1e3 * costs[0]:.2f}"
+
+
+UNREACHABLE = "unreachable"
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def _number(heading: str, name: str) -> Column:
+    return heading, lambda row: str(row.stats[name])
+
+
+RUNNING = _number("running", "num_running")
+WAITING = _number("waiting", "num_waiting")
+PREEMPTED = _number("preempted", "preemptions")
+_USE: tuple[Column, ...] = (
+    ("blocks owned", lambda row: f"{row.stats['owned_blocks']}/{row.stats['total_blocks']}"),
+    ("cached hits", Row.cached_hits),
+)
+_RATES: tuple[Column, ...] = (
+    ("prompt tok/s", lambda row: row.rate("computed_tokens")),
+    ("output tok/s", lambda row: row.rate("generated_tokens")),
+    ("KV MB/s", lambda row: row.rate("transfer_bytes", unit=1e6)),
 )
 
-_LOAD_HEADINGS = (
-    "worker",
-    "role",
-    "state",
-    "running",
-    "waiting",
-    "queued tok",
-    "blocks owned",
-    "cached hits",
-    "step ms",
-    "base ms",
-    "prompt tok/s",
-    "output tok/s",
-    "KV MB/s",
-    "preempted",
+# Behind each worker's name and role: once, and with --watch.
+STATUS: tuple[Column, ...] = (
+    RUNNING,
+    WAITING,
+    *_USE,
+    *_RATES,
+    # Since the worker's start.
+    _number("pulled", "pulled_tokens"),
+    # As `kv_transfer_failures` counts them.
+    ("failed", lambda row: str(row.stats["transfers_failed"] - row.stats["transfers_given_up"])),
+    _number("damaged", "transfer_digest_failures"),
+    _number("links lost", "transfer_links_lost"),
+    PREEMPTED,
+    _number("swapped", "swaps"),
 )
-
+LOAD: tuple[Column, ...] = (
+    ("state", Row.state),
+    RUNNING,
+    WAITING,
+    _number("queued tok", "num_waiting_tokens"),
+    *_USE,
+    ("step ms", Row.step_ms),
+    ("base ms", Row.base_ms),
+    *_RATES,
+    PREEMPTED,
+)
+_CLASS_HEADINGS = ("class", "queued requests", "queued tokens", "SLO attainment")
 _SCALING_HEADINGS = ("role", "workers", "to be", "missing", "last decision", "last change")
 
 STARTING_S = 60.0
 """A worker that was asked for so lately starts; one that is missing for longer may have no room anywhere."""
-
-_CLASS_HEADINGS = ("class", "queued requests", "queued tokens", "SLO attainment")
 
 LEAST_INTERVAL_S = 0.1
 """Between two looks."""
@@ -114,42 +159,53 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if after["ready"] else 1
 
 
-def show_status(before: dict[str, Any], after: dict[str, Any], seconds: float, console: Console) -> None:
+def show_status(before: Numbers, after: Numbers, seconds: float, console: Console) -> None:
     """One row a worker where that fits; else one row a number, with as many workers beside each other as fit.
 
     Rates are of the time between the two answers, other numbers since the worker's start.
     """
     console.print(headline(after))
-    for table in worker_tables(worker_rows(before, after, seconds), console):
+    for table in worker_tables(STATUS, worker_rows(STATUS, before, after, seconds), console):
         console.print(table)
     if rows := scaling_rows(after):
-        console.print(scaling_table(rows))
+        console.print(_table(_SCALING_HEADINGS, rows))
 
 
-def headline(status: Mapping[str, Any]) -> Text:
+def headline(status: Numbers) -> Text:
     """The model, and whether it is served."""
     state = "ready" if status["ready"] else "not ready"
     return Text(f"{status['model']} — {state}, {status['places_held']} places held")
 
 
-def worker_tables(rows: Sequence[Sequence[str]], console: Console) -> list[Table]:
+def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Numbers, seconds: float) -> list[list[str]]:
+    """Of each worker its name, its role, and what the columns tell."""
+    earlier = {worker["epoch"]: worker["stats"] for worker in (before or {"workers": ()})["workers"]}
+    rows: list[list[str]] = []
+    for worker in after["workers"]:
+        stats = worker["stats"]
+        if stats is None:
+            cells = [UNREACHABLE, *[""] * (len(columns) - 1)]
+        else:
+            row = Row(worker, stats, earlier.get(worker["epoch"]), seconds)
+            cells = [tell(row) for _, tell in columns]
+        rows.append([worker["worker_id"], worker["role"], *cells])
+    return rows
+
+
+def worker_tables(columns: Sequence[Column], rows: Sequence[Sequence[str]], console: Console) -> list[Table]:
     """Of `worker_rows`: one table where its rows fit in one line each, else as many as it takes, a column a worker."""
-    return _tables(_HEADINGS, rows, console, num_texts=_NUM_TEXTS)
-
-
-def load_tables(rows: Sequence[Sequence[str]], console: Console) -> list[Table]:
-    """Of `load_rows`, likewise."""
-    return _tables(_LOAD_HEADINGS, rows, console, num_texts=3)
-
-
-def class_table(rows: Sequence[Sequence[str]]) -> Table:
-    """Of `class_rows`."""
-    return _table(_CLASS_HEADINGS, rows, num_texts=1)
-
-
-def scaling_table(rows: Sequence[Sequence[str]]) -> Table:
-    """Of `scaling_rows`."""
-    return _table(_SCALING_HEADINGS, rows, num_texts=1)
+    headings = ["worker", "role", *(heading for heading, _ in columns)]
+    wide = _table(headings, rows, num_texts=headings.index("running"))
+    if fits(wide, console):
+        return [wide]
+    tables: list[Table] = []
+    while rows:
+        count = len(rows)
+        while count > 1 and not fits(_transposed(headings, rows[:count]), console):
+            count -= 1
+        tables.append(_transposed(headings, rows[:count]))
+        rows = rows[count:]
+    return tables
 
 
 def scaling_rows(status: Numbers) -> list[list[str]]:
@@ -168,62 +224,6 @@ def scaling_rows(status: Numbers) -> list[list[str]]:
         ]
         for role, one in scaling["roles"].items()
     ]
-
-
-def worker_rows(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[list[str]]:
-    """What _HEADINGS name, of each worker."""
-    rows: list[list[str]] = []
-    earlier = {worker["epoch"]: worker["stats"] for worker in before["workers"]}
-    for worker in after["workers"]:
-        stats, old = worker["stats"], earlier.get(worker["epoch"])
-        row = [worker["worker_id"], worker["role"]]
-        if stats is None:
-            row += ["unreachable", *[""] * (len(_HEADINGS) - _NUM_TEXTS - 1)]
-        else:
-            queries = stats["prefix_queries"]
-            row += [
-                str(stats["num_running"]),
-                str(stats["num_waiting"]),
-                f"{stats['owned_blocks']}/{stats['total_blocks']}",
-                f"{stats['prefix_hits'] / queries:.0%}" if queries else "-",
-                _rate(stats, old, "computed_tokens", seconds),
-                _rate(stats, old, "generated_tokens", seconds),
-                _rate(stats, old, "transfer_bytes", seconds, unit=1e6),
-                str(stats["pulled_tokens"]),
-                str(stats["transfers_failed"] - stats["transfers_given_up"]),  # as `kv_transfer_failures` counts them
-                *(str(stats[counter]) for counter in _COUNTERS),
-            ]
-        rows.append(row)
-    return rows
-
-
-def load_rows(before: Numbers, after: Numbers, seconds: float) -> list[list[str]]:
-    """What _LOAD_HEADINGS name, of each worker. A step's time is the mean since `before`; its base is fitted."""
-    rows: list[list[str]] = []
-    earlier = {worker["epoch"]: worker["stats"] for worker in before["workers"]}
-    for worker in after["workers"]:
-        stats, old = worker["stats"], earlier.get(worker["epoch"])
-        row = [worker["worker_id"], worker["role"], _state(worker)]
-        if stats is None:
-            row += [""] * (len(_LOAD_HEADINGS) - len(row))
-        else:
-            queries, costs = stats["prefix_queries"], stats["costs"]
-            num_steps = stats["steps"] - old["steps"] if old is not None else 0
-            row += [
-                str(stats["num_running"]),
-                str(stats["num_waiting"]),
-                str(stats["num_waiting_tokens"]),
-                f"{stats['owned_blocks']}/{stats['total_blocks']}",
-                f"{stats['prefix_hits'] / queries:.0%}" if queries else "-",
-                f"{1e3 * (stats['step_seconds'] - old['step_seconds']) / num_steps:.1f}" if old and num_steps else "-",
-                f"{1e3 * costs[0]:.2f}" if costs is not None else "-",
-                _rate(stats, old, "computed_tokens", seconds),
-                _rate(stats, old, "generated_tokens", seconds),
-                _rate(stats, old, "transfer_bytes", seconds, unit=1e6),
-                str(stats["preemptions"]),
-            ]
-        rows.append(row)
-    return rows
 
 
 def class_rows(status: Numbers) -> list[list[str]]:
@@ -254,34 +254,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _state(worker: Numbers) -> str:
-    if worker["stats"] is None or not worker["reachable"]:
-        return "unreachable"
-    if worker.get("ejected"):
-        return "ejected"
-    return "draining" if worker["stats"]["is_draining"] else "serving"
-
-
-def _tables(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console, *, num_texts: int) -> list[Table]:
-    wide = _table(headings, rows, num_texts=num_texts)
-    if fits(wide, console):
-        return [wide]
-    tables: list[Table] = []
-    while rows:
-        count = len(rows)
-        while count > 1 and not fits(_transposed(headings, rows[:count]), console):
-            count -= 1
-        tables.append(_transposed(headings, rows[:count]))
-        rows = rows[count:]
-    return tables
-
-
 def _transposed(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     workers, *numbers = zip(headings, *rows, strict=True)
-    return _table(workers, numbers, num_texts=1)
+    return _table(workers, numbers)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int) -> Table:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> Table:
+    """The columns behind the first `num_texts` are numbers."""
     table = Table(box=box.SIMPLE)
     for position, heading in enumerate(headings):
         table.add_column(heading, justify="left" if position < num_texts else "right")
@@ -290,59 +269,44 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts:
     return table
 
 
-def _rate(now: dict[str, Any], before: dict[str, Any] | None, counter: str, seconds: float, unit: float = 1.0) -> str:
-    """How fast a counter grew; a worker that is new, or was unreachable, has no rate yet."""
-    if before is None or seconds <= 0:
-        return "-"
-    return f"{(now[counter] - before[counter]) / seconds / unit:.1f}"
-
-
 @dataclass
-class _Look:
-    """An answer, and when it came (seconds of a clock that never jumps)."""
-
-    status: dict[str, Any]
-    at: float
-
-
 class StatusView:
     """What is on the screen: the newest answer with the rates since the one before."""
 
-    def __init__(self, url: str, console: Console):
-        self._url = url
-        self._console = console
-        self._before: _Look | None = None
-        self._newest: _Look | None = None
-        self._lost: str | None = None
+    url: str
+    console: Console
+    newest: Numbers | None = None
+    newest_at: float = 0.0  # seconds of a clock that never jumps
+    before: Numbers | None = None
+    before_at: float = 0.0
+    lost: str | None = None  # why nobody answers now
 
-    def answered(self, status: dict[str, Any], now: float) -> None:
-        """The server has told its status."""
-        self._before, self._newest = self._newest, _Look(status, now)
-        if self._lost is not None:
-            self._before, self._lost = None, None  # no rates over a time when nobody answered
-
-    def lost(self, reason: str) -> None:
-        """Nobody answers now."""
-        self._lost = reason
+    def look(self, fetch: Fetch, clock: Clock) -> None:
+        """Ask the server once more."""
+        try:
+            status = fetch()
+        except ConfigError as error:  # it may be starting, or come back
+            self.lost = str(error)
+            return
+        # No rates over a time when nobody answered.
+        self.before, self.before_at = (self.newest if self.lost is None else None), self.newest_at
+        self.newest, self.newest_at, self.lost = status, clock(), None
 
     def shown(self, now: float) -> RenderableType:
         """All of it."""
-        lines: list[RenderableType] = [Text(self._url, style="bold")]
-        if self._lost is not None:
-            lines.append(Text(f"{self._lost}; trying again", style="red"))
-        if self._newest is None:
+        lines: list[RenderableType] = [Text(self.url, style="bold")]
+        if self.lost is not None:
+            lines.append(Text(f"{self.lost}; trying again", style="red"))
+        if self.newest is None:
             return Group(*lines)
-        if self._lost is not None:
-            lines.append(Text(f"What it said {now - self._newest.at:.0f} s ago:", style="dim"))
-        newest = self._newest.status
-        before: Numbers = self._before.status if self._before is not None else {"workers": ()}
-        seconds = self._newest.at - self._before.at if self._before is not None else 0.0
-        lines.append(headline(newest))
-        lines += load_tables(load_rows(before, newest, seconds), self._console)
-        if classes := class_rows(newest):
-            lines.append(class_table(classes))
-        if scaling := scaling_rows(newest):
-            lines.append(scaling_table(scaling))
+        if self.lost is not None:
+            lines.append(Text(f"What it said {now - self.newest_at:.0f} s ago:", style="dim"))
+        rows = worker_rows(LOAD, self.before, self.newest, self.newest_at - self.before_at)
+        lines += [headline(self.newest), *worker_tables(LOAD, rows, self.console)]
+        if classes := class_rows(self.newest):
+            lines.append(_table(_CLASS_HEADINGS, classes))
+        if scaling := scaling_rows(self.newest):
+            lines.append(_table(_SCALING_HEADINGS, scaling))
         return Group(*lines)
 
 
@@ -352,7 +316,7 @@ def watch(
     interval_s: float,
     console: Console,
     *,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Show what `fetch` brings, again after each interval, until Ctrl-C; returns 0 then.
@@ -365,10 +329,7 @@ def watch(
         if live is not None:
             live.start()
         while True:
-            try:
-                view.answered(fetch(), clock())
-            except ConfigError as error:  # it may be starting, or come back
-                view.lost(str(error))
+            view.look(fetch, clock)
             if live is not None:
                 live.update(view.shown(clock()), refresh=True)
             else:

@@ -4,15 +4,15 @@ Imports no torch: the router's process reads it too.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
-from twostroke.cluster.config.api_keys import check_classes, check_names, with_keys_of_its_file
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
 from twostroke.cluster.config.process_logs import LoggingConfig
-from twostroke.cluster.config.reading import read_settings
+from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import (
     DecodeSection,
     ModelSection,
@@ -26,8 +26,8 @@ from twostroke.cluster.config.sections import (
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
 from twostroke.protocol.stats import Role
-from twostroke.router.channels.worker_channel import TokenChannelConfig
-from twostroke.router.http.tenants import AuthConfig
+from twostroke.router.channels.token_channels import TokenChannelConfig
+from twostroke.router.http.tenants import AuthConfig, KeyConfig
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.token_server import TokenServerConfig
 
@@ -52,27 +52,29 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _check_sections(self) -> "ClusterConfig":
         """Sections must not contradict each other."""
-        check_classes(self.auth.keys, self.slo)
-        for role, section in (("prefill", self.prefill), ("decode", self.decode)):
+        known = [one.name for one in self.slo.classes]
+        for key in self.auth.keys:
+            if key.slo_class is not None and key.slo_class not in known:
+                raise ValueError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
+        for role, section in self.roles.items():
             _check_signs_of_life(role, section.token_channel, self.router.token_channel)
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
 
     @property
+    def roles(self) -> Mapping[Role, PrefillSection | DecodeSection]:
+        """The sections of both kinds of workers."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
     def counts(self) -> Mapping[Role, WorkerCounts]:
         """How many workers each role may have."""
-        return {
-            "prefill": worker_counts(self.autoscaling, "prefill", self.prefill.replicas),
-            "decode": worker_counts(self.autoscaling, "decode", self.decode.replicas),
-        }
+        return {role: worker_counts(self.autoscaling, role, each.replicas) for role, each in self.roles.items()}
 
     @property
     def gpus_each(self) -> Mapping[Role, float]:
         """What a worker of each role takes, all ranks together."""
-        return {
-            "prefill": self.prefill.num_gpus * self.prefill.tensor_parallel,
-            "decode": self.decode.num_gpus * self.decode.tensor_parallel,
-        }
+        return {role: section.num_gpus * section.tensor_parallel for role, section in self.roles.items()}
 
     @property
     def has_prefill(self) -> bool:
@@ -87,14 +89,14 @@ class ClusterConfig(Section):
     @property
     def num_ranks(self) -> int:
         """Processes, at most, that run an engine or a part of one."""
-        prefill = self.counts["prefill"].most * self.prefill.tensor_parallel
-        return prefill + self.counts["decode"].most * self.decode.tensor_parallel
+        return sum(self.counts[role].most * section.tensor_parallel for role, section in self.roles.items())
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Where the workers compute. Raises ConfigError where that is not the same for all."""
-        sections: list[WorkerResources] = [self.decode, *([self.prefill] if self.has_prefill else [])]
-        with_gpu = [resources.num_gpus > 0 for resources in sections]
+        with_gpu = [
+            section.num_gpus > 0 for role, section in self.roles.items() if role == "decode" or self.has_prefill
+        ]
         if self.model.device == "cpu":
             return "cpu"
         if all(with_gpu):
@@ -138,23 +140,34 @@ class ClusterConfig(Section):
         return resources.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
 
 
-def read_config(raw: object, *, has_own_key: bool = False) -> ClusterConfig:
-    """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault.
+def read_config(raw: object) -> ClusterConfig:
+    """The configuration in `raw`, as YAML gives it. Raises ConfigError that begins with the setting at fault."""
+    return read_settings(ClusterConfig, raw)
 
-    `has_own_key`: it was not written by people alone, and a key of the server's own is among theirs.
-    """
-    config = read_settings(ClusterConfig, raw)
-    try:
-        if not has_own_key:
-            check_names(config.auth.keys)
-    except ConfigError as error:
-        raise ConfigError(f"auth.{error}") from error
-    return config
+
+def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig:
+    """The configuration with these keys behind its own, and no file of them. Raises ConfigError where they collide."""
+    return read_settings(ClusterConfig, {**dict(config), "auth": {"keys": [*config.auth.keys, *keys]}})
 
 
 def with_keys_of_file(config: ClusterConfig) -> ClusterConfig:
     """The configuration with the keys of `auth.keys_file` beside its own. Raises ConfigError."""
-    return config.model_copy(update={"auth": with_keys_of_its_file(config.auth, config.slo)})
+    if config.auth.keys_file is None:
+        return config
+    path = Path(config.auth.keys_file)
+    try:
+        listed = read_settings(AuthConfig, load_yaml(path))
+        if listed.keys_file is not None:
+            raise ConfigError("keys_file: there is no such setting in a file of keys")
+        whole = with_keys(config, listed.keys)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{path}: ").removeprefix("auth.")
+        raise ConfigError(f"auth.keys_file: {path}: {message}") from error
+    if not whole.auth.keys:
+        raise ConfigError(
+            f"auth.keys_file: {path}: has no keys, and so would let everybody in: delete auth.keys_file, or add `keys`"
+        )
+    return whole
 
 
 def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:

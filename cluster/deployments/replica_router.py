@@ -8,7 +8,7 @@ writes the live workers down in this process's directory. Those that Serve has b
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from twostroke.cluster.deployments.directory import directory_of, read_worker_metadata
+from twostroke.cluster.deployments.fleet import directory_of, read_worker_metadata
 from twostroke.protocol.errors import WorkerLeaving
 from twostroke.protocol.requests import Peer
 

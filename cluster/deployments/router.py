@@ -1,16 +1,17 @@
 """The router as a Serve deployment: the application's ingress. Its process never imports torch.
 
-Also, for a scrape that has reached one router, the numbers of the others.
+Also, for a scrape that has reached one router, the numbers of the others; and how the routers of an application that
+is to end let go of what they have under way.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from ray import serve
@@ -20,15 +21,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
+from twostroke.cluster.autoscaling.serve_policy import ROUTER
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
 from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
 from twostroke.cluster.config.sections import ModelSection, RouterSection
-from twostroke.cluster.deployments.directory import directory_of
-from twostroke.cluster.deployments.fleet import ServeFleet
-from twostroke.cluster.deployments.proxies import exposure_warning
-from twostroke.cluster.deployments.ray_switches import forgotten_switches
-from twostroke.protocol.clock import draw_epoch
+from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
+from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
+from twostroke.protocol.clock import Clock, draw_epoch
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
@@ -114,7 +114,6 @@ class RouterReplica:
     """One router: HTTP in, token channels and Serve calls out."""
 
     _service: RouterService | None = None
-    _doctor: Doctor | None = None
     _decisions: DecisionWatch | None = None
     _is_draining = False
 
@@ -180,14 +179,13 @@ class RouterReplica:
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
             scaling=self._scaling,
         )
-        self._doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
+        doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
+        self._app = build_app(self._service, doctor)
         await self._service.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this after the constructor, and serves what it returns."""
-        assert self._service is not None
-        assert self._doctor is not None
-        return build_app(self._service, self._doctor)
+        return self._app
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for this where there is an autoscaler, and hands it to the policy.
@@ -255,3 +253,47 @@ def router_options(router: RouterSection) -> dict[str, Any]:
         "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False},
     }
+
+
+FAREWELL_S = 0.5
+"""Before the end, for the errors that end streams to reach their clients."""
+DRAIN_LOOK_S = 0.2
+
+Ask = Callable[[Literal["drain", "cut"]], Awaitable[int]]
+"""Calls this method of every router; returns how many choices all of them have under way."""
+
+
+async def drain_routers(
+    ask: Ask, grace_s: float, notice_s: float, tell: Callable[[str], None], clock: Clock = time.monotonic
+) -> None:
+    """Have the routers say that they are not ready, and let answers end for as long as `grace_s`; the rest is cut.
+
+    New requests are taken for `notice_s`, and so long this takes at least. `tell` is given lines for people.
+    """
+    began = clock()
+    under_way = await ask("drain")
+    if under_way > 0:
+        tell(f"Waiting up to {grace_s:g} s for {_choices(under_way)} under way ...")
+    while (under_way := await ask("drain")) > 0 or clock() - began < notice_s:
+        if clock() - began >= grace_s - min(FAREWELL_S, grace_s / 2):
+            break
+        await asyncio.sleep(DRAIN_LOOK_S)
+    if under_way == 0:
+        return
+    tell(f"Cut {_choices(await ask('cut'))} that had not ended in time.")
+    while await ask("drain") > 0 and clock() - began < grace_s:  # noqa: ASYNC110  (the routers are other processes)
+        await asyncio.sleep(DRAIN_LOOK_S / 4)
+
+
+async def drain_application(app_name: str, grace_s: float, notice_s: float, tell: Callable[[str], None]) -> None:
+    """As `drain_routers`, of an application on the Ray that this process is connected to. Raises RayServeException."""
+    routers = serve.get_deployment_handle(ROUTER, app_name)
+
+    async def ask(method: Literal["drain", "cut"]) -> int:
+        return sum(await routers.broadcast(method).results_async(timeout_s=5.0))
+
+    await drain_routers(ask, grace_s, notice_s, tell)
+
+
+def _choices(count: int) -> str:
+    return "1 answer" if count == 1 else f"{count} answers"

@@ -20,7 +20,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.serve_policy import MISSING_POLICY
+from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, MISSING_POLICY, ROUTER
 from twostroke.cluster.config.autoscaling import RoleLimits, WorkerCounts
 from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -28,6 +28,7 @@ from twostroke.cluster.deployments.router import RouterReplica, RouterSettings, 
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, worker_options
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import to_plain
+from twostroke.protocol.stats import Role
 
 SECRET_VARIABLE = "TWOSTROKE_SECRET"
 MIN_SECRET_CHARS = 16
@@ -51,28 +52,26 @@ _SOUND = WorkerClasses()
 def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _SOUND) -> Application:
     """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys."""
     config = with_keys_of_file(config)
-    counts, order, grace_s = config.counts, _scaling_order(config), config.router.drain_grace_s
-    decode = WorkerSettings.of(config, config.decode)
-    decode_app = (
-        serve.deployment(workers.decode, name="DecodeWorker")
-        .options(**worker_options(decode, config.decode, grace_s=grace_s))
-        .options(**replica_options(counts["decode"], order))
-        .bind(decode, config.decode.worker, secret, *workers.arguments)
-    )
-    handles = [decode_app]
-    if config.has_prefill:
-        prefill = WorkerSettings.of(config, config.prefill)
-        handles.append(
-            serve.deployment(workers.prefill, name="PrefillWorker")
-            .options(**worker_options(prefill, config.prefill, grace_s=grace_s))
-            .options(**replica_options(counts["prefill"], order))
-            .bind(prefill, config.prefill.worker, secret, *workers.arguments)
+    order = _scaling_order(config)
+
+    def worker_app(role: Role, replica: type[PrefillReplica | DecodeReplica]) -> Application:
+        section = config.roles[role]
+        settings = WorkerSettings.of(config, section)
+        options = worker_options(settings, section, grace_s=config.router.drain_grace_s)
+        deployment = serve.deployment(replica, name=DEPLOYMENTS[role])
+        app: Application = deployment.options(**options, **replica_options(config.counts[role], order)).bind(
+            settings, section.worker, secret, *workers.arguments
         )
-    routers = WorkerCounts(config.router.replicas, config.router.replicas, config.router.replicas)
+        return app
+
+    handles = [worker_app("decode", workers.decode)]
+    if config.has_prefill:
+        handles.append(worker_app("prefill", workers.prefill))
+    fixed = WorkerCounts(config.router.replicas, config.router.replicas, config.router.replicas)
+    options = {**router_options(config.router), **replica_options(fixed, order)}
     return (
-        serve.deployment(RouterReplica, name="Router")
-        .options(**router_options(config.router))
-        .options(**replica_options(routers, order))
+        serve.deployment(RouterReplica, name=ROUTER)
+        .options(**options)
         .bind(RouterSettings.of(config), secret, *handles)
     )
 
@@ -131,11 +130,6 @@ def cluster_secret() -> bytes:
 def build_app(args: dict[str, Any]) -> Application:
     """For Serve's own tools: `args` are the sections of the configuration. Raises ConfigError."""
     return application(read_config(args), cluster_secret())
-
-
-def build_local_app(args: dict[str, Any]) -> Application:
-    """As `build_app`, for `twostroke serve`, which has added a key of its own. Raises ConfigError."""
-    return application(read_config(args, has_own_key=True), cluster_secret())
 
 
 app = build_app({})

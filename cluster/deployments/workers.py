@@ -7,17 +7,16 @@ since the process that deploys and the router's process load this module too.
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 from ray import serve
 
-from twostroke.cluster.config.placement import Placement
 from twostroke.cluster.config.process_logs import log_as_replica
+from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.directory import worker_metadata
-from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.ranks.tensor_parallel_ranks import own_gpu, rank_options, start_actors
+from twostroke.cluster.deployments.fleet import worker_metadata
+from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.clock import draw_epoch
@@ -30,7 +29,6 @@ from twostroke.protocol.stats import Role
 if TYPE_CHECKING:
     from twostroke.decode_worker.worker import DecodeWorker
     from twostroke.prefill_worker.worker import PrefillWorker
-    from twostroke.worker.trials import LinkProbe
 
 
 _log = logging.getLogger(__name__)
@@ -42,50 +40,46 @@ DRAIN_S = 6.0
 """How much of that transfers under way may take, whose calls have returned."""
 
 
-class _WorkerReplica:
+WorkerT = TypeVar("WorkerT", bound="PrefillWorker | DecodeWorker")
+
+
+class _WorkerReplica(Generic[WorkerT]):
     """What both kinds have in common. A constructor that raises leaves `_worker` unset, and Serve starts it again."""
 
-    _worker: "PrefillWorker | DecodeWorker | None" = None
-
+    _worker: WorkerT | None = None
     _role: Role
 
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
-        self._peer = _this_peer()
+        # Serve's name for the replica, and a number that no later incarnation has.
+        self._peer = Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, self._role, self._peer)
-        self._network = self._make_network(secret)
-        self._parts = await load_parts(
-            settings,
-            self._peer,
-            self._network,
-            secret,
-            host=ray.util.get_node_ip_address(),
-            start_ranks=start_actors,
-            gpu=own_gpu(),
-        )
+        network, host = self._make_network(secret), ray.util.get_node_ip_address()
+        self._parts = await load_parts(settings, self._peer, network, secret, host=host)
         return self._parts
 
     def _make_network(self, secret: bytes) -> Network:
         return TcpNetwork(secret)
 
-    async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
+    async def _start(self, worker: WorkerT) -> None:
         self._worker = worker
         self._info = await worker.start(ray.util.get_node_ip_address())
         self._parts.watch(worker.engine_lost)
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """As LinkProbe.source."""
-        return await self._probed(worker).source(tickets, num_tokens)
+        return await self._meant(worker).probe.source(tickets, num_tokens)
 
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
         """As LinkProbe.target."""
-        await self._probed(worker).target(tickets, num_tokens)
+        await self._meant(worker).probe.target(tickets, num_tokens)
 
-    def _probed(self, worker: Peer) -> "LinkProbe":
-        """The worker's, which is meant. Raises EpochMismatch or WorkerLost where there is none of that name."""
-        check_peer(worker, self._peer)
+    def _meant(self, worker: Peer) -> WorkerT:
+        """The worker, which the router means. Raises EpochMismatch where that is somebody else."""
+        if worker != self._peer:
+            raise EpochMismatch(f"the call is for worker {worker.worker_id}, not for {self._peer.worker_id}")
         if self._worker is None:
             raise WorkerLost(f"worker {worker.worker_id} has not started")
-        return self._worker.probe
+        return self._worker
 
     def record_replica_metadata(self) -> dict[str, object]:
         return worker_metadata(self._info)
@@ -103,7 +97,7 @@ class _WorkerReplica:
             await self._parts.close()
 
 
-class PrefillReplica(_WorkerReplica):
+class PrefillReplica(_WorkerReplica["PrefillWorker"]):
     """A prefill worker under Serve."""
 
     _role = "prefill"
@@ -113,18 +107,16 @@ class PrefillReplica(_WorkerReplica):
         from twostroke.prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
-        self._prefill_worker = PrefillWorker(config, parts.equipment(self._peer, self._network))
-        await self._start(self._prefill_worker)
+        await self._start(PrefillWorker(config, parts.equipment))
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
         """As PrefillWorker.prefill. `worker` is whom the router means; EpochMismatch where that is somebody else."""
-        check_peer(worker, self._peer)
-        return await self._prefill_worker.prefill(request, ticket, pull)
+        return await self._meant(worker).prefill(request, ticket, pull)
 
 
-class DecodeReplica(_WorkerReplica):
+class DecodeReplica(_WorkerReplica["DecodeWorker"]):
     """A decode worker under Serve."""
 
     _role = "decode"
@@ -134,16 +126,13 @@ class DecodeReplica(_WorkerReplica):
         from twostroke.decode_worker.worker import DecodeWorker
 
         parts = await self._load(settings, secret)
-        equipment = parts.equipment(self._peer, self._network)
-        self._decode_worker = DecodeWorker(config, equipment, parts.rank.loaded.swap_space)
-        await self._start(self._decode_worker)
+        await self._start(DecodeWorker(config, parts.equipment, parts.rank.loaded.swap_space))
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
         """As DecodeWorker.decode. `worker` is whom the router means; EpochMismatch where that is somebody else."""
-        check_peer(worker, self._peer)
-        return await self._decode_worker.decode(request, ticket, pull)
+        return await self._meant(worker).decode(request, ticket, pull)
 
 
 async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float) -> None:
@@ -156,26 +145,21 @@ async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float)
     await worker.stop()
 
 
-def _this_peer() -> Peer:
-    """This process's name: Serve's for the replica, and a number that no later incarnation has."""
-    return Peer(serve.get_replica_context().replica_id.unique_id, draw_epoch())
-
-
-def check_peer(meant: Peer, actual: Peer) -> None:
-    """Raises EpochMismatch unless a call has reached whom it was meant for."""
-    if meant != actual:
-        raise EpochMismatch(f"the call is for worker {meant.worker_id}, not for {actual.worker_id}")
-
-
 def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: float) -> dict[str, Any]:
     """Serve's options for a worker deployment, but for how many replicas it has.
 
     Routers take a leaving worker's calls elsewhere after `grace_s`.
     """
+    ranks = settings.tensor_parallel
     return {
+        # All ranks are processes of the one replica, so they are on one node.
+        "ray_actor_options": {
+            "num_cpus": ranks * settings.threads,
+            "num_gpus": ranks * settings.resources.num_gpus,
+            **placement.actor_options(),
+        },
         # The workers' own schedulers queue and refuse. Serve's limit would only hide requests from them.
         "max_ongoing_requests": 100_000,
-        **rank_options(settings, placement),
         "request_router_config": {"request_router_class": "twostroke.cluster.deployments.replica_router:ReplicaByPeer"},
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,

@@ -45,7 +45,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
 
 
 def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """For `build_local_app`: the settings with all keys that there are, of which none but hashes are known."""
+    """For `build_app`: the settings with all keys that there are, of which none but hashes are known."""
     auth = {"keys": [key.model_dump() for key in config.auth.keys]}
     return {**settings, "auth": auth} if config.auth.keys else settings
 
@@ -61,7 +61,7 @@ def _deploy_as_config(arguments: dict[str, Any]) -> None:
                 ServeApplicationSchema(
                     name=APPLICATION,
                     route_prefix="/",
-                    import_path="twostroke.cluster.deployments.serve_app:build_local_app",
+                    import_path="twostroke.cluster.deployments.serve_app:build_app",
                     args=arguments,
                     autoscaling_policy={"policy_function": POLICY_FUNCTION},
                 )

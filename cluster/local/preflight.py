@@ -5,10 +5,8 @@ import socket
 from pathlib import Path
 
 from twostroke.cluster.config.config import ClusterConfig
-from twostroke.cluster.config.sections import DecodeSection, PrefillSection
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.stats import Role
 
 # What a process takes beside weights and cache: the interpreter and Ray; a worker's torch and compiled kernels, too.
 PROCESS_BYTES = 150 * 2**20
@@ -64,11 +62,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
-    sections: tuple[tuple[Role, PrefillSection | DecodeSection], ...] = (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-    )
-    for role, section in sections:
+    for role, section in config.roles.items():
         most = config.counts[role].most
         if most == 0:
             continue

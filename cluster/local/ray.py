@@ -10,29 +10,21 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, write_unspliced_haproxy
-from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.deployments.proxies import (
+    BINARY_VARIABLE,
+    HAPROXY_SWITCHES,
+    NO_HAPROXY_SWITCHES,
+    SWITCHES,
+    write_unspliced_haproxy,
+)
 
 SERVE_SHUTDOWN_S = 4.0
 
 
 class StartFailed(Exception):
     """The server did not come up. The message is for people."""
-
-
-@dataclass(frozen=True)
-class LocalRayOptions:
-    """What a local cluster is started with."""
-
-    host: str
-    port: int
-    num_cpus: int  # at least what the deployments ask for together
-    num_gpus: int
-    haproxy: bool
-    verbose: bool
 
 
 def free_ports(count: int) -> list[int]:
@@ -61,7 +53,7 @@ def haproxy_switches(folder: Path, *, stats: int, metrics: int, fallback: int) -
     }
 
 
-def ray_environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
+def ray_environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
     """Ray's switches that exist as environment variables alone. They must be set before Ray is imported."""
     switches = {
         **SWITCHES,
@@ -70,15 +62,18 @@ def ray_environment(options: LocalRayOptions, folder: Path) -> dict[str, str]:
         # Nobody balances load over one machine's routers, and so nobody must hear first that one leaves.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
     }
-    if options.haproxy:
+    if haproxy:
         stats, metrics, fallback = free_ports(3)
         return switches | haproxy_switches(folder, stats=stats, metrics=metrics, fallback=fallback)
     return {**switches, **NO_HAPROXY_SWITCHES}
 
 
 @contextlib.contextmanager
-def local_ray(options: LocalRayOptions) -> Iterator[None]:
-    """Ray with Serve's HTTP listener, for as long as the context lasts.
+def local_ray(
+    *, host: str, port: int, num_cpus: int, num_gpus: int = 0, haproxy: bool, verbose: bool = False
+) -> Iterator[None]:
+    """Ray with Serve's HTTP listener, for as long as the context lasts. It has at least the CPUs and GPUs that the
+    deployments ask for together.
 
     Call it once per process, on its main thread and before Ray is imported. Ray may end this process itself when it
     loses its head, so whoever must be sure that no process is left is another process (`commands/serve.py`).
@@ -87,20 +82,20 @@ def local_ray(options: LocalRayOptions) -> Iterator[None]:
         # Ray's own choice is to ask for a token; a shell that opted out must not open our ports to all on this machine.
         os.environ.pop("RAY_AUTH_MODE", None)
         # Over what a shell or deploy/Dockerfile has for the nodes of a cluster.
-        os.environ.update(ray_environment(options, Path(folder)))
+        os.environ.update(ray_environment(Path(folder), haproxy=haproxy))
         import ray
         from ray import serve
 
         try:
             ray.init(
                 address="local",
-                num_cpus=options.num_cpus,
-                num_gpus=options.num_gpus,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
                 include_dashboard=False,
-                log_to_driver=options.verbose,
-                logging_level="INFO" if options.verbose else "ERROR",
+                log_to_driver=verbose,
+                logging_level="INFO" if verbose else "ERROR",
             )
-            serve.start(http_options={"host": options.host, "port": options.port})
+            serve.start(http_options={"host": host, "port": port})
             yield
         finally:
             # Bounded: a stream that nobody reads would hold a polite shutdown up for as long as it lasts.

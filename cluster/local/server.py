@@ -6,6 +6,7 @@ that ends. What it has to tell goes as lines of JSON to the file descriptor that
 
 import _thread
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -13,20 +14,19 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 import msgspec
 
-from twostroke.cluster.config.api_keys import OWN_KEY
-from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys_of_file
+from twostroke.cluster.config.config import ClusterConfig, read_config, with_keys, with_keys_of_file
 from twostroke.cluster.config.model_folder import resolve_model_folder, served_name
-from twostroke.cluster.deployments.router_drain import drain_application
+from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.fleet_watch import FleetWatch
 from twostroke.cluster.local.preflight import check_model
-from twostroke.cluster.local.ray import LocalRayOptions, StartFailed, local_ray
+from twostroke.cluster.local.ray import StartFailed, local_ray
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.http.tenants import AuthConfig, KeyConfig, new_key
+from twostroke.router.http.tenants import KeyConfig, new_key
 
 READY_S = 120.0
 LOOK_S = 1.0  # between two looks at the workers
@@ -72,6 +72,62 @@ class _Starter:
             _thread.interrupt_main()
 
 
+class FleetWatch:
+    """What is told on the console: which workers are lost, and when all are there again.
+
+    Compares one answer of GET /status with the one before. `expected` is how many workers each role is to have, until
+    the autoscaler says otherwise.
+    """
+
+    def __init__(self, expected: Mapping[str, int]):
+        self._expected = dict(expected)
+        self._known: dict[str, tuple[str, str]] | None = None  # by epoch: role, worker id
+        self._is_silent = False
+
+    def look(self, status: Mapping[str, Any]) -> list[str]:
+        """A line for each role that is to have more or fewer workers, and for each worker that is gone or new."""
+        lines = ["The server answers again"] if self._is_silent else []
+        self._is_silent = False
+        lines += self._targets(status.get("autoscaling"))
+        known = {one["epoch"]: (one["role"], one["worker_id"]) for one in status["workers"] if one["reachable"]}
+        if self._known is None:
+            self._known = known
+            return lines
+        before = Counter(role for role, _ in self._known.values())
+        lost = [worker for epoch, worker in self._known.items() if epoch not in known]
+        new = [worker for epoch, worker in known.items() if epoch not in self._known]
+        self._known = known
+        there = Counter(role for role, _ in known.values())
+        too_many = before - Counter(self._expected)
+        for worker in lost:
+            lines.append(self._line(worker, "has left" if too_many[worker[0]] > 0 else "is lost", there))
+            too_many[worker[0]] -= 1
+        return lines + [self._line(worker, "is up", there) for worker in new]
+
+    def no_answer(self, reason: str) -> list[str]:
+        """The server did not tell its status; said once, until it answers again."""
+        lines = [] if self._is_silent else [f"The server does not answer: {reason}"]
+        self._is_silent = True
+        return lines
+
+    def _targets(self, autoscaling: Mapping[str, Any] | None) -> list[str]:
+        lines: list[str] = []
+        for role, told in (autoscaling or {"roles": {}})["roles"].items():
+            target, before = told["target"], self._expected.get(role)
+            if target != before:
+                noun = "worker" if target == 1 else "workers"
+                lines.append(
+                    f"The autoscaler asks for {target} {role} {noun} instead of {before} ({told['last_change']})"
+                )
+            self._expected[role] = target
+        return lines
+
+    def _line(self, worker: Sequence[str], what: str, there: Mapping[str, int]) -> str:
+        role, worker_id = worker
+        count, expected = there.get(role, 0), self._expected.get(role, 0)
+        return f"{role.capitalize()} worker {worker_id} {what}: {count} of {expected} {role} workers are there"
+
+
 def main() -> int:
     """Serve; returns 0 when the input has ended, 1 after a failure, 2 where a setting, file or folder is wrong."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
@@ -91,7 +147,7 @@ def main() -> int:
 
 
 def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
-    config, api_key = _with_own_key(with_keys_of_file(read_config(order.settings)))
+    config, api_key = with_own_key(with_keys_of_file(read_config(order.settings)))
     check_is_anywhere(config)
     folder = resolve_model_folder(config.model.path)
     name = served_name(config.model, folder)
@@ -99,9 +155,14 @@ def _serve(order: Order, starter: _Starter, reports: TextIO) -> None:
     for line in (f"Model {name}: {described}", *caches):
         _report(reports, Report("step", line))
     _report(reports, Report("step", "Starting Ray ..."))
-    with local_ray(_ray_options(order, config)):
+    cpus, gpus = _resources(config)
+    ray = local_ray(
+        host=order.host, port=order.port, num_cpus=cpus, num_gpus=gpus, haproxy=order.haproxy, verbose=order.verbose
+    )
+    with ray:
         _report(reports, Report("step", "Ray is up. Starting the workers ..."))
         # Ray may be imported now: its switches are set.
+        from twostroke.cluster.deployments.router import drain_application
         from twostroke.cluster.local.deploy import APPLICATION, deploy
 
         deploy(config, order.settings)
@@ -129,24 +190,14 @@ def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
         return watch.no_answer(str(error))
 
 
-def _ray_options(order: Order, config: ClusterConfig) -> LocalRayOptions:
-    counts = config.counts
-    ranks = [
-        (counts["prefill"].most * config.prefill.tensor_parallel, config.prefill),
-        (counts["decode"].most * config.decode.tensor_parallel, config.decode),
-    ]
+def _resources(config: ClusterConfig) -> tuple[int, int]:
+    """The CPUs and GPUs of as many workers as there may be; no fewer CPUs than this machine has."""
+    ranks = [(config.counts[role].most * each.tensor_parallel, each) for role, each in config.roles.items()]
     cores = sum(count * config.threads(resources) for count, resources in ranks)
     gpus = sum(count * resources.num_gpus for count, resources in ranks)
     if config.autoscaling.enabled and config.autoscaling.budget is not None:
         gpus = min(gpus, config.autoscaling.budget)
-    return LocalRayOptions(
-        host=order.host,
-        port=order.port,
-        num_cpus=max(cores, len(os.sched_getaffinity(0))),
-        num_gpus=-int(-gpus // 1),
-        haproxy=order.haproxy,
-        verbose=order.verbose,
-    )
+    return max(cores, len(os.sched_getaffinity(0))), math.ceil(gpus)
 
 
 def _await_ready(url: str) -> None:
@@ -167,11 +218,8 @@ def _await_ready(url: str) -> None:
 
 def check_is_anywhere(config: ClusterConfig) -> None:
     """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
-    for name, placement in (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("router", config.router),
-    ):
+    placements: list[tuple[str, Placement]] = [*config.roles.items(), ("router", config.router)]
+    for name, placement in placements:
         if not placement.is_anywhere:
             setting = "node_labels" if placement.node_labels else "node_resources"
             raise ConfigError(
@@ -180,13 +228,15 @@ def check_is_anywhere(config: ClusterConfig) -> None:
             )
 
 
-def _with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
-    """The configuration with a key for this process beside its own, and that key; None where none is needed."""
+def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
+    """The configuration with a key for this process beside its own, and that key; None where none is needed.
+
+    Raises ConfigError where somebody else's has its name: requests could not be told apart in the log.
+    """
     if not config.auth.keys:
         return config, None
     key, sha256 = new_key()
-    own = KeyConfig(name=OWN_KEY, sha256=sha256, admin=True)
-    return config.model_copy(update={"auth": AuthConfig(keys=(*config.auth.keys, own))}), key
+    return with_keys(config, [KeyConfig(name="twostroke serve", sha256=sha256, admin=True)]), key
 
 
 def _describe_workers(url: str, api_key: str | None) -> list[str]:

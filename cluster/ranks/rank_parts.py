@@ -1,22 +1,36 @@
-"""What one rank of a worker is made of, loaded in the rank's own process. Where it is the only one, it is all."""
+"""What one rank of a worker is told and made of, loaded in its own process. Where it is the only one, it is all."""
 
 import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import Peer
+from twostroke.protocol.requests import Address, Peer
 
 if TYPE_CHECKING:
+    from twostroke.kvtransfer.link import KVStore
     from twostroke.kvtransfer.receiver import KVReceiver
     from twostroke.kvtransfer.sender import KVSender
-    from twostroke.kvtransfer.store import KVStore
     from twostroke.kvtransfer.transports import Transports
     from twostroke.model.load import LoadedEngine
     from twostroke.model.parallel.tensor_parallel import RankPlace
+
+
+class RankOrder(msgspec.Struct, frozen=True):
+    """What a rank's process is told."""
+
+    worker: Peer
+    rank: int
+    leader: Address  # where rank 0 waits for its connection
+    rendezvous: Address  # where the group forms
+    host: str  # where it listens for KV
+    secret: bytes
+    settings: WorkerSettings
 
 
 @dataclass(frozen=True)
@@ -39,14 +53,9 @@ class RankParts:
 
 
 async def load_rank(
-    settings: WorkerSettings,
-    peer: Peer,
-    network: Network,
-    secret: bytes,
-    place: "RankPlace | None" = None,
-    gpu: int = 0,
+    settings: WorkerSettings, peer: Peer, network: Network, secret: bytes, place: "RankPlace | None" = None
 ) -> RankParts:
-    """Load the model and make the cache, on GPU number `gpu` of those in sight.
+    """Load the model and make the cache, on the GPU of those in sight that has the rank's number.
 
     Raises ConfigError with one line that a user can act on. A cancelled call leaves a thread behind that still loads.
     """
@@ -55,6 +64,7 @@ async def load_rank(
     from twostroke.kvtransfer.transports import make_transports
     from twostroke.model.load import load_engine
 
+    gpu = 0 if place is None else place.rank
     config = settings.engine_config(resolve_model_folder(settings.model.path), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)

@@ -10,41 +10,38 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
 
 from twostroke.cluster.config.process_logs import log_to
-from twostroke.cluster.ranks.led_ranks import RankOrder
-from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
+from twostroke.cluster.ranks.rank_parts import RankOrder, RankParts, load_rank
 from twostroke.kvtransfer.ranks import RankTransfers
 from twostroke.kvtransfer.timeouts import run_until_lost
 from twostroke.model.parallel.tensor_parallel import RankPlace
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConnectionLost, TwostrokeError, WorkerLost
-from twostroke.protocol.messages import Message
-from twostroke.protocol.network import Connection, TcpNetwork
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
+    Message,
     RankFailed,
     RankHello,
     RankLoaded,
-    RankMessage,
     RankStep,
     StepEnded,
 )
+from twostroke.protocol.network import Connection, TcpNetwork
 from twostroke.protocol.requests import SamplingParams
-from twostroke.protocol.settings import from_plain, to_plain
+from twostroke.protocol.settings import from_plain
 
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long a step may go on once rank 0 has hung up, and a process once it has been asked to end."""
+"""How long a step may go on once rank 0 has hung up."""
 
 _DRAWN_ELSEWHERE = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0)
 
 
-async def run_rank(order: RankOrder, gpu: int = 0) -> None:
+async def run_rank(order: RankOrder) -> None:
     """Be the rank until rank 0 hangs up. Where the engine's thread can't be waited for, ends the whole process."""
     network = TcpNetwork(order.secret)
     try:
@@ -52,7 +49,7 @@ async def run_rank(order: RankOrder, gpu: int = 0) -> None:
     except ConnectionLost:
         return  # rank 0 has ended meanwhile
     try:
-        await _Rank(order, gpu, network, connection).run()
+        await _Rank(order, network, connection).run()
     finally:
         await connection.close()
 
@@ -60,9 +57,8 @@ async def run_rank(order: RankOrder, gpu: int = 0) -> None:
 class _Rank:
     """Reads what rank 0 says as it comes, and does it in its order."""
 
-    def __init__(self, order: RankOrder, gpu: int, network: TcpNetwork, connection: Connection):
+    def __init__(self, order: RankOrder, network: TcpNetwork, connection: Connection):
         self._order = order
-        self._gpu = gpu
         self._network = network
         self._connection = connection
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
@@ -97,9 +93,7 @@ class _Rank:
     async def _work(self) -> None:
         order = self._order
         place = RankPlace(order.rank, order.rendezvous)
-        parts = self._parts = await load_rank(
-            order.settings, order.worker, self._network, order.secret, place, self._gpu
-        )
+        parts = self._parts = await load_rank(order.settings, order.worker, self._network, order.secret, place)
         transfers = self._transfers = RankTransfers(
             sender=parts.sender,
             receiver=parts.receiver,
@@ -141,15 +135,9 @@ class _Rank:
             self._stepping.result()
             self._stepping = None
 
-    def _tell(self, message: RankMessage) -> None:
+    def _tell(self, message: Message) -> None:
         with contextlib.suppress(ConnectionLost):  # then nobody is there to be told
             self._connection.send(message)
-
-
-def log_as_rank(order: RankOrder) -> None:
-    """Have this process, which is the rank's own, log to standard error."""
-    worker = {"worker_id": order.worker.worker_id, "epoch": f"{order.worker.epoch:016x}", "rank": str(order.rank)}
-    log_to(None, order.settings.logging, worker)
 
 
 def _leave() -> NoReturn:
@@ -158,58 +146,11 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
-class ProcessRanks:
-    """Implements StartedRanks with plain processes of this machine."""
-
-    def __init__(self, on_ended: Callable[[str], None]):
-        self._on_ended = on_ended
-        self.processes: list[asyncio.subprocess.Process] = []
-        """All of them, ended ones included."""
-        self._watches: list[asyncio.Task[None]] = []
-
-    async def add(self, order: RankOrder) -> None:
-        """Start the rank's process."""
-        # Not on its command line, which everybody can read: the order holds the cluster's secret.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "twostroke.cluster.ranks.rank_process", stdin=asyncio.subprocess.PIPE, stdout=2
-        )
-        self.processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(order.rank, process), name=f"rank {order.rank}"))
-        if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(order, enc_hook=to_plain))
-            process.stdin.close()
-
-    async def close(self) -> None:
-        """As StartedRanks.close."""
-        if not self._watches:
-            return
-        _, left = await asyncio.wait(self._watches, timeout=PATIENCE_S + 1.0)
-        if left:
-            for process in self.processes:
-                if process.returncode is None:
-                    process.kill()
-            await asyncio.wait(left)
-
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        self._on_ended(f"rank {rank} has ended with code {await process.wait()}")
-
-
-async def start_processes(orders: Sequence[RankOrder], on_ended: Callable[[str], None]) -> ProcessRanks:
-    """A cluster.led_ranks.StartRanks."""
-    ranks = ProcessRanks(on_ended)
-    try:
-        for order in orders:
-            await ranks.add(order)
-    except BaseException:
-        await ranks.close()
-        raise
-    return ranks
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with whom this process ends
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder, dec_hook=from_plain)
-    log_as_rank(order)
+    worker = {"worker_id": order.worker.worker_id, "epoch": f"{order.worker.epoch:016x}", "rank": str(order.rank)}
+    log_to(None, order.settings.logging, worker)
     asyncio.run(run_rank(order))
 
 

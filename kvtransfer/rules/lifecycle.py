@@ -8,8 +8,8 @@ This is the life of one lane (one pair of ranks); a transfer is done when all it
 SENDING, FINISHING, RELEASING, RECEIVING and ABORTING mean that somebody touches the blocks right now: at least one
 chunk is under way. CHUNK_BEGIN is the first of them, CHUNK_END the last: the lane counts those
 between. Blocks may be freed in RELEASED, VERIFIED
-and ABORTED alone. PEER_LOST is reported only after the link is closed, so it ends these states at once; ABORT and
-LEASE_EXPIRED have to wait for the chunks that are under way.
+and ABORTED alone. PEER_LOST is reported only after the link is closed, so it ends these states at once; ABORT has to
+wait for the chunks that are under way.
 
     sender     OFFERING -> OFFERED -> GRANTED <-> SENDING
                GRANTED -> COMMITTED -> RELEASED
@@ -22,7 +22,7 @@ An offer that comes before the request it belongs to is no transfer yet: the rec
 """
 
 from enum import Enum
-from typing import overload
+from typing import Any, TypeVar
 
 from twostroke.protocol.errors import TwostrokeError
 
@@ -46,20 +46,6 @@ class SenderState(Enum):
     ABORTED = "aborted"
 
 
-class SenderEvent(Enum):
-    """What can happen to a SenderState."""
-
-    OFFER = "offer"
-    GRANT = "grant"
-    CHUNK_BEGIN = "chunk begin"  # the first one under way
-    CHUNK_END = "chunk end"  # the last one under way
-    COMMIT = "commit"
-    VERIFIED = "verified"
-    ABORT = "abort"  # ours or the peer's
-    LEASE_EXPIRED = "lease expired"
-    PEER_LOST = "peer lost"
-
-
 class ReceiverState(Enum):
     """The side of the worker that gets the KV."""
 
@@ -71,85 +57,62 @@ class ReceiverState(Enum):
     ABORTED = "aborted"
 
 
-class ReceiverEvent(Enum):
-    """What can happen to a ReceiverState."""
+class Event(Enum):
+    """What can happen to either."""
 
-    OFFER = "offer"
+    OFFER = "offer"  # it is out; it has come, and fits
+    GRANT = "grant"  # has come
     CHUNK_BEGIN = "chunk begin"  # the first one under way
     CHUNK_END = "chunk end"  # the last one under way
-    COMMIT = "commit"  # it has come, and every chunk it names is there
-    ABORT = "abort"  # ours or the peer's
-    LEASE_EXPIRED = "lease expired"
+    COMMIT = "commit"  # it is out; it has come, and every chunk it names is there
+    VERIFIED = "verified"  # by the peer
+    ABORT = "abort"  # ours or the peer's, or a deadline has passed
     PEER_LOST = "peer lost"
 
 
-def _sender_table() -> dict[tuple[SenderState, SenderEvent], SenderState]:
-    state, event = SenderState, SenderEvent
-    table = {
-        (state.OFFERING, event.OFFER): state.OFFERED,
-        (state.OFFERED, event.GRANT): state.GRANTED,
-        (state.GRANTED, event.CHUNK_BEGIN): state.SENDING,
-        (state.SENDING, event.CHUNK_END): state.GRANTED,
-        (state.GRANTED, event.COMMIT): state.COMMITTED,
-        (state.SENDING, event.COMMIT): state.FINISHING,
-        (state.FINISHING, event.CHUNK_END): state.COMMITTED,
-        (state.COMMITTED, event.VERIFIED): state.RELEASED,
-        (state.FINISHING, event.VERIFIED): state.RELEASING,
-        (state.RELEASING, event.CHUNK_END): state.RELEASED,
-        (state.ABORTING, event.CHUNK_END): state.ABORTED,
+S = TypeVar("S", SenderState, ReceiverState)
+
+ENDS = frozenset({SenderState.RELEASED, SenderState.ABORTED, ReceiverState.VERIFIED, ReceiverState.ABORTED})
+VERIFIED_BY_PEER = frozenset({SenderState.RELEASING, SenderState.RELEASED})
+
+
+def _table() -> dict[tuple[Any, Event], Any]:
+    sender, receiver, event = SenderState, ReceiverState, Event
+    table: dict[tuple[Any, Event], Any] = {
+        (sender.OFFERING, event.OFFER): sender.OFFERED,
+        (sender.OFFERED, event.GRANT): sender.GRANTED,
+        (sender.GRANTED, event.CHUNK_BEGIN): sender.SENDING,
+        (sender.SENDING, event.CHUNK_END): sender.GRANTED,
+        (sender.GRANTED, event.COMMIT): sender.COMMITTED,
+        (sender.SENDING, event.COMMIT): sender.FINISHING,
+        (sender.FINISHING, event.CHUNK_END): sender.COMMITTED,
+        (sender.COMMITTED, event.VERIFIED): sender.RELEASED,
+        (sender.FINISHING, event.VERIFIED): sender.RELEASING,
+        (sender.RELEASING, event.CHUNK_END): sender.RELEASED,
+        (sender.ABORTING, event.CHUNK_END): sender.ABORTED,
+        (receiver.AWAITING_OFFER, event.OFFER): receiver.GRANTED,
+        (receiver.GRANTED, event.CHUNK_BEGIN): receiver.RECEIVING,
+        (receiver.RECEIVING, event.CHUNK_END): receiver.GRANTED,
+        (receiver.GRANTED, event.COMMIT): receiver.VERIFIED,
+        (receiver.ABORTING, event.CHUNK_END): receiver.ABORTED,
     }
-    for at in state:
-        is_verified = at in (state.RELEASING, state.RELEASED)
-        table[at, event.PEER_LOST] = state.RELEASED if is_verified else state.ABORTED
-        for ending in (event.ABORT, event.LEASE_EXPIRED):
-            if is_verified:
-                table[at, ending] = at
-            else:
-                under_way = at in (state.SENDING, state.FINISHING, state.ABORTING)
-                table[at, ending] = state.ABORTING if under_way else state.ABORTED
+    under_way = {sender.SENDING, sender.FINISHING, sender.ABORTING, receiver.RECEIVING, receiver.ABORTING}
+    for at in (*sender, *receiver):
+        of = type(at)
+        table[at, event.ABORT] = of.ABORTING if at in under_way else of.ABORTED
+        table[at, event.PEER_LOST] = of.ABORTED
+    for at in (*VERIFIED_BY_PEER, receiver.VERIFIED):  # it is too late to give up
+        table[at, event.ABORT] = at
+        table[at, event.PEER_LOST] = sender.RELEASED if at in VERIFIED_BY_PEER else at
     return table
 
 
-def _receiver_table() -> dict[tuple[ReceiverState, ReceiverEvent], ReceiverState]:
-    state, event = ReceiverState, ReceiverEvent
-    table = {
-        (state.AWAITING_OFFER, event.OFFER): state.GRANTED,
-        (state.GRANTED, event.CHUNK_BEGIN): state.RECEIVING,
-        (state.RECEIVING, event.CHUNK_END): state.GRANTED,
-        (state.GRANTED, event.COMMIT): state.VERIFIED,
-        (state.ABORTING, event.CHUNK_END): state.ABORTED,
-    }
-    for at in state:
-        done = at if at is state.VERIFIED else state.ABORTED
-        table[at, event.PEER_LOST] = done
-        under_way = at in (state.RECEIVING, state.ABORTING)
-        for ending in (event.ABORT, event.LEASE_EXPIRED):
-            table[at, ending] = state.ABORTING if under_way else done
-    return table
+_TABLE = _table()
 
 
-_SENDER = _sender_table()
-_RECEIVER = _receiver_table()
-
-SENDER_ENDS = frozenset({SenderState.RELEASED, SenderState.ABORTED})
-RECEIVER_ENDS = frozenset({ReceiverState.VERIFIED, ReceiverState.ABORTED})
-
-
-@overload
-def transition(state: SenderState, event: SenderEvent) -> SenderState: ...
-
-
-@overload
-def transition(state: ReceiverState, event: ReceiverEvent) -> ReceiverState: ...
-
-
-def transition(state: SenderState | ReceiverState, event: SenderEvent | ReceiverEvent) -> SenderState | ReceiverState:
+def transition(state: S, event: Event) -> S:
     """The state after `event`. Raises IllegalTransition where the table has no such cell."""
-    after: SenderState | ReceiverState | None = None
-    if isinstance(state, SenderState) and isinstance(event, SenderEvent):
-        after = _SENDER.get((state, event))
-    elif isinstance(state, ReceiverState) and isinstance(event, ReceiverEvent):
-        after = _RECEIVER.get((state, event))
+    after: S | None = _TABLE.get((state, event))
     if after is None:
         raise IllegalTransition(f"{event} can't happen in {state}")
     return after

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostroke.kvtransfer.link import Transport
-from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore, SharedStore
+from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, SharedStore, Transport
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.messages import Reach
 
@@ -32,12 +31,12 @@ def make_transports(
     store: KVStore,
     *,
     join_timeout_s: float = 5.0,
-    tcp_streams: int | None = None,
+    tcp_streams: int = 4,
     tcp_max_bytes_per_s: int | None = None,
 ) -> Transports:
     """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
 
-    `tcp_streams` is how many TCP connections a link between machines may have; None for the transport's own number.
+    `tcp_streams` is how many TCP connections a link between machines may have.
     `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. Blocks for seconds where kernels have
     to be compiled first.
     Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
@@ -58,7 +57,7 @@ def _automatic(store: KVStore) -> tuple[str, ...]:
 
 
 def _make(
-    name: str, store: KVStore, join_timeout_s: float, tcp_streams: int | None, tcp_max_bytes_per_s: int | None
+    name: str, store: KVStore, join_timeout_s: float, tcp_streams: int, tcp_max_bytes_per_s: int | None
 ) -> Transport:
     """Imports what only this transport needs. Raises ConfigError."""
     if name == "shm":
@@ -70,10 +69,11 @@ def _make(
     if name == "tcp":
         if not isinstance(store, HostStore) or isinstance(store, DeviceStore):
             raise ConfigError("the KV cache is not in host memory, which tcp needs; set the transport to auto")
-        from twostroke.kvtransfer.transports.tcp import STREAMS, TcpTransport
+        from twostroke.kvtransfer.transports.tcp import TcpTransport
 
-        streams = STREAMS if tcp_streams is None else tcp_streams
-        return TcpTransport(store, join_timeout_s=join_timeout_s, streams=streams, max_bytes_per_s=tcp_max_bytes_per_s)
+        return TcpTransport(
+            store, join_timeout_s=join_timeout_s, streams=tcp_streams, max_bytes_per_s=tcp_max_bytes_per_s
+        )
     if name == "cuda_ipc":
         if not isinstance(store, DeviceStore):
             raise ConfigError("the KV cache is not in a GPU's memory, which cuda_ipc needs; set the transport to auto")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.kvtransfer.link import DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS
 from twostroke.model.cuda.kernels.kv_digest import DIGEST_BYTES, PADDING, copy_and_digest_units, digest, digest_units

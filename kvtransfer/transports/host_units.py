@@ -2,6 +2,17 @@
 
 A unit on the wire is [2 (K, V), heads of the lane, unit_tokens, head_dim]. Where units are whole blocks, their batches
 are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded where that was agreed.
+
+Encoded, KV has one byte a value on the wire, with a scale for each row; half the bytes of bf16. A row is the head_dim
+values of one token and one head, of K or of V. It becomes head_dim codes c and a bf16 scale s: a value is s * c, with c
+an int8 in [-127, 127], or an fp8 (e4m3: 4 bits of exponent, 3 of mantissa, up to 448). `s` is the row's largest
+magnitude / 127 (or 448), rounded up to bf16, so that no code is ever cut off, and at least 2**-126. A unit on the wire:
+the codes [2 (K, V), num_heads, unit_tokens, head_dim], then the scales [2, num_heads, unit_tokens], little-endian.
+
+Errors: int8 within s / 2; fp8 within 1/16 of the value, or s * 2**-10 for values below s * 2**-6. Then the target
+rounds to its own dtype. A row with NaN or infinity comes out as NaN altogether: broken KV stays recognisably so.
+
+The same on CUDA: model/cuda/kernels/kv_units.py; both ends may run either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.encodings import decode, encode
-from twostroke.protocol.kv_layout import DTYPE_BYTES
 
 Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""
@@ -40,13 +49,12 @@ class HostUnits:
 
     def __init__(self, memory: HostMemory, cut: Cut):
         layout = cut.layout
-        row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
-        self.unit_bytes = 2 * cut.num_heads * cut.unit_tokens * row_bytes  # as stored: not encoded
+        self.unit_bytes = cut.stored_unit_bytes
         self.is_whole_blocks = cut.units_per_block == 1 and cut.num_heads == layout.heads_per_rank
         self._parts = cut.units_per_block
         self._num_units = memory.num_blocks * self._parts
         self._layers = [memory.layer_bytes(layer) for layer in range(layout.num_layers)]
-        shape = memory.num_blocks, 2, layout.heads_per_rank, self._parts, cut.unit_tokens * row_bytes
+        shape = memory.num_blocks, 2, layout.heads_per_rank, self._parts, self.unit_bytes // (2 * cut.num_heads)
         heads = slice(cut.first_head, cut.first_head + cut.num_heads)
         self._arrays = [np.frombuffer(layer, np.uint8).reshape(shape)[:, :, heads] for layer in self._layers]
 
@@ -55,8 +63,6 @@ class HostUnits:
 
         Few large views make scatter/gather and digests fast; a table that was allocated at once is often one run.
         """
-        if not self.is_whole_blocks:
-            raise ValueError("these units are not whole blocks: they have to be packed")
         views: list[memoryview] = []
         size = self.unit_bytes
         for segment in segments:
@@ -97,8 +103,6 @@ class HostUnits:
             array = self._arrays[segment.layer]
             blocks, parts = np.divmod(np.asarray(segment.unit_ids, np.int64), self._parts)
             end = at + blocks.size * self.unit_bytes
-            if end > flat.size:
-                raise ValueError(f"{flat.size} bytes have no room for {end}")
             yield array, blocks, parts, flat[at:end].reshape(blocks.size, 2, array.shape[2], array.shape[4])
             at = end
 
@@ -193,3 +197,24 @@ def split_segments(segments: Sequence[Segment], starts: Sequence[int]) -> list[l
             at += len(segment.unit_ids)
         parts.append(part)
     return parts
+
+
+def encode(raw: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
+    """Units as stored -> as on the wire. The interpreter's lock is free meanwhile.
+
+    raw [units * cut.stored_unit_bytes] of `cut.layout.dtype`, out [units * cut.unit_bytes]; both contiguous, apart from
+    each other, and of a cut with an encoding: nothing here checks that.
+    """
+    from twostroke.model.cpu.kernels.kv_encode import encode_rows
+
+    encode_rows(cut.encoding, cut.layout.dtype, raw, out, out.size // cut.unit_bytes, cut.layout.head_dim)
+
+
+def decode(wire: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
+    """Units as on the wire -> as this side stores them, in `cut.layout.dtype`, which may differ from the source's.
+
+    wire [units * cut.unit_bytes], out [units * cut.stored_unit_bytes]; as for `encode`.
+    """
+    from twostroke.model.cpu.kernels.kv_encode import decode_rows
+
+    decode_rows(cut.encoding, cut.layout.dtype, wire, out, wire.size // cut.unit_bytes, cut.layout.head_dim)

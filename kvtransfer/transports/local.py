@@ -1,85 +1,141 @@
-"""Links between two processes of one machine, joined over a unix socket: what shm and cuda_ipc have in common.
+"""Links between two processes of one machine, on which the target reads the source's memory: shm and cuda_ipc.
 
-The socket has an abstract name: nothing is left in the file system. The name goes over the authenticated control
-connection; a guest must show the one-time token that went with it, and either side belong to the same user.
+The source describes its cache once. From then on a chunk is a short message over a unix socket: the ids of the source's
+units, int32, and the digest of their bytes. The target copies those units out of the source's memory into its own,
+digests what it has written, and compares. What the memory is, and how it is read, is each transport's own.
+
+Why a zombie can do no harm: the source never maps the target's cache, so whatever it does after its lease, it writes
+nothing there. Only the target's own thread writes into the target's blocks, for a transfer that the target still holds
+blocks for. What it reads after the source has given a block to somebody else doesn't fit the digest, or belongs to a
+transfer that has ended.
+
+The socket has an abstract name: nothing is left in the file system.
 """
 
-import asyncio
 import hmac
-import os
 import secrets
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
-from twostroke.kvtransfer.link import DataLink, LinkParams
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.link_thread import LinkThread, receive_exactly
-from twostroke.protocol.errors import ConnectionLost
+from twostroke.kvtransfer.transports.host_units import count_units
+from twostroke.kvtransfer.transports.sockets import (
+    Door,
+    LinkThread,
+    SocketTransport,
+    Token,
+    draw_token,
+    knock,
+    read_params,
+    receive_exactly,
+)
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
+from twostroke.protocol.kv_layout import KVLayout, incompatibility
 
-TOKEN_BYTES = 32
-_READY = b"\x01"
-_BACKLOG = 16
+MAX_UNIT_ID = 2**31 - 1  # they travel as int32
+MAX_DESCRIPTION_BYTES = 64 * 1024
+
 _PREFIX = b"\0twostroke-kv-"
-_NAME_BYTES = 16
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_READY = b"\x01"
+_ID_BYTES = 4
+_LENGTH = struct.Struct("<I")
+
+D = TypeVar("D", bound="PoolDescription")
 
 
-class LocalTarget(ABC):
-    """The receiving end of a link between processes of one machine: the only one that copies."""
+class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a source says of its memory, and of its end of the lane. A transport adds where its layers lie."""
 
-    def __init__(self, connected: socket.socket, thread_name: str, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connected, thread_name)
-        self._on_close = on_close
+    layout: KVLayout
+    num_blocks: int
+    first_head: int
+    num_heads: int
+    unit_tokens: int
 
-    async def open(self, timeout_s: float) -> None:
-        """Agree with the peer on its memory. Raises ConnectionLost; the link has to be closed then, too."""
-        await self._thread.call(self._open, timeout_s)
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        raise ConnectionLost("this end of the link only receives")
+def send_description(connected: socket.socket, description: PoolDescription) -> None:
+    """Raises OSError, or ValueError where the peer would refuse it."""
+    described = msgspec.msgpack.encode(description)
+    num_units = description.num_blocks * (description.layout.block_size // description.unit_tokens)
+    if num_units > MAX_UNIT_ID or len(described) > MAX_DESCRIPTION_BYTES:
+        raise ValueError("the cache is too large to be read by a peer")
+    connected.sendall(_LENGTH.pack(len(described)) + described)
 
-    @abstractmethod
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool: ...
 
-    @abstractmethod
-    async def discard(self, num_units: int) -> None: ...
+def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tuple[D, Cut]:
+    """What the peer describes, and its end of the lane, where `cut` is ours.
 
-    async def close(self) -> None:
-        await self._thread.close()
-        self._unmap()
-        self._on_close(self)
+    Raises OSError, and ProtocolError for what is not as agreed.
+    """
+    (length,) = _LENGTH.unpack(receive_exactly(connected, _LENGTH.size))
+    if length > MAX_DESCRIPTION_BYTES:
+        raise ProtocolError(f"the peer describes its cache in {length} bytes")
+    try:
+        description = msgspec.msgpack.decode(receive_exactly(connected, length), type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the peer's cache is not described as it must be: {error}") from error
+    layout = description.layout
+    why = incompatibility(layout, cut.layout)
+    if why is not None:
+        raise ProtocolError(f"the peer's cache doesn't fit: {why}")
+    if (description.num_heads, description.unit_tokens) != (cut.num_heads, cut.unit_tokens):
+        raise ProtocolError("the peer's lane is cut into other units than ours")
+    if not 0 <= description.first_head <= layout.heads_per_rank - description.num_heads:
+        raise ProtocolError("the peer's lane has heads that its cache has not")
+    if layout.block_size % description.unit_tokens:
+        raise ProtocolError("the peer's blocks can't be cut into units")
+    peer_cut = Cut(layout, description.first_head, description.num_heads, description.unit_tokens, "raw")
+    if not 0 < description.num_blocks <= MAX_UNIT_ID // peer_cut.units_per_block:
+        raise ProtocolError(f"the peer has {description.num_blocks} blocks")
+    return description, peer_cut
 
-    def _open(self, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
-        self._map(connection)
-        connection.sendall(_READY)
-        connection.settimeout(None)
 
-    @abstractmethod
-    def _map(self, connection: socket.socket) -> None:
-        """Receive the description of the peer's memory, and make it readable here. On the link's thread."""
+class SourceMemory(Protocol):
+    """The source's cache. Its methods block, on the link's thread, and raise OSError, ValueError or RuntimeError."""
 
-    @abstractmethod
-    def _unmap(self) -> None:
+    def describe(self, connected: socket.socket) -> None:
+        """Tell the peer how to read it."""
+
+    def digest(self, segments: Sequence[Segment], seal: int) -> bytes:
+        """Of these units' bytes, as they are now."""
+
+
+class TargetMemory(Protocol):
+    """The target's cache, and the source's once it is mapped. As SourceMemory."""
+
+    def map(self, connected: socket.socket) -> int:
+        """Receive what `describe` sends, and make the peer's memory readable here; returns how many units it has."""
+
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes:
+        """Copy the peer's units to these places; returns the digest of what was written."""
+
+    def unmap(self) -> None:
         """Let go of the peer's memory; harmless where there is none."""
 
 
-class LocalSource(ABC):
+class LocalSource:
     """The sending end: says which units to read, and what they must amount to."""
 
-    def __init__(self, connecting: socket.socket, thread_name: str, on_close: Callable[[DataLink], None]):
-        self._thread = LinkThread(connecting, thread_name)
+    def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[[DataLink], None]):
+        self._thread = thread
+        self._memory = memory
         self._on_close = on_close
 
-    async def open(self, address: bytes, token: bytes, timeout_s: float) -> None:
-        """Connect, and agree with the peer on our memory. Raises as LocalTarget's."""
-        await self._thread.call(self._open, address, token, timeout_s)
+    async def open(self, timeout_s: float) -> None:
+        """Agree with the peer on our memory. Raises ConnectionLost; the link has to be closed then, too."""
+        await self._thread.call(self._open, timeout_s)
 
-    @abstractmethod
-    async def send(self, segments: Sequence[Segment], seal: int) -> None: ...
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        await self._thread.call(self._send, segments, seal)
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         raise ConnectionLost("this end of the link only sends")
@@ -91,201 +147,125 @@ class LocalSource(ABC):
         await self._thread.close()
         self._on_close(self)
 
-    def _open(self, address: bytes, token: bytes, timeout_s: float) -> None:
-        connection = self._thread.socket
-        connection.settimeout(timeout_s)
-        connection.connect(address)
-        if not is_same_user(connection):
-            raise ConnectionLost("the peer belongs to another user")
-        connection.sendall(token)
-        self._describe(connection)
-        receive_exactly(connection, len(_READY))
-        connection.settimeout(None)
+    def _open(self, timeout_s: float) -> None:
+        connected = self._thread.socket
+        connected.settimeout(timeout_s)
+        self._memory.describe(connected)
+        receive_exactly(connected, len(_READY))
+        connected.settimeout(None)
 
-    @abstractmethod
-    def _describe(self, connection: socket.socket) -> None:
-        """Tell the peer how to read our memory. On the link's thread."""
+    def _send(self, segments: Sequence[Segment], seal: int) -> None:
+        ids = array("i")
+        for segment in segments:
+            ids.extend(segment.unit_ids)
+        self._thread.socket.sendall(ids.tobytes() + self._memory.digest(segments, seal))
 
 
-class LocalPendingLink:
-    """A listening socket that waits for one guest with the right token and user."""
+class LocalTarget:
+    """The receiving end: the only one that copies."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        name: bytes,
-        join_timeout_s: float,
-        make_link: Callable[[socket.socket], LocalTarget],
-        on_close: Callable[["LocalPendingLink"], None],
-    ):
-        self._listener = listener
-        self._name = name
-        self._join_timeout_s = join_timeout_s
-        self._make_link = make_link
+    def __init__(self, thread: LinkThread, memory: TargetMemory, on_close: Callable[[DataLink], None]):
+        self._thread = thread
+        self._memory = memory
         self._on_close = on_close
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._joined: asyncio.Future[LocalTarget] = asyncio.get_running_loop().create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._start(self._accept())
+        self._num_peer_units = 0  # until `open`
 
-    @property
-    def params(self) -> LinkParams:
-        return {"name": self._name.hex(), "token": self._token.hex()}
+    async def open(self, timeout_s: float) -> None:
+        """As LocalSource.open."""
+        await self._thread.call(self._open, timeout_s)
 
-    async def established(self) -> LocalTarget:
-        try:
-            async with asyncio.timeout(self._join_timeout_s):
-                link = await asyncio.shield(self._joined)
-        except TimeoutError as error:
-            raise ConnectionLost(f"the peer did not join the link within {self._join_timeout_s:g} s") from error
-        await self._stop()
-        try:
-            await link.open(self._join_timeout_s)
-        except BaseException:
-            await link.close()
-            raise
-        return link
+    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+        raise ConnectionLost("this end of the link only receives")
+
+    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        return await self._thread.call(self._receive, segments, seal)
+
+    async def discard(self, num_units: int) -> None:
+        await self._thread.call(self._read_chunk, num_units)
 
     async def close(self) -> None:
-        await self._stop()
-        if not self._joined.done():
-            self._joined.cancel()
-        elif not self._joined.cancelled() and self._joined.exception() is None:
-            await self._joined.result().close()
-
-    async def _stop(self) -> None:
-        """Stop listening."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
+        await self._thread.close()
+        self._memory.unmap()
         self._on_close(self)
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _open(self, timeout_s: float) -> None:
+        connected = self._thread.socket
+        connected.settimeout(timeout_s)
+        self._num_peer_units = self._memory.map(connected)
+        connected.sendall(_READY)
+        connected.settimeout(None)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                guest, _ = await loop.sock_accept(self._listener)
-                if len(self._tasks) > _BACKLOG or not is_same_user(guest):
-                    guest.close()
-                else:
-                    self._start(self._admit(guest))
-        except OSError as error:  # out of descriptors
-            if not self._joined.done():
-                self._joined.set_exception(ConnectionLost(f"no guest can be let in: {error}"))
+    def _read_chunk(self, num_units: int) -> tuple[NDArray[np.int32], bytes]:
+        """The ids of the peer's units, and their digest."""
+        received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + DIGEST_BYTES)
+        return np.frombuffer(received, np.int32, num_units), bytes(received[-DIGEST_BYTES:])
 
-    async def _admit(self, guest: socket.socket) -> None:
-        """Let `guest` in if it shows the token; strangers wait beside each other, so none holds up the peer."""
-        admitted = False
-        try:
-            guest.setblocking(False)
-            async with asyncio.timeout(self._join_timeout_s):
-                shown = await _receive_token(guest)
-            if hmac.compare_digest(shown, self._token) and not self._joined.done():
-                self._joined.set_result(self._make_link(guest))
-                admitted = True
-        except (OSError, TimeoutError):  # a stranger that left again
-            pass
-        finally:
-            if not admitted:
-                guest.close()
+    def _receive(self, segments: Sequence[Segment], seal: int) -> bool:
+        peer_ids, digest = self._read_chunk(count_units(segments))
+        if peer_ids.size and not (peer_ids.min() >= 0 and peer_ids.max() < self._num_peer_units):
+            raise ProtocolError(f"the peer names units outside of its {self._num_peer_units}")
+        return hmac.compare_digest(self._memory.copy(peer_ids, segments, seal), digest)
 
 
-class LocalTransport(ABC):
+E = TypeVar("E", LocalSource, LocalTarget)
+
+
+class _Params(msgspec.Struct):
+    """LinkParams of a local link."""
+
+    name: str
+    token: Token
+
+
+class LocalTransport(SocketTransport[DataLink], ABC):
     """Makes links over unix sockets for one rank of a worker, between processes of one machine and one user."""
 
     name: str
 
-    def __init__(self, join_timeout_s: float):
-        self._join_timeout_s = join_timeout_s
-        self._links: set[DataLink] = set()
-        self._pending: set[LocalPendingLink] = set()
-
-    async def prepare(self, host: str, cut: Cut) -> LocalPendingLink:
+    async def prepare(self, host: str, cut: Cut) -> Door[DataLink]:
         self._check(cut)
-        name = secrets.token_bytes(_NAME_BYTES)
-        listener: socket.socket | None = None
+        memory = self._target_memory(cut)
+        params = _Params(secrets.token_hex(16), draw_token())
         try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(_PREFIX + name.hex().encode())
-            listener.listen(_BACKLOG)
+            listener = socket.create_server(_PREFIX + params.name.encode(), family=socket.AF_UNIX)
         except OSError as error:
-            if listener is not None:
-                listener.close()
             raise ConnectionLost(f"can't listen for a peer on this machine: {error}") from error
-        listener.setblocking(False)
 
-        def make_link(guest: socket.socket) -> LocalTarget:
-            link = self._make_target(guest, cut, self._links.discard)
-            self._links.add(link)
-            return link
+        async def make_link(guests: list[socket.socket]) -> DataLink:
+            thread = LinkThread(guests[0], f"kv-{self.name}")
+            return await self._opened(LocalTarget(thread, memory, self.links.discard))
 
-        pending = LocalPendingLink(listener, name, self._join_timeout_s, make_link, self._pending.discard)
-        self._pending.add(pending)
-        return pending
+        return Door(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
     async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
         self._check(cut)
-        name, token = (self._unhex(params.get(key)) for key in ("name", "token"))
-        try:
-            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks
-            # would all be announced before the target copies the first, and a short prompt's wait behind them.
-            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        except OSError as error:
-            raise ConnectionLost(f"can't join the link: {error}") from error
-        link = self._make_source(connecting, cut, self._links.discard)
-        self._links.add(link)
-        try:
-            await link.open(_PREFIX + name.hex().encode(), token, self._join_timeout_s)
-        except BaseException:
-            await link.close()
-            raise
-        return link
-
-    async def close(self) -> None:
-        await asyncio.gather(*(pending.close() for pending in tuple(self._pending)))
-        await asyncio.gather(*(link.close() for link in tuple(self._links)))
+        memory = self._source_memory(cut)
+        theirs = read_params(params, _Params, self.name)
+        address = _PREFIX + theirs.name.encode()
+        (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
+        # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks would
+        # all be announced before the target copies the first, and a short prompt's wait behind them.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        thread = LinkThread(connected, f"kv-{self.name}")
+        return await self._opened(LocalSource(thread, memory, self.links.discard))
 
     @abstractmethod
-    def _make_target(self, connected: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> LocalTarget: ...
+    def _source_memory(self, cut: Cut) -> SourceMemory: ...
 
     @abstractmethod
-    def _make_source(
-        self, connecting: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]
-    ) -> LocalSource: ...
+    def _target_memory(self, cut: Cut) -> TargetMemory: ...
 
     def _check(self, cut: Cut) -> None:
         """Raises ConnectionLost for KV that this transport can't move."""
         if cut.encoding != "raw":
             raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {cut.encoding}")
 
-    def _unhex(self, value: str | int | None) -> bytes:
-        if not isinstance(value, str):
-            raise ConnectionLost(f"the peer's link parameters are not those of {self.name}")
+    async def _opened(self, link: E) -> E:
+        """The link, open. Closed where that fails."""
+        self.links.add(link)
         try:
-            return bytes.fromhex(value)
-        except ValueError as error:
-            raise ConnectionLost("the peer's link parameters are not hexadecimal") from error
-
-
-def is_same_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket belongs to our user: the kernel says so, not the peer."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
-
-
-async def _receive_token(guest: socket.socket) -> bytes:
-    """Raises OSError where the guest leaves before. Not a byte more is read: a descriptor may come with the next."""
-    shown = b""
-    while len(shown) < TOKEN_BYTES:
-        part = await asyncio.get_running_loop().sock_recv(guest, TOKEN_BYTES - len(shown))
-        if not part:
-            raise ConnectionResetError("the peer closed it")
-        shown += part
-    return shown
+            await link.open(self.join_timeout_s)
+        except BaseException:
+            await link.close()
+            raise
+        return link

@@ -1,35 +1,35 @@
 """KV between processes of one machine with one copy: the target reads the source's cache, and writes into its own.
 
-The source hands its cache over once, as a read-only descriptor (shared_pool.py). From then on a chunk is a short
-message over a unix socket: the ids of the source's units, int32, and the digest of their bytes. The target copies those
-units, batch by batch, from the source's blocks into its own, and digests what it copies on the way: in memory of its
-own, so that nobody changes it between digest and block. Heads and block sizes may differ; KV that is encoded on its way
-goes by another transport.
+The source hands its cache over once, as a read-only descriptor of its memfd, and says how its layers lie in it. The
+target believes none of it: it maps the memory, read-only, once it has seen that the file can't shrink (to read beyond
+the end of a mapped file is a SIGBUS), and that everything described is inside.
 
-Why a zombie can do no harm: the source never maps the target's cache, so whatever it does after its lease, it writes
-nothing there. Only the target's own thread writes into the target's blocks, for a transfer that the target still holds
-blocks for. What it reads after the source has given a block to somebody else doesn't fit the digest, or belongs to a
-transfer that has ended.
+The target copies a chunk batch by batch, from the source's blocks into its own, and digests what it copies on the way:
+in memory of its own, so that nobody changes it between digest and block. Heads and block sizes may differ; KV that is
+encoded on its way goes by another transport. Of the link around this, and of zombies: see local.py.
 """
 
-import hmac
+import errno
+import fcntl
+import mmap
+import os
 import socket
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from twostroke.kvtransfer.link import DIGEST_BYTES, DataLink
+from twostroke.kvtransfer.link import SharedStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import SharedStore
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostUnits, HostWire, count_units, split_segments
-from twostroke.kvtransfer.transports.link_thread import receive_exactly
-from twostroke.kvtransfer.transports.local import LocalSource, LocalTarget, LocalTransport
-from twostroke.kvtransfer.transports.shared_pool import PeerPool, receive_pool, send_pool
-from twostroke.protocol.errors import ConnectionLost
-
-_ID_BYTES = 4
+from twostroke.kvtransfer.transports.local import (
+    LocalTransport,
+    PoolDescription,
+    receive_description,
+    send_description,
+)
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
 
 
 class ShmTransport(LocalTransport):
@@ -41,83 +41,68 @@ class ShmTransport(LocalTransport):
         super().__init__(join_timeout_s)
         self._store = store
 
-    def _make_target(self, connected: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> "ShmTarget":
-        return ShmTarget(connected, self._store, cut, on_close)
+    def _source_memory(self, cut: Cut) -> "ShmSource":
+        return ShmSource(self._store, cut)
 
-    def _make_source(self, connecting: socket.socket, cut: Cut, on_close: Callable[[DataLink], None]) -> "ShmSource":
-        return ShmSource(connecting, self._store, cut, on_close)
+    def _target_memory(self, cut: Cut) -> "ShmTarget":
+        return ShmTarget(self._store, cut)
 
 
-class ShmSource(LocalSource):
-    """The sending end."""
+class ShmPool(PoolDescription, frozen=True):
+    """The source's cache."""
 
-    def __init__(self, connecting: socket.socket, store: SharedStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        super().__init__(connecting, "kv-shm", on_close)
+    layer_offsets: tuple[int, ...]  # bytes
+
+
+class ShmSource:
+    """A SourceMemory."""
+
+    def __init__(self, store: SharedStore, cut: Cut):
         self._store = store
         self._cut = cut
         self._wire = HostWire(store, cut)
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        await self._thread.call(self._send, segments, seal)
+    def describe(self, connected: socket.socket) -> None:
+        send_pool(connected, self._store, self._cut)
 
-    def _describe(self, connection: socket.socket) -> None:
-        send_pool(connection, self._store, self._cut)
-
-    def _send(self, segments: Sequence[Segment], seal: int) -> None:
-        """The ids of units and the digest of their bytes, as they are now."""
-        ids = array("i")
-        for segment in segments:
-            ids.extend(segment.unit_ids)
+    def digest(self, segments: Sequence[Segment], seal: int) -> bytes:
         digest = xxhash.xxh3_128(seed=seal)
         for batch in self._wire.outgoing(segments):
             for view in batch:
                 digest.update(view)
-        self._thread.socket.sendall(ids.tobytes() + digest.digest())
+        return digest.digest()
 
 
-class ShmTarget(LocalTarget):
-    """The receiving end, and the owner of the mapping."""
+class ShmTarget:
+    """A TargetMemory, and the owner of the mapping."""
 
-    def __init__(self, connected: socket.socket, store: SharedStore, cut: Cut, on_close: Callable[[DataLink], None]):
-        super().__init__(connected, "kv-shm", on_close)
+    def __init__(self, store: SharedStore, cut: Cut):
         self._cut = cut
         self._units = HostUnits(store, cut)
         self._batch_units = max(1, BATCH_BYTES // self._units.unit_bytes)
         self._batch = np.empty(self._batch_units * self._units.unit_bytes, np.uint8)
-        self._pool: PeerPool | None = None  # from `open` to `close`
+        self._pool: PeerPool | None = None  # from `map` to `unmap`
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        return await self._thread.call(self._receive, segments, seal)
+    def map(self, connected: socket.socket) -> int:
+        self._pool = receive_pool(connected, self._cut)
+        return self._pool.num_units
 
-    async def discard(self, num_units: int) -> None:
-        await self._thread.call(self._read_chunk, num_units)
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes:
+        if self._pool is None:
+            raise ConnectionLost("the link is not open")
+        ids, theirs, at = peer_ids.tolist(), [], 0
+        for segment in segments:
+            end = at + len(segment.unit_ids)
+            theirs.append(Segment(segment.layer, tuple(ids[at:end])))
+            at = end
+        digest = xxhash.xxh3_128(seed=seal)
+        self._copy(self._pool.units, theirs, segments, digest)
+        return digest.digest()
 
-    def _map(self, connection: socket.socket) -> None:
-        self._pool = receive_pool(connection, self._cut)
-
-    def _unmap(self) -> None:
+    def unmap(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def _read_chunk(self, num_units: int) -> tuple[list[int], bytes]:
-        """The ids of the peer's units, and their digest."""
-        received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + DIGEST_BYTES)
-        return memoryview(received)[:-DIGEST_BYTES].cast("i").tolist(), bytes(received[-DIGEST_BYTES:])
-
-    def _receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        peer_ids, expected = self._read_chunk(count_units(segments))
-        if self._pool is None:
-            raise ConnectionLost("the link is not open")
-        theirs, at = [], 0
-        for segment in segments:
-            end = at + len(segment.unit_ids)
-            theirs.append(Segment(segment.layer, tuple(peer_ids[at:end])))
-            at = end
-        self._pool.check(theirs)
-        digest = xxhash.xxh3_128(seed=seal)
-        self._copy(self._pool.units, theirs, segments, digest)
-        return hmac.compare_digest(digest.digest(), expected)
 
     def _copy(
         self, units: HostUnits, theirs: Sequence[Segment], ours: Sequence[Segment], digest: xxhash.xxh3_128
@@ -129,3 +114,79 @@ class ShmTarget(LocalTarget):
             units.pack(source, batch)
             digest.update(batch.data)
             self._units.unpack(target, batch)
+
+
+def send_pool(connected: socket.socket, store: SharedStore, cut: Cut) -> None:
+    """Let the peer read `store`. Raises OSError, or ValueError where the store is closed or too large."""
+    offsets = tuple(store.layer_offset(layer) for layer in range(cut.layout.num_layers))
+    send_description(
+        connected, ShmPool(cut.layout, store.num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, offsets)
+    )
+    # Reopened, not duplicated: a duplicate would be as writable as ours.
+    read_only = os.open(f"/proc/self/fd/{store.memory_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        socket.send_fds(connected, [b"\0"], [read_only])
+    finally:
+        os.close(read_only)
+
+
+def receive_pool(connected: socket.socket, cut: Cut) -> "PeerPool":
+    """Map what the peer's `send_pool` sends; `cut` is our end of the lane.
+
+    Raises OSError where descriptors or memory are exhausted, and ProtocolError for a pool that is not what was agreed.
+    """
+    pool, peer_cut = receive_description(connected, ShmPool, cut)
+    if len(pool.layer_offsets) != pool.layout.num_layers:
+        raise ProtocolError(f"the peer places {len(pool.layer_offsets)} of its {pool.layout.num_layers} layers")
+    head, descriptors, flags, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not head:
+            raise ConnectionResetError("the peer closed it")
+        if flags & socket.MSG_CTRUNC:  # the kernel had to drop the descriptor
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if len(descriptors) != 1:
+            raise ProtocolError("the peer sent no descriptor of its cache")
+        size = os.fstat(descriptors[0]).st_size
+        layer_bytes = pool.num_blocks * pool.layout.block_bytes
+        if min(pool.layer_offsets) < 0 or max(pool.layer_offsets) + layer_bytes > size:
+            raise ProtocolError(f"the peer's layers are not all within its {size} bytes of memory")
+        _check_seals(descriptors[0])
+        mapping = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return PeerPool(mapping, pool, peer_cut)
+
+
+def _check_seals(descriptor: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError("the peer's cache is not a memfd") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ProtocolError("the peer's cache could shrink while we read it")
+
+
+class PeerPool:
+    """The source's cache, mapped read-only. It lives until `close`, whatever becomes of the source."""
+
+    def __init__(self, mapping: mmap.mmap, pool: ShmPool, cut: Cut):
+        self._mapping = mapping
+        self._memory = memoryview(mapping)
+        layer_bytes = pool.num_blocks * pool.layout.block_bytes
+        self._layers = [self._memory[start : start + layer_bytes] for start in pool.layer_offsets]
+        self.num_units = pool.num_blocks * cut.units_per_block
+        self.num_blocks = pool.num_blocks
+        self.units = HostUnits(self, cut)
+
+    def layer_bytes(self, layer: int) -> memoryview:
+        """Read-only uint8 [num_blocks * block_bytes] of the peer's layer."""
+        return self._layers[layer]
+
+    def close(self) -> None:
+        """Unmap. Nothing may be reading."""
+        self.units.release()
+        for layer in self._layers:
+            layer.release()
+        self._memory.release()
+        self._mapping.close()

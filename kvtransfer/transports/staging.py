@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import DIGEST_BYTES
+from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports.host_units import HostWire
 
 NUM_BUFFERS = 2
 """While one chunk is on the wire, the next is packed, or the one before unpacked."""
 
-MAX_CHUNK_BYTES = TransferConfig().max_chunk_bytes
+MAX_CHUNK_BYTES = TransferConfig().max_chunk_bytes  # that a source sends at once, if nothing else is configured
 
 
 class Staging(Protocol):
@@ -55,14 +54,14 @@ class Staging(Protocol):
 class HostStaging:
     """For stores in host memory.
 
-    A receive has room for the largest chunk there can be, of `max_chunk_bytes` or a single unit. Gloo ends the process
+    A receive has room for the largest chunk there can be, of MAX_CHUNK_BYTES or a single unit. Gloo ends the process
     when a message is larger than the receive that it meets, as it may be once chunks are out of step with their
     announcements; a smaller one it takes, and the digest tells.
     """
 
-    def __init__(self, store: HostStore, cut: Cut, max_chunk_bytes: int = MAX_CHUNK_BYTES):
+    def __init__(self, store: HostStore, cut: Cut):
         self._cut = cut
-        self._landing_bytes = max(max_chunk_bytes, cut.unit_bytes) + DIGEST_BYTES
+        self._landing_bytes = max(MAX_CHUNK_BYTES, cut.unit_bytes) + DIGEST_BYTES
         self._wire = HostWire(store, cut)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
 

@@ -7,7 +7,7 @@ prefix.
 A chunk is one message: its units packed one after the other, and their digest. Staging memory of a link is twice the
 largest chunk it has carried. Where gloo receives, it is twice the largest chunk possible: gloo ends the process for a
 message that is larger than its receive, which happens once chunks and announcements are out of step (and for a source
-whose chunks are larger than `max_chunk_bytes` here). NCCL asks for equal sizes on both sides: what becomes of chunks
+whose chunks are larger than MAX_CHUNK_BYTES). NCCL asks for equal sizes on both sides: what becomes of chunks
 out of step there is not known. Why a hung operation or a woken zombie can't write into blocks: see GroupLink.
 
 Not confirmed on hardware: what concerns NCCL here is written and type-checked, but was not yet run on GPUs.
@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import DeviceStore, HostStore, KVStore
 from twostroke.kvtransfer.transports.host_units import count_units
-from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, NUM_BUFFERS, HostStaging, Staging
+from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging, Staging
 from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")
@@ -48,7 +47,6 @@ class TorchDistributedTransport:
 
     `join_timeout_s` bounds the rendezvous, `operation_timeout_s` one send or receive, once both sides know of it: it is
     also how long a thread may outlive its link. Both belong at the lease, within which a peer has to do either.
-    `max_chunk_bytes` is what any source sends at once at most, as in its TransferConfig.
     """
 
     name = "torch_distributed"
@@ -59,12 +57,10 @@ class TorchDistributedTransport:
         *,
         join_timeout_s: float = 5.0,
         operation_timeout_s: float | None = None,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ):
         self._store = store
         self._join_timeout_s = join_timeout_s
         self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
-        self._max_chunk_bytes = max_chunk_bytes
         self._links: set[GroupLink] = set()
 
     async def prepare(self, host: str, cut: Cut) -> "PendingGroup":
@@ -101,7 +97,7 @@ class TorchDistributedTransport:
         await asyncio.gather(*(link.ended() for link in links))
 
     def _make_link(self, cut: Cut, own_rank: int) -> "GroupLink":
-        link = GroupLink(self._store, cut, own_rank, self._links.discard, self._max_chunk_bytes)
+        link = GroupLink(self._store, cut, own_rank, self._links.discard)
         self._links.add(link)
         return link
 
@@ -135,7 +131,7 @@ class PendingGroup:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
         # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
-        self._link.refuse_peer()
+        self._link.shut_store()
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self._link.announce, self._prefix, "given up")
         await self._link.close()
@@ -157,9 +153,8 @@ class GroupLink:
         cut: Cut,
         own_rank: int,
         on_close: Callable[["GroupLink"], None],
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ):
-        self._staging = make_staging(store, cut, max_chunk_bytes)
+        self._staging = make_staging(store, cut)
         self._own_rank = own_rank
         self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
         self._on_close = on_close
@@ -275,7 +270,7 @@ class GroupLink:
                 self._staging.wait(work)
                 intact = unpack is None or unpack(packed)
             except BaseException:
-                self._shut_store()
+                self.shut_store()
                 raise
             finally:
                 self._free.put(index)
@@ -301,7 +296,7 @@ class GroupLink:
         try:
             return await asyncio.shield(ended)
         except BaseException:
-            self._shut_store()
+            self.shut_store()
             raise
 
     def _retire(self, ended: asyncio.Future[Any]) -> None:
@@ -313,7 +308,7 @@ class GroupLink:
 
     async def close(self) -> None:
         """Nothing touches the store when this returns; a hanging call ends later, see `ended`."""
-        self._shut_store()
+        self.shut_store()
         if self._closing is None:
             self._closing = asyncio.wrap_future(self._dropped)
             self._closing.add_done_callback(lambda _: self._on_close(self))
@@ -329,10 +324,6 @@ class GroupLink:
         if self._closing is not None:
             await asyncio.wait([self._closing])
             self._waiting.shutdown()  # it has nothing left to do but to return
-
-    def refuse_peer(self) -> None:
-        """Whoever joins now finds the link closed."""
-        self._shut_store()
 
     def _drop_after_the_last(self) -> None:
         """On the posting thread, which has nothing left to do: let the waiting thread drop the group in the end."""
@@ -364,15 +355,16 @@ class GroupLink:
         if self._closed:
             raise ConnectionLost("the link is closed")
 
-    def _shut_store(self) -> None:
+    def shut_store(self) -> None:
+        """Nothing touches the store any more, and whoever joins now finds the link closed."""
         with self._touching_store:  # waits for a copy at most
             self._closed = True
 
 
-def make_staging(store: KVStore, cut: Cut, max_chunk_bytes: int) -> Staging:
+def make_staging(store: KVStore, cut: Cut) -> Staging:
     """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
     if isinstance(store, HostStore):
-        return HostStaging(store, cut, max_chunk_bytes)
+        return HostStaging(store, cut)
     if isinstance(store, DeviceStore):
         from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
 

@@ -5,14 +5,13 @@ knows sockets or gevent: how a request is posted, and time, are given.
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.http_stream import Exchange, StreamedAnswer, read_stream
 from twostroke.loadtests.plan import Chat, Closed, Plan, Session, Turn
 from twostroke.loadtests.run_folder import Record
@@ -23,16 +22,33 @@ Post = Callable[[str, bytes, Exchange], None]
 """Sends a body to a path and puts all that comes into the exchange: loadtests/generator/http_stream.py."""
 
 
+class Crew(Protocol):
+    """Time, and those who work in it."""
+
+    def now(self) -> float:
+        """Seconds, monotonic."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run, for about so long."""
+
+    def spawn(self, work: Callable[..., object], *arguments: object) -> None:
+        """Have somebody do it, beside the caller."""
+
+    def join(self) -> None:
+        """Until all who were spawned are done."""
+
+    def kill(self) -> None:
+        """End all who are not, and wait until they are."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """What a conversation is held over."""
+    """What conversations are held over."""
 
     post: Post
     asks_stages: bool  # the server is ours, and tells its stages
-    now: Callable[[], float] = time.monotonic
-    pause: Callable[[], None] = lambda: None  # while a long answer is read, others may run
-    on_send: Callable[[float], None] = lambda at_s: None
-    on_record: Callable[[Record], None] = lambda record: None
+    on_send: Callable[[float], None]  # after the run's beginning
+    on_record: Callable[[Record], None]
 
 
 def check_prompts(plan: Plan) -> None:
@@ -44,10 +60,11 @@ def check_prompts(plan: Plan) -> None:
 class Conversation:
     """One user's requests, one after another. `prepare`, then `send`, for each turn."""
 
-    def __init__(self, plan: Plan, session: Session, line: Line):
+    def __init__(self, plan: Plan, session: Session, line: Line, crew: Crew):
         self.session = session
         self._plan = plan
         self._line = line
+        self._crew = crew
         self._is_chat = isinstance(plan.workload, Chat) or len(session.turns) > 1
         self._messages: list[dict[str, str]] = []
         self._turn = 0
@@ -61,23 +78,22 @@ class Conversation:
     def send(self, scheduled_s: float, began: float) -> Record:
         """Send what was prepared and wait for the answer. Also when this is ended from outside there is a record.
 
-        `scheduled_s` counts from `began`, a moment of the line's clock.
+        `scheduled_s` counts from `began`, a moment of the crew's clock.
         """
         turn = self.session.turns[self._turn]
-        exchange = Exchange(self._line.now())
+        exchange = Exchange(self._crew.now())
         self._line.on_send(exchange.sent_at - began)
         path = "/v1/chat/completions" if self._is_chat else "/v1/completions"
         try:
             self._line.post(path, self._body, exchange)
-            end_s = self._line.now() - began
-            answer = read_stream(exchange, self._line.pause)
+            end_s = self._crew.now() - began
+            answer = read_stream(exchange, lambda: self._crew.sleep(0))
         except BaseException:
             answer = read_stream(exchange)
             answer.status, answer.error = "unfinished", None
-            self._line.on_record(self._record(turn, scheduled_s, began, self._line.now() - began, exchange, answer))
+            self._record(turn, scheduled_s, began, self._crew.now() - began, exchange, answer)
             raise
         record = self._record(turn, scheduled_s, began, end_s, exchange, answer)
-        self._line.on_record(record)
         self._messages.append({"role": "assistant", "content": answer.text})
         self._turn += 1
         return record
@@ -114,7 +130,7 @@ class Conversation:
     def _record(
         self, turn: Turn, scheduled_s: float, began: float, end_s: float, exchange: Exchange, answer: StreamedAnswer
     ) -> Record:
-        return Record(
+        record = Record(
             session=self.session.index,
             turn=self._turn,
             scheduled_s=scheduled_s,
@@ -133,6 +149,8 @@ class Conversation:
             stages=answer.usage.choice_stages,
             request_id=answer.request_id,
         )
+        self._line.on_record(record)
+        return record
 
 
 PREPARED_AHEAD = 32  # sessions whose first request lies ready
@@ -142,42 +160,15 @@ UNANSWERED_S = 1.0
 is not there can refuse, would be a load that nobody asked for, and fill the disk with its records."""
 
 
-class Crew(Protocol):
-    """Time, and those who work in it."""
-
-    def now(self) -> float:
-        """Seconds, monotonic."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let others run, for about so long."""
-
-    def spawn(self, work: Callable[..., object], *arguments: object) -> None:
-        """Have somebody do it, beside the caller."""
-
-    def join(self) -> None:
-        """Until all who were spawned are done."""
-
-    def kill(self) -> None:
-        """End all who are not, and wait until they are."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of a plan a process sends: every `num_workers`-th session, or user, from its own on."""
-
-    worker: int
-    num_workers: int
-
-
 class Dispatcher:
-    """Sends a share of a plan's sessions."""
+    """Sends a process's share of a plan: every `num_workers`-th session, or user, from the process's own on."""
 
-    def __init__(self, plan: Plan, share: Share, begin: Callable[[Session], Conversation], crew: Crew):
+    def __init__(self, plan: Plan, worker: int, line: Line, crew: Crew):
         self._plan = plan
-        self._share = share
-        self._begin = begin
+        self._worker = worker
+        self._line = line
         self._crew = crew
-        self._sessions: Iterator[Session] = islice(sessions(plan), share.worker, None, share.num_workers)
+        self._sessions: Iterator[Session] = islice(sessions(plan), worker, None, plan.num_workers)
         self._prepared: deque[Conversation] = deque()
         self._crash: Exception | None = None
 
@@ -224,13 +215,13 @@ class Dispatcher:
         session = next(self._sessions, None)
         if session is None:
             return False
-        conversation = self._begin(session)
+        conversation = Conversation(self._plan, session, self._line, self._crew)
         conversation.prepare()
         self._prepared.append(conversation)
         return True
 
     def _users(self, closed: Closed) -> range:
-        return range(self._share.worker, closed.users, self._share.num_workers)
+        return range(self._worker, closed.users, self._plan.num_workers)
 
     def _use(self, began: float, think_s: float) -> None:
         """A user of a closed loop, until the run's time is over."""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import Status
 
 Piece = tuple[float, bytes]

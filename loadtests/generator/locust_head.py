@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from flask import request
 
-from twostroke.loadtests.errors import unwritable
+from twostroke.loadtests import unwritable
 from twostroke.loadtests.generator.live import LiveFigures, Progress, Second, percentile, series
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, Report
 from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
@@ -90,7 +90,7 @@ class Head:
         self._clients = dict(enumerate(clients))
         self._waited_for = set(self._clients)
         for worker, client in self._clients.items():
-            order = PrepareOrder(self.plan, worker, self.plan.num_workers, self._is_ours)
+            order = PrepareOrder(self.plan, worker, self._is_ours)
             self._send_to(PREPARE, msgspec.msgpack.encode(order), client)
 
     def on_prepared(self, content: bytes) -> None:

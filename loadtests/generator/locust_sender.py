@@ -15,13 +15,13 @@ import msgspec
 from gevent.event import AsyncResult
 from gevent.pool import Group
 
-from twostroke.loadtests.errors import LoadTestError, unwritable
-from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, Line, Share, check_prompts
-from twostroke.loadtests.generator.http_stream import endpoint_of, stream
+from twostroke.loadtests import LoadTestError, unwritable
+from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
+from twostroke.loadtests.generator.http_stream import Exchange, endpoint_of, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFolder, append
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFolder, append, make_folder
 
 PREPARE, PREPARED, BEGIN, REPORT = (f"twostroke_{word}" for word in ("prepare", "prepared", "begin", "report"))
 
@@ -31,7 +31,6 @@ class PrepareOrder(msgspec.Struct, frozen=True):
 
     plan: Plan
     worker: int
-    num_workers: int
     is_twostroke: bool  # the server
 
 
@@ -82,24 +81,27 @@ _log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Does what the head says. `run` is the work of the process's one Locust user."""
+    """Does what the head says: prepares a share of a plan, sends it, and reports it each second.
+
+    `run` is the work of the process's one Locust user.
+    """
 
     def __init__(self, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
         self._folder = folder
         self._send_message = send_message
         self._on_record = on_record  # is told each record and the run's name, beside the file
-        self._prepared: AsyncResult[ShareRun] = AsyncResult()
+        self._live = LiveFigures()
+        self._num_sent = 0
         self._begins_at: AsyncResult[float] = AsyncResult()
 
     def prepare(self, order: PrepareOrder) -> None:
-        """Compute the share's schedule and its first requests."""
+        """Compute the share's schedule and its first requests; says so, or what is wrong."""
+        error: str | None = None
         try:
-            share = ShareRun(order, self._folder, self._send_message, self._on_record)
-        except LoadTestError as error:
-            self._tell(Prepared(order.worker, str(error)))
-        else:
-            self._prepared.set(share)
-            self._tell(Prepared(order.worker))
+            self._prepare(order)
+        except LoadTestError as fault:
+            error = str(fault)
+        self._send_message(PREPARED, msgspec.msgpack.encode(Prepared(order.worker, error)))
 
     def begin(self, at: float) -> None:
         """Begin at a moment of the wall clock, which machines share; from then on the monotonic clock counts."""
@@ -109,52 +111,8 @@ class Sender:
         self._begins_at.set(time.monotonic() + (at - time.time()))
 
     def run(self) -> None:
-        """Send the share, once told to begin. Ended from outside, it still reports all."""
+        """Send all, once told to begin. What goes wrong is in the report; ended from outside, it still reports all."""
         began = self._begins_at.get()
-        self._prepared.get().run(began)
-
-    def _tell(self, prepared: Prepared) -> None:
-        self._send_message(PREPARED, msgspec.msgpack.encode(prepared))
-
-
-class ShareRun:
-    """One share of a plan, ready to be sent: its records, and a report of it each second."""
-
-    def __init__(self, order: PrepareOrder, folder: RunFolder, send_message: SendMessage, on_record: OnRecord):
-        """Raises LoadTestError for a plan that can't be carried out here."""
-        plan = order.plan
-        check_prompts(plan)
-        endpoint = endpoint_of(plan.url, api_key())
-        line = Line(
-            post=lambda path, body, exchange: stream(
-                endpoint, endpoint.request(path, body), exchange, plan.request_limit_s
-            ),
-            asks_stages=order.is_twostroke,
-            pause=lambda: gevent.sleep(0),
-            on_send=self._sent,
-            on_record=self._record,
-        )
-        self._order = order
-        self._send_message = send_message
-        self._on_record = on_record
-        self._live = LiveFigures()
-        self._num_sent = 0
-        self._dispatcher = Dispatcher(
-            plan,
-            Share(order.worker, order.num_workers),
-            lambda session: Conversation(plan, session, line),
-            Greenlets(),
-        )
-        self._dispatcher.prepare()
-        path = folder.records_path(order.worker)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._records = path.open("ab", buffering=0)
-        except OSError as error:
-            raise unwritable(path, error) from error
-
-    def run(self, began: float) -> None:
-        """Send all. `began` is a moment of the monotonic clock, and may lie ahead. What goes wrong is in the report."""
         began_cpu = time.process_time()
         reporter = gevent.spawn(self._report_each_second, began, began_cpu)
         error: str | None = "ended from outside"
@@ -170,6 +128,25 @@ class ShareRun:
             reporter.kill()
             self._report(began, began_cpu, over=True, error=error)
             self._records.close()
+
+    def _prepare(self, order: PrepareOrder) -> None:
+        self._order = order
+        plan = order.plan
+        check_prompts(plan)
+        endpoint = endpoint_of(plan.url, api_key())
+
+        def post(path: str, body: bytes, exchange: Exchange) -> None:
+            stream(endpoint, endpoint.request(path, body), exchange, plan.request_limit_s)
+
+        line = Line(post, order.is_twostroke, self._sent, self._record)
+        self._dispatcher = Dispatcher(plan, order.worker, line, Greenlets())
+        self._dispatcher.prepare()
+        path = self._folder.records_path(order.worker)
+        make_folder(path.parent)
+        try:
+            self._records = path.open("ab", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from error
 
     def _sent(self, at_s: float) -> None:
         self._num_sent += 1

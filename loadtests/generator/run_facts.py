@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import RunFacts
 
 API_KEY_VARIABLES = ("TWOSTROKE_API_KEY", "OPENAI_API_KEY")  # the first that is set
@@ -26,9 +26,9 @@ def api_key() -> str | None:
     return next((key for name in API_KEY_VARIABLES if (key := os.environ.get(name))), None)
 
 
-def get(url: str, path: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> bytes:
-    """What a GET answers; a POST, where there is a body of JSON. Raises HTTPException and OSError, for all but 200."""
-    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"})
+def get(url: str, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """What a GET answers. Raises HTTPException and OSError, for all but 200."""
+    request = urllib.request.Request(url.rstrip("/") + path)
     key = api_key()
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
@@ -116,9 +116,6 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-LARGEST_VOCABULARY = 1 << 22
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """None or 0: the server does not tell."""
@@ -138,28 +135,4 @@ def served_model(url: str, name: str | None = None) -> ServedModel:
     max_context = model.get("max_model_len")
     if max_context is None and is_ours(models):
         raise LoadTestError(f"{url} has no decode worker, and can't serve: wait until /ready says so")
-    return ServedModel(str(model["id"]), max_context, _vocabulary_of(url) if is_ours(models) else 0)
-
-
-def _vocabulary_of(url: str) -> int:
-    """How many token ids our server knows: it refuses to make text of others. 0 where it does not let us ask."""
-    try:
-        known, unknown = -1, 1
-        while unknown < LARGEST_VOCABULARY and _is_known(url, unknown):
-            known, unknown = unknown, unknown * 2
-        while unknown - known > 1:
-            middle = (known + unknown) // 2
-            known, unknown = (middle, unknown) if _is_known(url, middle) else (known, middle)
-    except (OSError, HTTPException):
-        return 0  # behind a load balancer that shows /v1 alone
-    return unknown
-
-
-def _is_known(url: str, token_id: int) -> bool:
-    try:
-        get(url, "/detokenize", body=json.dumps({"tokens": [token_id]}).encode())
-    except urllib.error.HTTPError as error:
-        if error.code == 400:
-            return False
-        raise
-    return True
+    return ServedModel(str(model["id"]), max_context, model.get("vocab_size", 0))

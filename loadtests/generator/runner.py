@@ -2,28 +2,25 @@
 
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
+from select import select
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError, RunLost, unwritable
+from twostroke.loadtests import LoadTestError, RunLost, unwritable
 from twostroke.loadtests.generator.dispatcher import check_prompts
 from twostroke.loadtests.generator.live import Progress, ProgressDisplay
 from twostroke.loadtests.generator.run_facts import get
 from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.run_folder import RunFolder, Sample
+from twostroke.loadtests.run_folder import RunFolder, Sample, make_folder, write_json
 from twostroke.loadtests.workloads.sessions import sessions
 
 LOCUSTFILE = Path(__file__).resolve().parent.parent / "locustfile.py"
@@ -45,23 +42,20 @@ class LocustProcesses:
         """Each line of the head; None where there was none for a while. Ends with the head."""
         decode = msgspec.json.Decoder(Progress).decode
         buffered = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.pipe, selectors.EVENT_READ)
-            while True:
-                if not selector.select(LOOK_INTERVAL_S):
-                    yield None
-                    continue
-                data = os.read(self.pipe, 65536)
-                if not data:
-                    return
-                *lines, buffered = (buffered + data).split(b"\n")
-                yield from map(decode, lines)
+        while True:
+            if not select([self.pipe], [], [], LOOK_INTERVAL_S)[0]:
+                yield None
+                continue
+            data = os.read(self.pipe, 65536)
+            if not data:
+                return
+            *lines, buffered = (buffered + data).split(b"\n")
+            yield from map(decode, lines)
 
     def check(self) -> None:
         """Raises RunLost where a worker is gone before the end."""
         for number, worker in enumerate(self.workers):
             if worker.poll() is not None:
-                self.interrupt()
                 raise RunLost(f"sending process {number} {self.fate(worker, f'worker-{number}')}")
 
     def interrupt(self) -> None:
@@ -199,55 +193,19 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
     ]
 
 
-class Sampler:
-    """A thread that samples from `begin` on, for as long as the context lasts. A server that tells nothing has none."""
-
-    def __init__(self, url: str, path: Path):
-        self._url = url
-        self._path = path
-        self._began = 0.0
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.error: str | None = None  # why nothing more is sampled
-
-    def __enter__(self) -> "Sampler":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def begin(self, began: float) -> None:
-        """`began` is the run's beginning by the monotonic clock."""
-        self._began = began
-        self._thread = threading.Thread(target=self._sample_on, name="sampling", daemon=True)
-        self._thread.start()
-
-    def _sample_on(self) -> None:
-        while not self._ended.is_set():
-            samples = self._look()
-            try:
-                self._write(samples)
-            except OSError as error:
-                self.error = str(unwritable(self._path, error))
-                return
-            self._ended.wait(INTERVAL_S)
-
-    def _look(self) -> list[Sample]:
-        at_s = time.monotonic() - self._began
-        try:
-            return samples_of(get(self._url, "/metrics", TIMEOUT_S).decode(errors="replace"), at_s)
-        except (OSError, HTTPException, ValueError):
-            return []  # a gap in the curve says it
-
-    def _write(self, samples: Iterable[Sample]) -> None:
-        lines = [msgspec.json.encode(sample) + b"\n" for sample in samples]
+def write_samples(url: str, path: Path, at_s: float) -> None:
+    """Append what the server tells now; nothing where it does not. Raises RunLost where the disk has no room."""
+    try:
+        samples = samples_of(get(url, "/metrics", TIMEOUT_S).decode(errors="replace"), at_s)
+    except (OSError, HTTPException, ValueError):
+        return  # a gap in the curve says it
+    lines = b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples)
+    try:
         if lines:
-            with self._path.open("ab") as file:
-                file.write(b"".join(lines))
+            with path.open("ab") as file:
+                file.write(lines)
+    except OSError as error:
+        raise RunLost(str(unwritable(path, error))) from error
 
 
 START_LIMIT_S = 60.0  # until the first word of a run: Locust's processes find each other, and compute the schedule
@@ -265,13 +223,16 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     if web_port is not None:
         check_free(web_port)
     result = RunFolder(folder)
-    _begin_folder(result, plan)
-    with ExitStack() as ending:
-        processes = start_locust(plan, result, web_port)
-        ending.callback(processes.end)
-        display = ending.enter_context(ProgressDisplay(plan, show))
-        sampler = ending.enter_context(Sampler(plan.url, result.samples_path))
-        last = _watch(processes, display, sampler)
+    if result.facts_path.exists() or any(folder.glob("records-*.jsonl")):
+        raise LoadTestError(f"{folder}: has a run already; name another folder")
+    make_folder(folder)
+    write_json(result.plan_path, plan)
+    processes = start_locust(plan, result, web_port)
+    try:
+        with ProgressDisplay(plan, show) as display:
+            last = _watch(processes, display, plan)
+    finally:
+        processes.end()
     if last is None or not last.is_over:
         lost = f"Locust ended before the run did: its first process {processes.fate(processes.head, 'head')}"
         raise LoadTestError(lost) if last is None else RunLost(lost)
@@ -280,37 +241,31 @@ def run_plan(plan: Plan, folder: Path, *, show: bool = True, web_port: int | Non
     return result
 
 
-def _watch(processes: LocustProcesses, display: ProgressDisplay, sampler: Sampler) -> Progress | None:
-    """Until the head has ended. Returns its last word."""
+def _watch(processes: LocustProcesses, display: ProgressDisplay, plan: Plan) -> Progress | None:
+    """Until the head has ended, sampling the server about once a second. Returns the head's last word."""
     last: Progress | None = None
-    started = time.monotonic()
+    began = time.monotonic()
+    sampled_at = 0.0
     try:
         for progress in processes.progress():
-            if sampler.error is not None:
-                processes.interrupt()
-                raise RunLost(sampler.error)
-            if progress is None:
-                if last is None or not last.is_over:
-                    processes.check()
-                if last is None and time.monotonic() - started > START_LIMIT_S:
+            now = time.monotonic()
+            if progress is not None:
+                if last is None:
+                    began = now - progress.elapsed_s
+                last = progress
+                display.show(progress)
+            elif last is None or not last.is_over:
+                processes.check()
+                if last is None and now - began > START_LIMIT_S:
                     raise LoadTestError(f"Locust does not begin: {processes.last_words()}")
-                continue
-            if last is None:
-                sampler.begin(time.monotonic() - progress.elapsed_s)
-            last = progress
-            display.show(progress)
+            if last is not None and now - sampled_at >= INTERVAL_S:
+                sampled_at = now
+                write_samples(plan.url, processes.folder.samples_path, now - began)
     except KeyboardInterrupt:
         display.say("stopping: answers under way are given up")
         processes.interrupt()
         raise
+    except RunLost:
+        processes.interrupt()
+        raise
     return last
-
-
-def _begin_folder(folder: RunFolder, plan: Plan) -> None:
-    if folder.facts_path.exists() or any(folder.path.glob("records-*.jsonl")):
-        raise LoadTestError(f"{folder.path}: has a run already; name another folder")
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.plan_path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
-    except OSError as error:
-        raise unwritable(folder.path, error) from error

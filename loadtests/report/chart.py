@@ -1,19 +1,16 @@
 """How all our plots look: one palette that colour-blind readers can tell apart, readable sizes, no clutter."""
 
-import functools
 import io
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
 
-from twostroke.loadtests.report.estimates import Floats
-from twostroke.loadtests.report.words import duration
+from twostroke.loadtests.report.estimates import Floats, duration
 
 # Okabe and Ito's palette ("Color Universal Design", 2008), in the order of use.
 BLUE = "#0072b2"
@@ -47,19 +44,8 @@ _STYLE = {
 }
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def in_our_style(draw: Callable[P, T]) -> Callable[P, T]:
-    """For functions that draw: matplotlib asks for its settings whenever something is added to a figure."""
-
-    @functools.wraps(draw)
-    def styled(*arguments: P.args, **named: P.kwargs) -> T:
-        with mpl.rc_context(_STYLE):
-            return draw(*arguments, **named)
-
-    return styled
+in_our_style = mpl.rc_context(_STYLE)
+"""Decorates what draws: matplotlib asks for its settings whenever something is added to a figure."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +85,19 @@ def cumulative(values: Floats) -> tuple[Floats, Floats]:
 def percent_axis(axis: Any) -> None:
     """0 to 100%, with a little room."""
     axis.set_ylim(-0.02, 1.04)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def seconds_axis(axis: Any, values: Floats) -> None:
     """A logarithmic x axis of times in ms or s, from the 0.1th percentile of positive values to their maximum."""
     positive = values[values > 0]
     if not len(positive):
-        axis.set_xlim(0, 1)
-        axis.set_xticks([])
-        axis.text(0.5, 0.5, "none", color=GREY, ha="center")
+        axis.set_xlabel("none")
         return
     low, high = float(np.percentile(positive, 0.1)), float(positive.max())
-    if high / low < 10:  # a decade at least, lest the axis have no label
-        centre = math.sqrt(low * high)
-        low, high = centre / math.sqrt(10), centre * math.sqrt(10)
+    widened = max(1.0, math.sqrt(10 * low / high))  # to a decade at least, lest the axis have no label
     axis.set_xscale("log")
-    axis.set_xlim(low * 0.9, high * 1.1)
+    axis.set_xlim(low / widened * 0.9, high * widened * 1.1)
     duration_ticks(axis.xaxis, close=high / low < 20)
 
 
@@ -125,6 +107,13 @@ def duration_ticks(axis: Any, *, close: bool) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if close else LogLocator(numticks=4))
     axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
     axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
+def slo_line(axis: Any, limit_s: float | None, *, upright: bool = False) -> None:
+    """Where the SLO lies on an axis of times, if there is one; `upright` on x."""
+    if limit_s is not None:
+        draw = axis.axvline if upright else axis.axhline
+        draw(limit_s, color=GREY, linewidth=1.2, linestyle=":", label=f"SLO {duration(limit_s)}")
 
 
 def legend_below(figure: Figure, axis: Any, columns: int) -> None:

@@ -1,18 +1,19 @@
 """Two or more servers side by side: which is better, by how much, and where nothing of the kind is shown. Pure."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from twostroke.loadtests.capacity import SweepResult
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import KindFigures, Spread, Summary
-from twostroke.loadtests.report.sweep import SweepResult
+from twostroke.loadtests.report.figures import Spread, Summary
 
 Verdict = Literal["better", "worse", "no difference shown", "not judged"]
-Unit = Literal["share", "rate", "seconds"]
+Unit = Literal["share", "rate", "seconds"]  # of shares and rates more is better, of seconds less
+_Figure = tuple[str, Unit, Estimate | None]
 
 COMPARED_FIELDS = (
     "arrivals",
@@ -67,36 +68,33 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare_rounds(rounds: Sequence[Sequence[Summary]]) -> tuple[Compared, ...]:
     """`rounds` has each server's runs; the same number of them where rounds were taken in turns.
 
-    Figures that nobody has are left out.
+    Figures that not all know of, or that nobody has, are left out.
     """
-    found = [(name, unit, higher, _of_all(rounds, figure)) for name, unit, higher, figure in _FIGURES]
-    for kind in _common_kinds(rounds):
-        for name, unit, higher, of_kind in _KIND_FIGURES:
-            found.append((f"{kind}: {name}", unit, higher, _of_all(rounds, _kind_figure(kind, of_kind))))
-    return tuple(
-        compared(name, unit, higher, values)
-        for name, unit, higher, values in found
-        if any(value is not None for of_server in values for value in of_server)
-    )
+    tables = [[{name: (unit, value) for name, unit, value in _figures_of(run)} for run in runs] for runs in rounds]
+    found = []
+    for name, (unit, _) in tables[0][0].items():
+        if all(name in run for runs in tables for run in runs):
+            values = [[run[name][1] for run in runs] for runs in tables]
+            if any(value is not None for of_server in values for value in of_server):
+                found.append(compared(name, unit, values))
+    return tuple(found)
 
 
 def compare_sweeps(sweeps: Sequence[SweepResult]) -> tuple[Compared, ...]:
     """Capacities, whole and for each worker."""
     result = []
-    for level in sorted({capacity.attainment for sweep in sweeps for capacity in sweep.capacities}):
-        found = [
-            next((capacity for capacity in sweep.capacities if capacity.attainment == level), None) for sweep in sweeps
-        ]
-        whole = [[capacity.rate if capacity else None] for capacity in found]
-        each = [[capacity.rate_per_worker if capacity else None] for capacity in found]
-        result.append(compared(f"capacity at {level:.0%} (requests/s)", "rate", True, whole))
-        if any(value is not None for (value,) in each):
-            result.append(compared(f"capacity at {level:.0%} for each worker", "rate", True, each))
+    for of_level in zip(*(sweep.capacities for sweep in sweeps), strict=True):
+        name = f"capacity at {of_level[0].attainment:.0%}"
+        result.append(compared(f"{name} (requests/s)", "rate", [[capacity.rate] for capacity in of_level]))
+        if any(capacity.rate_per_worker for capacity in of_level):
+            per_worker = [[capacity.rate_per_worker] for capacity in of_level]
+            result.append(compared(f"{name} for each worker", "rate", per_worker))
     return tuple(result)
 
 
-def compared(name: str, unit: Unit, higher_is_better: bool, values: Sequence[Sequence[Estimate | None]]) -> Compared:
+def compared(name: str, unit: Unit, values: Sequence[Sequence[Estimate | None]]) -> Compared:
     """`values` has each server's estimates, one a round."""
+    higher_is_better = unit != "seconds"
     overall = tuple(over_rounds([value for value in of_server if value is not None]) for of_server in values)
     first, *others = values
     return Compared(
@@ -115,11 +113,10 @@ def over_rounds(estimates: Sequence[Estimate]) -> Estimate | None:
     if not estimates:
         return None
     value = statistics.median(each.value for each in estimates)
-    lows = [each.low for each in estimates if each.low is not None]
-    highs = [each.high for each in estimates if each.high is not None]
-    if len(lows) < len(estimates) or len(highs) < len(estimates):
+    known = [(each.low, each.high) for each in estimates if each.low is not None and each.high is not None]
+    if len(known) < len(estimates):
         return Estimate(value)
-    return Estimate(value, min(lows), max(highs))
+    return Estimate(value, min(low for low, _ in known), max(high for _, high in known))
 
 
 def ratio_of(others: Sequence[Estimate | None], firsts: Sequence[Estimate | None]) -> Ratio | None:
@@ -143,62 +140,39 @@ def verdict_of(value: Estimate | None, first: Estimate | None, higher_is_better:
     return "better" if (value.value > first.value) == higher_is_better else "worse"
 
 
-def differences(names: Sequence[str], plans: Sequence[Plan]) -> list[str]:
+def differences(plans: Mapping[str, Plan]) -> list[str]:
     """What the servers were asked otherwise than the first, in words."""
+    first, *others = plans
     found = []
-    for name, plan in zip(names[1:], plans[1:], strict=True):
-        fields = [field for field in COMPARED_FIELDS if getattr(plan, field) != getattr(plans[0], field)]
+    for name in others:
+        fields = [field for field in COMPARED_FIELDS if getattr(plans[name], field) != getattr(plans[first], field)]
         if fields:
-            found.append(f"{name} was not asked the same as {names[0]}: {', '.join(fields)} differ")
+            found.append(f"{name} was not asked the same as {first}: {', '.join(fields)} differ")
     return found
 
 
-def _spread(
-    part: Callable[[Summary], Spread | None], which: Literal["p50", "p99"]
-) -> Callable[[Summary], Estimate | None]:
-    def figure(summary: Summary) -> Estimate | None:
-        spread = part(summary)
-        return None if spread is None else spread.p50 if which == "p50" else spread.p99
-
-    return figure
-
-
-_FIGURES: tuple[tuple[str, Unit, bool, Callable[[Summary], Estimate | None]], ...] = (
-    ("attainment", "share", True, lambda summary: summary.attainment),
-    ("TTFT met", "share", True, lambda summary: summary.ttft_attainment),
-    ("TPOT met", "share", True, lambda summary: summary.tpot_attainment),
-    ("goodput (requests/s)", "rate", True, lambda summary: summary.goodput),
-    ("goodput for each worker", "rate", True, lambda summary: summary.goodput_per_worker),
-    ("output (tokens/s)", "rate", True, lambda summary: summary.output_rate),
-    ("TTFT P50", "seconds", False, _spread(lambda summary: summary.ttft, "p50")),
-    ("TTFT P99", "seconds", False, _spread(lambda summary: summary.ttft, "p99")),
-    ("TPOT P50", "seconds", False, _spread(lambda summary: summary.tpot, "p50")),
-    ("TPOT P99", "seconds", False, _spread(lambda summary: summary.tpot, "p99")),
-    ("ITL P50", "seconds", False, _spread(lambda summary: summary.itl, "p50")),
-    ("ITL P99", "seconds", False, _spread(lambda summary: summary.itl, "p99")),
-    ("tail TBT P99", "seconds", False, _spread(lambda summary: summary.tail_tbt_by_request, "p99")),
-    ("E2E P50", "seconds", False, _spread(lambda summary: summary.e2e, "p50")),
-    ("E2E P99", "seconds", False, _spread(lambda summary: summary.e2e, "p99")),
-)
-_KIND_FIGURES: tuple[tuple[str, Unit, bool, Callable[[KindFigures], Estimate | None]], ...] = (
-    ("attainment", "share", True, lambda kind: kind.attainment),
-    ("TTFT P99", "seconds", False, lambda kind: kind.ttft.p99 if kind.ttft else None),
-    ("ITL P99", "seconds", False, lambda kind: kind.itl.p99 if kind.itl else None),
-)
-
-
-def _of_all(
-    rounds: Sequence[Sequence[Summary]], figure: Callable[[Summary], Estimate | None]
-) -> list[list[Estimate | None]]:
-    return [[figure(summary) for summary in of_server] for of_server in rounds]
-
-
-def _common_kinds(rounds: Sequence[Sequence[Summary]]) -> list[str]:
-    """None where requests are of one kind only."""
-    kinds = [{kind.kind for kind in summary.by_kind} for of_server in rounds for summary in of_server]
-    common = set.intersection(*kinds) if kinds else set()
-    return sorted(common) if len(common) > 1 else []
-
-
-def _kind_figure(name: str, figure: Callable[[KindFigures], Estimate | None]) -> Callable[[Summary], Estimate | None]:
-    return lambda summary: next((figure(kind) for kind in summary.by_kind if kind.kind == name), None)
+def _figures_of(summary: Summary) -> list[_Figure]:
+    """All that is compared of a run; its kinds' too, where it has several."""
+    figures: list[_Figure] = [
+        ("attainment", "share", summary.attainment),
+        ("TTFT met", "share", summary.ttft_attainment),
+        ("TPOT met", "share", summary.tpot_attainment),
+        ("goodput (requests/s)", "rate", summary.goodput),
+        ("goodput for each worker", "rate", summary.goodput_per_worker),
+        ("output (tokens/s)", "rate", summary.output_rate),
+    ]
+    times: list[tuple[str, Spread | None]] = [
+        ("TTFT", summary.ttft),
+        ("TPOT", summary.tpot),
+        ("ITL", summary.itl),
+        ("tail TBT", summary.tail_tbt_by_request),
+        ("E2E", summary.e2e),
+    ]
+    for name, spread in times:
+        figures.append((f"{name} P50", "seconds", spread.p50 if spread else None))
+        figures.append((f"{name} P99", "seconds", spread.p99 if spread else None))
+    for kind in summary.by_kind if len(summary.by_kind) > 1 else ():
+        figures.append((f"{kind.kind}: attainment", "share", kind.attainment))
+        figures.append((f"{kind.kind}: TTFT P99", "seconds", kind.ttft.p99 if kind.ttft else None))
+        figures.append((f"{kind.kind}: ITL P99", "seconds", kind.itl.p99 if kind.itl else None))
+    return figures

@@ -1,5 +1,8 @@
 """From a run's records to its figures: `report.json`. The definitions are docs/loadtests.md's. Pure.
 
+Records are read one by one into columns; of 12,000 requests of 100 tokens some 20 MB are kept. Whether they tell of the
+server, or of the generator, is judged, too: then the run is invalid.
+
 Of where an answer's time went, the server's stages (docs/observability.md) overlap: KV travels while the prompt is
 computed, so `transfer_s` begins with the attempt; and `decode_s` begins with the first token, which the prefill worker
 sends before the KV has arrived. So that nothing counts twice, of the transfer only what goes on after prefill is a
@@ -8,16 +11,176 @@ moments of two clocks.
 """
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from twostroke.loadtests.plan import SLO, Plan
-from twostroke.loadtests.report.estimates import Estimate, Floats, Slices, percentile, share
-from twostroke.loadtests.report.observations import Bools, Observations, Validity, judge, read_observations, tail_tbt
-from twostroke.loadtests.run_folder import RunFacts, RunFolder, Sample, Status
+from twostroke.loadtests.plan import MOST_LAG_OF_SLO, SLO, Closed, Plan
+from twostroke.loadtests.report.estimates import Estimate, Floats, Ints, Slices, duration, percentile, share
+from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample, Status
+
+Bools = NDArray[np.bool_]
+NAN = float("nan")
+CLOCK_TOLERANCE_S = 1e-3  # a timer may fire a little early
+TAIL_SHARE = 0.1  # of a request's gaps: the longest, which make its tail TBT
+OF_RECORDS = ("scheduled_s", "sent_s", "end_s", "ttft_s", "tpot_s", "input_tokens", "output_tokens", "cached_tokens")
+
+
+def tail_tbt(gaps: Sequence[float] | Floats) -> float | None:
+    """Mean of the longest tenth of `gaps`, at least one of them; None without any."""
+    if not len(gaps):
+        return None
+    num_tail = max(1, round(len(gaps) * TAIL_SHARE))
+    return float(np.sort(gaps)[-num_tail:].mean())
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Columns of equal length, a row for each request; seconds, NaN where there is none."""
+
+    scheduled_s: Floats
+    sent_s: Floats
+    end_s: Floats
+    ttft_s: Floats  # from the scheduled arrival
+    tpot_s: Floats  # NaN for one token, too
+    e2e_s: Floats  # from the scheduled arrival to the last token, of complete answers
+    tail_tbt_s: Floats
+    input_tokens: Floats
+    output_tokens: Floats
+    cached_tokens: Floats
+    status: NDArray[np.str_]
+    kind: NDArray[np.str_]
+    gaps_s: Floats  # of all requests
+    gap_row: Ints  # the row that each gap belongs to
+    faults: list[tuple[Status, int | None, str] | None]  # status, HTTP's and words, of refused and failed ones
+    stages: list[dict[str, float] | None]  # what the server told
+    num_contradictions: int  # records whose moments can't have been in this order
+
+    def __len__(self) -> int:
+        return len(self.scheduled_s)
+
+    def is_status(self, status: Status) -> Bools:
+        found: Bools = self.status == status
+        return found
+
+    def met_ttft(self, slo: SLO, scale: float = 1.0) -> Bools:
+        """Complete answers whose first text came within `scale` times the SLO; all complete ones where none is set."""
+        complete = self.is_status("ok")
+        return complete if slo.ttft_s is None else complete & (self.ttft_s <= slo.ttft_s * scale)  # NaN is a miss
+
+    def met_tpot(self, slo: SLO, scale: float = 1.0) -> Bools:
+        """As `met_ttft`. One token has no time between tokens, and counts as met."""
+        complete = self.is_status("ok")
+        if slo.tpot_s is None:
+            return complete
+        return complete & (np.isnan(self.tpot_s) | (self.tpot_s <= slo.tpot_s * scale))
+
+
+def read_observations(records: Iterable[Record]) -> Observations:
+    """All records, warm-up included."""
+    columns = {name: array("d") for name in (*OF_RECORDS, "e2e_s", "tail_tbt_s")}
+    gaps_s = array("d")
+    num_gaps: list[int] = []
+    statuses: list[Status] = []
+    kinds: list[str] = []
+    faults: list[tuple[Status, int | None, str] | None] = []
+    stages: list[dict[str, float] | None] = []
+    num_contradictions = 0
+    for record in records:
+        gaps_of_record = record.gaps_s
+        values = {name: getattr(record, name) for name in OF_RECORDS}
+        values["e2e_s"] = record.token_s[-1] - record.scheduled_s if record.status == "ok" and record.token_s else None
+        values["tail_tbt_s"] = tail_tbt(gaps_of_record)
+        for name, value in values.items():
+            columns[name].append(NAN if value is None else value)
+        gaps_s.extend(gaps_of_record)
+        num_gaps.append(len(gaps_of_record))
+        statuses.append(record.status)
+        kinds.append(record.kind)
+        is_fault = record.status in ("refused", "failed")
+        faults.append((record.status, record.http_status, record.error or "no reason told") if is_fault else None)
+        stages.append(record.stages)
+        num_contradictions += not _is_possible(record)
+    return Observations(
+        **{name: np.array(column) for name, column in columns.items()},
+        status=np.array(statuses, dtype=np.str_),
+        kind=np.array(kinds, dtype=np.str_),
+        gaps_s=np.array(gaps_s),
+        gap_row=np.repeat(np.arange(len(num_gaps)), num_gaps),
+        faults=faults,
+        stages=stages,
+        num_contradictions=num_contradictions,
+    )
+
+
+def _is_possible(record: Record) -> bool:
+    """Scheduled, sent, answered token by token, ended: in this order."""
+    moments = (record.sent_s, *record.token_s, record.end_s)
+    if record.status == "unfinished" and not record.token_s:  # perhaps never sent
+        return True
+    return record.scheduled_s <= record.sent_s + CLOCK_TOLERANCE_S and all(a <= b for a, b in pairwise(moments))
+
+
+MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
+IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work
+
+
+class Validity(msgspec.Struct, frozen=True):
+    """The reasons are for people."""
+
+    valid: bool
+    reasons: tuple[str, ...] = ()
+
+
+def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Validity:
+    """`inside` are the rows scheduled in the window."""
+    reasons = []
+    if not inside.any():
+        reasons.append("no request was scheduled in the window, so nothing was measured")
+    lag_limit_s = plan.slo.lag_limit_s
+    lag_s = percentile((seen.sent_s - seen.scheduled_s)[inside], 99)
+    if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
+        reasons.append(
+            f"the generator sent late: P99 of the lag is {duration(lag_s)}, above {MOST_LAG_OF_SLO:.0%} of the "
+            f"SLO ({duration(lag_limit_s)}); {_remedy(facts)}"
+        )
+    for generator in facts.generators:
+        if _load(generator) > MOST_CPU:
+            reasons.append(
+                f"generator process {generator.worker} was saturated: {_load(generator):.0%} of a core, above "
+                f"{MOST_CPU:.0%}; use more generator processes"
+            )
+    num_sent = sum(generator.num_sent for generator in facts.generators)
+    if num_sent > len(seen):
+        reasons.append(f"{num_sent} requests were sent, and only {len(seen)} have a record")
+    if seen.num_contradictions:
+        reasons.append(f"the moments of {seen.num_contradictions} records are in no possible order: a clock jumped")
+    if facts.ended_early:
+        last_s = float(np.max(seen.scheduled_s)) if len(seen) else 0.0
+        reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
+    return Validity(not reasons, tuple(reasons))
+
+
+def _load(generator: GeneratorHealth) -> float:
+    """Cores that it used, mean over the run."""
+    return generator.cpu_seconds / generator.wall_seconds if generator.wall_seconds > 0 else 0.0
+
+
+def _remedy(facts: RunFacts) -> str:
+    """Against sending late: it depends on whether the generator was busy itself."""
+    loads = [_load(generator) for generator in facts.generators]
+    if loads and max(loads) < IDLE_CPU:
+        return (
+            f"its processes used {max(loads):.0%} of a core, so something else kept the machine busy: use "
+            "another machine for the generator, or leave it a core"
+        )
+    return "use more generator processes or machines, or a lower rate"
 
 
 class StagePart(msgspec.Struct, frozen=True):
@@ -68,23 +231,6 @@ def server_parts(stages: Mapping[str, float], client_ttft_s: float, client_e2e_s
         wait_s,
         after_s - exposed_s - wait_s,
     )
-
-
-def mean_parts(answers: Iterable[tuple[Mapping[str, float] | None, float, float]]) -> list[StagePart]:
-    """Means over (the server's stages, client TTFT, client time to the last token) of complete answers.
-
-    With stages from every answer these are SERVER_PARTS, otherwise CLIENT_PARTS; empty without answers.
-    """
-    known = list(answers)
-    if not known:
-        return []
-    names: tuple[str, ...] = CLIENT_PARTS
-    parts: list[tuple[float, ...]] = [(ttft_s, e2e_s - ttft_s) for _, ttft_s, e2e_s in known]
-    if all(stages for stages, _, _ in known):
-        names = SERVER_PARTS
-        parts = [server_parts(stages or {}, ttft_s, e2e_s) for stages, ttft_s, e2e_s in known]
-    means = [sum(column) / len(known) for column in zip(*parts, strict=True)]
-    return [StagePart(name, mean_s) for name, mean_s in zip(names, means, strict=True)]
 
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
@@ -194,29 +340,41 @@ def summarise(folder: RunFolder) -> Summary:
     return summary_of(folder.plan(), folder.facts(), read_observations(folder.records()), folder.samples())
 
 
-def window_of(plan: Plan, facts: RunFacts, seen: Observations) -> tuple[float, float]:
+def pooled(runs: Iterable[RunFolder]) -> Observations:
+    """The requests in the windows of all these runs, as if they were of one."""
+    return read_observations(chain.from_iterable(map(_judged_records, runs)))
+
+
+def _judged_records(run: RunFolder) -> list[Record]:
+    records = list(run.records())
+    begin_s, end_s = window_of(run.plan(), run.facts(), [record.scheduled_s for record in records])
+    return [record for record in records if begin_s <= record.scheduled_s < end_s]
+
+
+def window_of(plan: Plan, facts: RunFacts, scheduled_s: Sequence[float] | Floats) -> tuple[float, float]:
     """When judged requests were scheduled: [begin, end). Of a run that was ended early until its last request."""
     end_s = plan.seconds
-    if facts.ended_early and len(seen):
-        end_s = min(end_s, float(seen.scheduled_s.max()) + 1e-9)
+    if facts.ended_early and len(scheduled_s):
+        end_s = min(end_s, float(np.max(scheduled_s)) + 1e-9)
     return plan.warm_up_s, max(end_s, plan.warm_up_s + 1e-9)
 
 
 def judged_rows(plan: Plan, facts: RunFacts, seen: Observations) -> Bools:
     """Those scheduled in the window."""
-    return seen.between(*window_of(plan, facts, seen))
+    begin_s, end_s = window_of(plan, facts, seen.scheduled_s)
+    return (seen.scheduled_s >= begin_s) & (seen.scheduled_s < end_s)
 
 
 def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequence[Sample]) -> Summary:
-    begin_s, end_s = window_of(plan, facts, seen)
-    inside = seen.between(begin_s, end_s)
+    begin_s, end_s = window_of(plan, facts, seen.scheduled_s)
+    inside = judged_rows(plan, facts, seen)
     window_s = end_s - begin_s
     slices = Slices(begin_s, end_s)
     complete = inside & seen.is_status("ok")
-    met_ttft, met_tpot = seen.met_ttft(plan.slo), seen.met_tpot(plan.slo)
-    counts = _counts(seen, inside, met_ttft, met_tpot)
+    counts = _counts(plan.slo, seen, inside)
     judged = counts.scheduled if plan.slo != SLO() else 0
-    goodput = slices.rate(slices.of(seen.scheduled_s[inside & met_ttft & met_tpot])) if plan.slo != SLO() else None
+    met = inside & seen.met_ttft(plan.slo) & seen.met_tpot(plan.slo)
+    goodput = slices.rate(slices.of(seen.scheduled_s[met])) if plan.slo != SLO() else None
     workers = num_workers(facts, samples)
     tpot = _spread(seen, seen.tpot_s, complete, slices)
     return Summary(
@@ -247,11 +405,10 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         lag=_spread(seen, seen.sent_s - seen.scheduled_s, inside, slices),
         stages=stages_of(seen, complete),
         by_kind=[
-            _kind(plan.slo, seen, name, inside & (seen.kind == index), slices)
-            for index, name in sorted(enumerate(seen.kinds), key=lambda pair: pair[1])
+            _kind(plan.slo, seen, str(kind), inside & (seen.kind == kind), slices) for kind in np.unique(seen.kind)
         ],
         errors=_errors(seen, inside),
-        slo_scales=[_at_scale(plan, seen, inside, scale) for scale in SLO_SCALES] if judged else [],
+        slo_scales=scale_points(plan.slo, seen, inside) if judged else [],
         validity=judge(plan, facts, seen, inside),
         notes=notes_of(plan, seen),
     )
@@ -270,40 +427,61 @@ def num_workers(facts: RunFacts, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:
-    """Mean parts of complete answers that had a token."""
+    """Mean parts of complete answers that had a token; none without answers.
+
+    With stages from every answer these are SERVER_PARTS, otherwise CLIENT_PARTS.
+    """
     rows = np.flatnonzero(complete & ~np.isnan(seen.e2e_s))
-    return mean_parts((seen.stages[row], float(seen.ttft_s[row]), float(seen.e2e_s[row])) for row in rows)
+    if not len(rows):
+        return []
+    names: tuple[str, ...] = CLIENT_PARTS
+    parts: list[tuple[float, ...]] = [(seen.ttft_s[row], seen.e2e_s[row] - seen.ttft_s[row]) for row in rows]
+    if all(seen.stages[row] for row in rows):
+        names = SERVER_PARTS
+        parts = [server_parts(seen.stages[row] or {}, seen.ttft_s[row], seen.e2e_s[row]) for row in rows]
+    return [StagePart(name, float(mean_s)) for name, mean_s in zip(names, np.mean(parts, axis=0), strict=True)]
+
+
+def scale_points(slo: SLO, seen: Observations, rows: Bools) -> list[ScalePoint]:
+    """Of these rows, at each of SLO_SCALES."""
+    points = []
+    for scale in SLO_SCALES:
+        ttft, tpot = seen.met_ttft(slo, scale)[rows], seen.met_tpot(slo, scale)[rows]
+        points.append(ScalePoint(scale, float((ttft & tpot).mean()), float(ttft.mean()), float(tpot.mean())))
+    return points
 
 
 def notes_of(plan: Plan, seen: Observations) -> list[str]:
     notes = []
-    if seen.num_without_usage:
+    if num_without_usage := int((seen.is_status("ok") & np.isnan(seen.output_tokens)).sum()):
         notes.append(
-            f"{seen.num_without_usage} answers do not tell how many tokens they have: their events are counted, so "
+            f"{num_without_usage} answers do not tell how many tokens they have: their events are counted, so "
             "that their TPOT is at most what is shown."
         )
     if plan.slo == SLO():
         notes.append("No SLO was asked for, so there is no attainment and no goodput, and lag is not judged.")
-    if plan.arrivals.__struct_config__.tag == "closed":
+    if isinstance(plan.arrivals, Closed):
         notes.append("A closed loop: a slow server is asked less, so don't compare this run with open loops.")
     return notes
 
 
-def _counts(seen: Observations, rows: Bools, met_ttft: Bools, met_tpot: Bools) -> Counts:
-    by_status = {status: int((rows & seen.is_status(status)).sum()) for status in ("ok", "refused", "failed")}
-    total = int(rows.sum())
+def _counts(slo: SLO, seen: Observations, rows: Bools) -> Counts:
+    met_ttft, met_tpot = rows & seen.met_ttft(slo), rows & seen.met_tpot(slo)
+    by_status = Counter(seen.status[rows].tolist())
     return Counts(
-        scheduled=total,
-        **by_status,
-        unfinished=total - sum(by_status.values()),
-        met=int((rows & met_ttft & met_tpot).sum()),
-        met_ttft=int((rows & met_ttft).sum()),
-        met_tpot=int((rows & met_tpot).sum()),
+        scheduled=int(rows.sum()),
+        ok=by_status["ok"],
+        refused=by_status["refused"],
+        failed=by_status["failed"],
+        unfinished=by_status["unfinished"],
+        met=int((met_ttft & met_tpot).sum()),
+        met_ttft=int(met_ttft.sum()),
+        met_tpot=int(met_tpot.sum()),
     )
 
 
 def _kind(slo: SLO, seen: Observations, name: str, rows: Bools, slices: Slices) -> KindFigures:
-    counts = _counts(seen, rows, seen.met_ttft(slo), seen.met_tpot(slo))
+    counts = _counts(slo, seen, rows)
     complete = rows & seen.is_status("ok")
     return KindFigures(
         kind=name,
@@ -348,28 +526,17 @@ def _cached_share(seen: Observations, complete: Bools) -> float | None:
 
 def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
     """The most frequent first."""
-    found: Counter[tuple[Status, int | None, str]] = Counter()
-    first: dict[tuple[Status, int | None, str], str] = {}
-    for status in ("refused", "failed"):
-        for row in np.flatnonzero(inside & seen.is_status(status)):
-            fault = seen.faults[row]
-            if fault is not None:
-                http_status, error = fault
-                key: tuple[Status, int | None, str] = (status, http_status, gist_of(error))
-                found[key] += 1
-                first.setdefault(key, error)
-    return [
-        FrequentError(count, status, http_status, first[status, http_status, gist])
-        for (status, http_status, gist), count in found.most_common(MOST_ERRORS_SHOWN)
-    ]
+    found: dict[tuple[Status, int | None, str], list[str]] = {}
+    for row in np.flatnonzero(inside):
+        fault = seen.faults[row]
+        if fault is not None:
+            status, http_status, error = fault
+            found.setdefault((status, http_status, gist_of(error)), []).append(error)
+    frequent = sorted(found.items(), key=lambda each: len(each[1]), reverse=True)[:MOST_ERRORS_SHOWN]
+    return [FrequentError(len(errors), status, http_status, errors[0]) for (status, http_status, _), errors in frequent]
 
 
 def gist_of(error: str) -> str:
     """What errors of one kind share: the code of an OpenAI API's error, else the words without numbers and ids."""
     code = _CODE.search(error)
     return code[1] if code else _WITH_DIGITS.sub("#", error)
-
-
-def _at_scale(plan: Plan, seen: Observations, inside: Bools, scale: float) -> ScalePoint:
-    ttft, tpot = seen.met_ttft(plan.slo, scale)[inside], seen.met_tpot(plan.slo, scale)[inside]
-    return ScalePoint(scale, float((ttft & tpot).mean()), float(ttft.mean()), float(tpot.mean()))

@@ -4,9 +4,7 @@ A page asks nothing of any network. All is made from what runs have left, and ca
 """
 
 import base64
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,32 @@ import jinja2
 import msgspec
 import numpy as np
 
-from twostroke.loadtests.errors import LoadTestError, unwritable
-from twostroke.loadtests.plan import Plan
-from twostroke.loadtests.report import words
-from twostroke.loadtests.report.chart import Plot
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult
+from twostroke.loadtests.plan import SLO, Plan
+from twostroke.loadtests.report import estimates, words
+from twostroke.loadtests.report.chart import Plot, in_our_style
 from twostroke.loadtests.report.comparison import AtRate, Comparison, compare_rounds, compare_sweeps, differences
-from twostroke.loadtests.report.figures import ScalePoint, StagePart, Summary, judged_rows, summarise, summary_of
-from twostroke.loadtests.report.observations import read_observations
-from twostroke.loadtests.report.run_plots import (
-    Times,
+from twostroke.loadtests.report.figures import (
+    Summary,
+    judged_rows,
+    pooled,
+    read_observations,
+    scale_points,
+    stages_of,
+    summarise,
+    summary_of,
+)
+from twostroke.loadtests.report.plots import (
+    RatedRun,
     attainment_by_scale,
     latency_cdfs,
     run_plots,
     stage_bars,
-    tail_plot,
+    sweep_plots,
     time_plots,
 )
-from twostroke.loadtests.report.sweep import SWEEP_FILE, Capacity, SweepResult, read_sweep
-from twostroke.loadtests.report.sweep_plots import RatedRun, sweep_plots
-from twostroke.loadtests.run_folder import RunFacts, RunFolder, write
+from twostroke.loadtests.run_folder import RunFacts, RunFolder, make_folder, read_json, write, write_json
 
 
 def render(template: str, **what: Any) -> str:
@@ -44,15 +49,9 @@ def render(template: str, **what: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        duration=words.duration,
-        number=words.number,
-        percent=words.percent,
-        duration_estimate=words.duration_estimate,
-        number_estimate=words.number_estimate,
-        percent_estimate=words.percent_estimate,
-        data_uri=_data_uri,
-    )
+    for name in ("duration", "number", "percent", "duration_estimate", "number_estimate", "percent_estimate"):
+        environment.filters[name] = getattr(estimates, name)
+    environment.filters["data_uri"] = _data_uri
     return environment.get_template(f"{template}.html.jinja").render(**what)
 
 
@@ -70,6 +69,7 @@ REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
 
 
+@in_our_style
 def write_report(folder: RunFolder) -> Summary:
     """Make the report, again if there is one. Raises LoadTestError where a file is missing or wrong."""
     plan, facts, samples = folder.plan(), folder.facts(), folder.samples()
@@ -78,7 +78,7 @@ def write_report(folder: RunFolder) -> Summary:
     complete = judged_rows(plan, facts, seen) & seen.is_status("ok")
     plots = run_plots(plan, summary, seen, complete) + time_plots(plan, seen, samples)
     write_plots(folder.path, plots)
-    write(folder.path / REPORT_FILE, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    write_json(folder.path / REPORT_FILE, summary)
     write(folder.path / PAGE_FILE, page(plan, facts, summary, plots))
     return summary
 
@@ -91,43 +91,12 @@ def page(plan: Plan, facts: RunFacts, summary: Summary, plots: list[Plot]) -> st
         verdict=words.verdict(plan, summary),
         level=words.level(summary),
         plots=plots,
-        rates=_rates(summary),
-        setting=_setting(plan, facts, summary),
+        asked=words.plan_rows(plan),
+        workers=words.workers_words(summary.num_workers),
+        facts=facts,
         plan_json=_pretty(plan),
         facts_json=_pretty(facts),
     )
-
-
-def _rates(summary: Summary) -> list[tuple[str, str]]:
-    return [
-        ("TTFT met", words.percent_estimate(summary.ttft_attainment)),
-        ("TPOT met", words.percent_estimate(summary.tpot_attainment)),
-        ("Goodput", f"{words.number_estimate(summary.goodput)} requests/s" if summary.goodput else "no SLO"),
-        ("Output", f"{words.number_estimate(summary.output_rate)} tokens/s"),
-        ("Prompts", f"{words.number(summary.input_rate)} tokens/s"),
-        ("Prompt tokens cached", words.percent(summary.cached_share)),
-        ("What a user sees", f"{words.number(summary.user_rate)} tokens/s (1 / median TPOT)"),
-    ]
-
-
-def _setting(plan: Plan, facts: RunFacts, summary: Summary) -> list[tuple[str, str]]:
-    generators = ", ".join(
-        f"{each.num_sent:,} sent with {each.cpu_seconds / each.wall_seconds:.0%} of a core"
-        for each in facts.generators
-        if each.wall_seconds > 0
-    )
-    return [
-        *words.plan_rows(plan),
-        ("Server's workers", words.workers_words(summary.num_workers)),
-        ("Server's version", str(facts.server.get("version", "not told"))),
-        ("Generator processes", generators or "not told"),
-        ("Generator's machine", _in_words(facts.machine)),
-        ("Versions", _in_words(facts.versions)),
-    ]
-
-
-def _in_words(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items()) or "not told"
 
 
 def _pretty(value: msgspec.Struct) -> str:
@@ -137,9 +106,10 @@ def _pretty(value: msgspec.Struct) -> str:
 SWEEP_PAGE_FILE = "sweep.html"
 
 
+@in_our_style
 def write_sweep_report(folder: Path) -> SweepResult:
     """Make it, again if there is one. Raises LoadTestError where a file is missing or wrong."""
-    sweep = read_sweep(folder)
+    sweep = read_json(folder / SWEEP_FILE, SweepResult)
     runs = rated_runs(folder, sweep)
     found = next((each for each in sweep.capacities if each.attainment == 0.9), None)
     plots = sweep_plots({sweep.name: runs}, found.rate if found else None)
@@ -166,11 +136,9 @@ def rated_runs(folder: Path, sweep: SweepResult) -> list[RatedRun]:
 def read_summary(run: Path) -> Summary:
     """A run's report.json; reckoned anew where there is none, or one of another version."""
     try:
-        return msgspec.json.decode((run / REPORT_FILE).read_bytes(), type=Summary)
-    except (FileNotFoundError, msgspec.DecodeError):
+        return read_json(run / REPORT_FILE, Summary)
+    except LoadTestError:
         return summarise(RunFolder(run))
-    except OSError as error:
-        raise LoadTestError(f"{run / REPORT_FILE}: {error.strerror}") from error
 
 
 def verdicts(sweep: SweepResult) -> list[str]:
@@ -182,7 +150,7 @@ def verdicts(sweep: SweepResult) -> list[str]:
         measured = {point.rate for point in sweep.points if point.valid}
         invalid = sorted({point.rate for point in sweep.points} - measured)
         if invalid:
-            rates = " and ".join(f"{words.number(rate)}/s" for rate in invalid)
+            rates = " and ".join(f"{estimates.number(rate)}/s" for rate in invalid)
             said.append(f"At {rates} no run was a valid one, so whether the server can take that is not known.")
     return said if sweep.ended_early is None else [*said, f"The sweep ended early: {sweep.ended_early}."]
 
@@ -200,9 +168,9 @@ def capacity_words(capacity: Capacity) -> str:
     if capacity.rate is None:
         return f"At no rate that was measured did {level} of the requests meet the SLO."
     at_least = "at least " if capacity.is_lower_bound else ""
-    text = f"{level} of the requests meet the SLO up to {at_least}{words.number_estimate(capacity.rate)} requests/s"
+    text = f"{level} of the requests meet the SLO up to {at_least}{estimates.number_estimate(capacity.rate)} requests/s"
     if capacity.rate_per_worker is not None:
-        text += f", {words.number_estimate(capacity.rate_per_worker)} for each worker"
+        text += f", {estimates.number_estimate(capacity.rate_per_worker)} for each worker"
     if capacity.is_lower_bound:
         return f"{text}. This is a lower bound: a search ended without a valid run below {level}."
     return text + "."
@@ -213,28 +181,19 @@ COMPARISON_PAGE_FILE = "comparison.html"
 SAME_RATE = 0.01  # rates of two sweeps that differ by less count as one
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One server: its runs, one a round, or its one sweep."""
+@in_our_style
+def write_comparison(folder: Path, entries: Mapping[str, Sequence[Path]]) -> Comparison:
+    """Compare the runs of each server, one a round, or its one sweep, with those of the first.
 
-    name: str
-    folders: tuple[Path, ...]
-
-
-def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
-    """Compare all of `entries` with the first. Raises LoadTestError where a folder is none of a load test, or runs
-    and sweeps are mixed."""
-    are_sweeps = {(each / SWEEP_FILE).exists() for entry in entries for each in entry.folders}
+    Raises LoadTestError where a folder is none of a load test, or runs and sweeps are mixed.
+    """
+    are_sweeps = {(each / SWEEP_FILE).exists() for folders in entries.values() for each in folders}
     if len(are_sweeps) > 1:
         raise LoadTestError("a run can't be compared with a sweep: name folders of one sort")
-    comparison, plots, plan = _of_sweeps(entries) if are_sweeps == {True} else _of_runs(entries)
-    asked = words.sweep_rows(plan) if are_sweeps == {True} else words.plan_rows(plan)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    comparison, plots, asked = _of_sweeps(entries) if are_sweeps == {True} else _of_runs(entries)
+    make_folder(folder)
     write_plots(folder, plots)
-    write(folder / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    write_json(folder / COMPARISON_FILE, comparison)
     page = render(
         "comparison",
         comparison=comparison,
@@ -247,68 +206,69 @@ def write_comparison(folder: Path, entries: Sequence[Entry]) -> Comparison:
     return comparison
 
 
-def _of_runs(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
-    runs = [[RunFolder(folder) for folder in entry.folders] for entry in entries]
-    summaries = [[read_summary(run.path) for run in of_server] for of_server in runs]
-    names = tuple(entry.name for entry in entries)
-    plans = [of_server[0].plan() for of_server in runs]
+Compared = tuple[Comparison, list[Plot], list[tuple[str, str]]]
+"""What was found, its pictures, and what was asked."""
+
+
+def _of_runs(entries: Mapping[str, Sequence[Path]]) -> Compared:
+    runs = {name: [RunFolder(folder) for folder in folders] for name, folders in entries.items()}
+    summaries = {name: [read_summary(run.path) for run in of_server] for name, of_server in runs.items()}
+    plans = {name: of_server[0].plan() for name, of_server in runs.items()}
+    invalid = [
+        f"{name}: {run.path.name} is invalid: {'; '.join(summary.validity.reasons)}"
+        for name, of_server in runs.items()
+        for run, summary in zip(of_server, summaries[name], strict=True)
+        if not summary.validity.valid
+    ]
     comparison = Comparison(
-        names=names,
-        figures=compare_rounds(summaries),
-        invalid_runs=sum(not each.validity.valid for of_server in summaries for each in of_server),
-        warnings=(
-            *differences(names, plans),
-            *(
-                f"{name}: {run.path.name} is invalid: {'; '.join(summary.validity.reasons)}"
-                for name, of_server, found in zip(names, runs, summaries, strict=True)
-                for run, summary in zip(of_server, found, strict=True)
-                if not summary.validity.valid
-            ),
-        ),
+        names=tuple(entries),
+        figures=compare_rounds(list(summaries.values())),
+        invalid_runs=len(invalid),
+        warnings=(*differences(plans), *invalid),
     )
-    times = {entry.name: _times(of_server) for entry, of_server in zip(entries, runs, strict=True)}
+    plan = next(iter(plans.values()))
+    seen = {name: pooled(of_server) for name, of_server in runs.items()}
+    complete = {name: each.is_status("ok") for name, each in seen.items()}
     plots = []
-    if plans[0].slo.ttft_s is not None or plans[0].slo.tpot_s is not None:
-        scales = {name: _mean_scales(of_server) for name, of_server in zip(names, summaries, strict=True)}
-        plots.append(attainment_by_scale(scales, plans[0].slo))
-    if all(groups for groups in times.values()):
-        kinds = set.intersection(*(set(groups) for groups in times.values()))
-        for kind in sorted(kinds):
-            groups = {name: of_server[kind] for name, of_server in times.items()}
-            plots += [latency_cdfs(groups, plans[0].slo, kind), tail_plot(groups, kind)]
-        plots.append(stage_bars({name: _mean_stages(each) for name, each in zip(names, summaries, strict=True)}))
-    return comparison, plots, plans[0]
+    if plan.slo != SLO() and all(len(each) for each in seen.values()):
+        scales = {name: scale_points(plan.slo, each, np.ones(len(each), bool)) for name, each in seen.items()}
+        plots.append(attainment_by_scale(scales, plan.slo))
+    if all(rows.any() for rows in complete.values()):
+        for kind in sorted(set.intersection(*(set(each.kind[complete[name]].tolist()) for name, each in seen.items()))):
+            of_kind = {name: (each, complete[name] & (each.kind == kind)) for name, each in seen.items()}
+            plots.append(latency_cdfs(of_kind, plan.slo, kind))
+        plots.append(stage_bars({name: stages_of(each, complete[name]) for name, each in seen.items()}))
+    return comparison, plots, words.plan_rows(plan)
 
 
-def _of_sweeps(entries: Sequence[Entry]) -> tuple[Comparison, list[Plot], Plan]:
-    for entry in entries:
-        if len(entry.folders) > 1:
-            raise LoadTestError(f"{entry.name}: one sweep for each name, which may repeat its rates itself")
-    folders = [entry.folders[0] for entry in entries]
-    sweeps = [read_sweep(folder) for folder in folders]
-    for folder, sweep in zip(folders, sweeps, strict=True):
+def _of_sweeps(entries: Mapping[str, Sequence[Path]]) -> Compared:
+    sweeps: dict[str, SweepResult] = {}
+    curves: dict[str, list[RatedRun]] = {}
+    plans: dict[str, Plan] = {}
+    for name, (folder, *others) in entries.items():
+        if others:
+            raise LoadTestError(f"{name}: one sweep for each name, which may repeat its rates itself")
+        sweep = read_json(folder / SWEEP_FILE, SweepResult)
         if not sweep.points:
             raise LoadTestError(f"{folder}: a sweep without a run")
-    names = tuple(entry.name for entry in entries)
-    curves = {name: rated_runs(folder, sweep) for name, folder, sweep in zip(names, folders, sweeps, strict=True)}
-    plans = [RunFolder(folder / sweep.points[0].folder).plan() for folder, sweep in zip(folders, sweeps, strict=True)]
-    alike = [msgspec.structs.replace(plan, arrivals=plans[0].arrivals) for plan in plans]  # they differ by their rates
+        plan = RunFolder(folder / sweep.points[0].folder).plan()
+        first_plan = next(iter(plans.values()), plan)
+        plans[name] = msgspec.structs.replace(plan, arrivals=first_plan.arrivals)  # they differ by their rates
+        sweeps[name], curves[name] = sweep, rated_runs(folder, sweep)
+    invalid = [
+        f"{name} at {run.rate:g} requests/s is invalid, and left out: {'; '.join(run.summary.validity.reasons)}"
+        for name, runs in curves.items()
+        for run in runs
+        if not run.summary.validity.valid
+    ]
     comparison = Comparison(
-        names=names,
-        figures=compare_sweeps(sweeps),
+        names=tuple(entries),
+        figures=compare_sweeps(list(sweeps.values())),
         at_rates=_at_rates(list(curves.values())),
-        invalid_runs=sum(not run.summary.validity.valid for runs in curves.values() for run in runs),
-        warnings=(
-            *differences(names, alike),
-            *(
-                f"{name} at {run.rate:g} requests/s is invalid, and left out: {'; '.join(run.summary.validity.reasons)}"
-                for name, runs in curves.items()
-                for run in runs
-                if not run.summary.validity.valid
-            ),
-        ),
+        invalid_runs=len(invalid),
+        warnings=(*differences(plans), *invalid),
     )
-    return comparison, sweep_plots(curves), plans[0]
+    return comparison, sweep_plots(curves), words.sweep_rows(next(iter(plans.values())))
 
 
 def _at_rates(curves: Sequence[Sequence[RatedRun]]) -> tuple[AtRate, ...]:
@@ -322,39 +282,3 @@ def _at_rates(curves: Sequence[Sequence[RatedRun]]) -> tuple[AtRate, ...]:
         if all(runs):
             found.append(AtRate(rate, compare_rounds(runs)))
     return tuple(found)
-
-
-def _times(runs: Sequence[RunFolder]) -> dict[str, Times]:
-    """Of all rounds together, by kind; empty without complete answers."""
-    by_kind: dict[str, list[Times]] = {}
-    for run in runs:
-        seen = read_observations(run.records())
-        complete = judged_rows(run.plan(), run.facts(), seen) & seen.is_status("ok")
-        for index, kind in enumerate(seen.kinds):
-            rows = complete & (seen.kind == index)
-            if rows.any():
-                by_kind.setdefault(kind, []).append(Times.of(seen, rows))
-    return {kind: Times.pooled(times) for kind, times in by_kind.items()}
-
-
-def _mean_scales(rounds: Sequence[Summary]) -> list[ScalePoint]:
-    columns = zip(*(summary.slo_scales for summary in rounds), strict=False)
-    return [
-        ScalePoint(
-            points[0].scale,
-            statistics.mean(point.attainment for point in points),
-            statistics.mean(point.ttft_attainment for point in points),
-            statistics.mean(point.tpot_attainment for point in points),
-        )
-        for points in columns
-    ]
-
-
-def _mean_stages(rounds: Sequence[Summary]) -> list[StagePart]:
-    """Of the parts that all rounds tell."""
-    names = [part.name for part in rounds[0].stages]
-    found = []
-    for name in names:
-        values = [part.mean_s for summary in rounds for part in summary.stages if part.name == name]
-        found.append(StagePart(name, float(np.mean(values))))
-    return found

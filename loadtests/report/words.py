@@ -1,6 +1,5 @@
 """How figures, plans and verdicts are said: in reports and on the console."""
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -8,10 +7,17 @@ import msgspec
 
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.comparison import Comparison, Unit
-from twostroke.loadtests.report.estimates import Estimate, share
+from twostroke.loadtests.report.estimates import (
+    Estimate,
+    duration,
+    duration_estimate,
+    number,
+    number_estimate,
+    percent_estimate,
+    share,
+)
 from twostroke.loadtests.report.figures import Summary
 
-MISSING = "-"
 Level = Literal["met", "partly", "missed", "unjudged"]
 
 _LEVEL_WORDS = {
@@ -20,52 +26,6 @@ _LEVEL_WORDS = {
     "missed": "That is below 90%: the server can't take this load within the SLO.",
 }
 HEADLINES = ("attainment", "goodput (", "TTFT P99", "TPOT P99", "ITL P99", "capacity")
-
-
-def duration(seconds: float | None) -> str:
-    """With the unit that suits its size: 0.25 ms, 40 ms, 1.2 s; a dash for None."""
-    if seconds is None or math.isnan(seconds):
-        return MISSING
-    factor, unit = _unit(seconds)
-    return f"{number(seconds * factor)} {unit}"
-
-
-def number(value: float | None) -> str:
-    """Three digits, or all of those before the point."""
-    if value is None:
-        return MISSING
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def percent(part: float | None) -> str:
-    """With a digit after the point; more where it would be rounded to 0% or 100%, which it isn't."""
-    if part is None:
-        return MISSING
-    if part in (0.0, 1.0):
-        return f"{part:.0%}"
-    digits = next((digits for digits in (1, 2, 3) if 0 < round(part, digits + 2) < 1), 4)
-    return f"{part:.{digits}%}"
-
-
-def duration_estimate(estimate: Estimate | None) -> str:
-    """The value and its interval, in one unit and with equally many digits: 36.5 ms (35.9–37.0)."""
-    if estimate is None:
-        return MISSING
-    factor, unit = _unit(estimate.value)
-    value, interval = _alike(estimate, factor)
-    return f"{value} {unit}{interval}"
-
-
-def number_estimate(estimate: Estimate | None) -> str:
-    return MISSING if estimate is None else "".join(_alike(estimate, 1.0))
-
-
-def percent_estimate(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return MISSING
-    if estimate.low is None or estimate.high is None:
-        return percent(estimate.value)
-    return f"{percent(estimate.value)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)[:-1]})"
 
 
 def slo_words(slo: SLO) -> str:
@@ -166,21 +126,6 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
             rest = f" No difference shown in {', '.join(same)}." if same else ""
             sentences.append(f"{name} is {'; '.join(said)}.{rest}")
     return sentences
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    return (1.0, "s") if abs(seconds) >= 1 or seconds == 0 else (1e3, "ms")
-
-
-def _alike(estimate: Estimate, factor: float) -> tuple[str, str]:
-    """The value, and its interval in brackets, empty where there is none; as many decimals as suit the value."""
-    size = abs((estimate.value or estimate.high or 0.0) * factor)
-    decimals = 0 if size >= 100 or not size else 1 if size >= 10 else 2 if size >= 1 else 3
-    value, *ends = (
-        MISSING if each is None else f"{each * factor:,.{decimals}f}"
-        for each in (estimate.value, estimate.low, estimate.high)
-    )
-    return value, "" if MISSING in ends else f" ({'–'.join(ends)})"
 
 
 def _value(value: Any) -> str:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from itertools import count, pairwise, repeat, takewhile
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step
 
 
@@ -33,9 +33,11 @@ def arrival_times(arrivals: Arrivals, seconds: float, seed: int) -> Iterator[flo
             times = _ramp(first, last, seconds, draw)
         case Step(steps=steps):
             times = _steps(steps, seconds, draw)
-        case Closed(users=users):
-            if users < 1:
-                raise LoadTestError(f"closed arrivals have {users} users: give at least 1")
+        case Closed(users=users, think_s=think_s):
+            if users < 1 or not 0 <= think_s < math.inf:
+                raise LoadTestError(
+                    f"closed arrivals have {users} users who think {think_s:g} s: give at least 1 and 0"
+                )
             return repeat(0.0)
         case _:
             raise LoadTestError("replay: only a workload with times of its own can be replayed; give arrivals a rate")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import (
     Chat,
     Fixed,
@@ -127,10 +127,12 @@ def _fixed(plan: Plan, fixed: Fixed) -> Iterator[Turns]:
 
 def _shared(plan: Plan, shared: SharedPrompt) -> Iterator[Turns]:
     _check_fits(plan, shared.shared_tokens + shared.input_tokens, shared.output_tokens)
-    if min(shared.prompts, shared.shared_tokens, shared.input_tokens) < 1:
-        raise LoadTestError("shared-prompt: give at least 1 of prompts, shared_tokens and input_tokens")
+    if min(shared.shared_prompts, shared.shared_tokens, shared.input_tokens) < 1:
+        raise LoadTestError("shared-prompt: give at least 1 of shared_prompts, shared_tokens and input_tokens")
     draw = random.Random(f"shared prompts {plan.seed}")
-    prompts = [Piece(seed_of(plan.seed, "shared", index), shared.shared_tokens) for index in range(shared.prompts)]
+    prompts = [
+        Piece(seed_of(plan.seed, "shared", index), shared.shared_tokens) for index in range(shared.shared_prompts)
+    ]
     return (
         (Turn((draw.choice(prompts), _own(plan, index, shared.input_tokens)), shared.output_tokens),)
         for index in count()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from statistics import NormalDist
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Piece, Turn
 from twostroke.loadtests.workloads.arrivals import changed_times, gamma_times, seed_of
 from twostroke.loadtests.workloads.prompts import block_pieces

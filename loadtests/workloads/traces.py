@@ -17,17 +17,18 @@ bailian   Qwen-Bailian's traces: JSONL with hash_ids of 16-token blocks. github.
 import csv
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count, groupby
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Piece, Turn
 from twostroke.loadtests.workloads.arrivals import seed_of
 from twostroke.loadtests.workloads.prompts import block_pieces
@@ -133,7 +134,7 @@ def _format_of(path: Path) -> str:
     if head.startswith("{"):
         return "bailian" if '"chat_id"' in head else "mooncake"
     for name in ("azure", "burstgpt"):
-        if set(FORMATS[name].fields) <= set(head.strip().split(",")):
+        if set(FORMATS[name].row.__struct_encode_fields__) <= set(head.strip().split(",")):
             return name
     raise LoadTestError(
         f"{path}, line 1: the columns are of no known trace; there are {', '.join(FORMATS)} "
@@ -141,123 +142,81 @@ def _format_of(path: Path) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Where a row was read, for errors."""
-
-    path: Path
-    number: int  # from 1
-
-    def wrong(self, what: str) -> NoReturn:
-        """Raises LoadTestError."""
-        raise LoadTestError(f"{self.path}, line {self.number}: {what}; correct or remove the line")
-
-    def count(self, field: str, value: object) -> int:
-        """A number of tokens, from JSON or from a CSV cell. Raises LoadTestError for anything else."""
-        if isinstance(value, str) and value.isdecimal():
-            return int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        self.wrong(f"{field} is {value!r}, not a number of tokens")
-
-    def number_of(self, field: str, value: object) -> float:
-        """A time in whatever unit the format has. Raises LoadTestError for what is no number."""
-        try:
-            return float(value)  # type: ignore[arg-type]  # what float does not take, it says
-        except (TypeError, ValueError):
-            self.wrong(f"{field} is {value!r}, not a number")
-
-    def moment(self, field: str, value: str) -> float:
-        """A date and time as seconds. Raises LoadTestError for what is none."""
-        try:
-            # Seven digits of a second are written, of which Python takes six. 2024's have a zone, 2023's mean UTC.
-            at = datetime.fromisoformat(value)
-        except ValueError:
-            self.wrong(f"{field} is {value!r}, not a date and time like 2023-11-16 18:15:46.6805900")
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-
-    def blocks(self, hash_ids: object) -> tuple[int, ...]:
-        """The hashes of a prompt's blocks. Raises LoadTestError for anything but a list of whole numbers."""
-        if not isinstance(hash_ids, list) or not all(isinstance(number, int) for number in hash_ids):
-            self.wrong(f"hash_ids is {str(hash_ids)[:40]}, not a list of whole numbers")
-        return tuple(hash_ids)
+Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
-Rows = Iterator[tuple[Line, Mapping[str, Any]]]
+class _Azure(
+    msgspec.Struct,
+    rename={"at": "TIMESTAMP", "input_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"},
+):
+    at: datetime  # 2024's have a zone, 2023's mean UTC
+    input_tokens: Tokens
+    output_tokens: Tokens
 
 
-def _csv_rows(path: Path, columns: tuple[str, ...]) -> Rows:
-    """Rows of a file with a head line that has at least `columns`. Raises LoadTestError, also for a row cut short."""
-    with path.open(newline="", encoding="utf-8-sig") as lines:
-        rows = csv.DictReader(lines)
-        missing = [column for column in columns if column not in (rows.fieldnames or ())]
-        if missing:
-            Line(path, 1).wrong(f"no column {', '.join(missing)}")
-        for row in rows:
-            line = Line(path, rows.line_num)
-            for column in columns:
-                if row[column] is None:
-                    line.wrong(f"the row ends before {column}")
-            yield line, row
+class _BurstGPT(
+    msgspec.Struct,
+    rename={"at": "Timestamp", "input_tokens": "Request tokens", "output_tokens": "Response tokens"},
+):
+    at: float
+    input_tokens: Tokens
+    output_tokens: Tokens
 
 
-def _json_rows(path: Path, fields: tuple[str, ...]) -> Rows:
-    """One object a line, with at least `fields`; empty lines are skipped. Raises LoadTestError."""
-    decode = msgspec.json.Decoder(dict[str, object]).decode
-    with path.open("rb") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            line = Line(path, number)
-            try:
-                row = decode(text)
-            except msgspec.DecodeError as error:
-                line.wrong(f"no JSON object: {error}")
-            for field in fields:
-                if field not in row:
-                    line.wrong(f"no {field}")
-            yield line, row
+class _Mooncake(
+    msgspec.Struct,
+    rename={"at": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"},
+):
+    at: float
+    input_tokens: Tokens
+    output_tokens: Tokens
+    hash_ids: tuple[int, ...]
+
+
+class _Bailian(_Mooncake):
+    chat_id: Any
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a format's files are read."""
+    """How a format's files are read: JSONL where blocks of prompts have hashes, else CSV."""
 
-    rows: Callable[[Path, tuple[str, ...]], Rows]
-    time: str  # names of columns, here and below
-    input_tokens: str
-    output_tokens: str
-    others: tuple[str, ...] = ()  # that its files have, too
-    second: float | None = 1.0  # in the file's unit of time; None: the file has dates
+    row: type[_Azure | _BurstGPT | _Mooncake]
+    second: float = 1.0  # in the file's unit of time, where it has no dates
     block_tokens: int = 0  # of the blocks in hash_ids; 0: nothing is known of shared prefixes
     has_failed: bool = False  # rows without an answer
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The columns that a row must have."""
-        return self.time, self.input_tokens, self.output_tokens, *self.others
-
     def read(self, path: Path) -> Iterator[TraceRequest]:
         """The file's requests that were answered. Raises LoadTestError."""
-        for line, row in self.rows(path, self.fields):
-            at = row[self.time]
-            request = TraceRequest(
-                at_s=line.moment(self.time, at) if self.second is None else line.number_of(self.time, at) / self.second,
-                input_tokens=line.count(self.input_tokens, row[self.input_tokens]),
-                output_tokens=line.count(self.output_tokens, row[self.output_tokens]),
-                blocks=line.blocks(row["hash_ids"]) if self.block_tokens else (),
-            )
-            if request.output_tokens or not self.has_failed:
-                yield request
+        for number, parse in self._rows(path):
+            try:
+                row = parse()
+            except msgspec.DecodeError as error:
+                raise LoadTestError(f"{path}, line {number}: {error}; correct or remove the line") from error
+            if isinstance(row, _Azure):
+                at_s = (row.at if row.at.tzinfo else row.at.replace(tzinfo=UTC)).timestamp()
+            else:
+                at_s = row.at / self.second
+            blocks = row.hash_ids if isinstance(row, _Mooncake) else ()
+            if row.output_tokens or not self.has_failed:
+                yield TraceRequest(at_s, row.input_tokens, row.output_tokens, blocks)
+
+    def _rows(self, path: Path) -> Iterator[tuple[int, Callable[[], _Azure | _BurstGPT | _Mooncake]]]:
+        """Each row's line, and what reads it; empty lines are skipped."""
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            if self.block_tokens:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield number, partial(msgspec.json.decode, line, type=self.row)
+            else:
+                rows = csv.DictReader(lines)
+                for row in rows:
+                    yield rows.line_num, partial(msgspec.convert, row, self.row, strict=False)
 
 
 FORMATS = {
-    "azure": Format(_csv_rows, "TIMESTAMP", "ContextTokens", "GeneratedTokens", second=None),
-    "mooncake": Format(
-        _json_rows, "timestamp", "input_length", "output_length", ("hash_ids",), second=1000.0, block_tokens=512
-    ),
-    "burstgpt": Format(_csv_rows, "Timestamp", "Request tokens", "Response tokens", has_failed=True),
-    "bailian": Format(
-        _json_rows, "timestamp", "input_length", "output_length", ("chat_id", "hash_ids"), block_tokens=16
-    ),
+    "azure": Format(_Azure),
+    "mooncake": Format(_Mooncake, second=1000.0, block_tokens=512),
+    "burstgpt": Format(_BurstGPT, has_failed=True),
+    "bailian": Format(_Bailian, block_tokens=16),
 }

@@ -1,28 +1,41 @@
 """The paged KV cache: one tensor a layer, [num_blocks, 2 (K, V), heads of this rank, block_size, head_dim].
 
 A block of a layer is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
-Which block belongs to whom is the block pool's business, not ours. LayerAnnouncer tells of layers whose KV is in the
-cache while a GPU computes on: the step's thread waits for none of them.
+Which block belongs to whom is the block pool's business, not ours.
+
+On a CPU the cache is a memfd, mapped MAP_SHARED, so that other processes of this machine can read it where it lies. A
+memfd has no name, so a killed process leaves nothing behind, and no mount limits it: the 64 MB that containers get for
+/dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
+meet a SIGBUS, and nobody but its maker ever writes into it.
+
+LayerAnnouncer tells of layers whose KV is in the cache while a GPU computes on: the step's thread waits for none of
+them.
 """
 
+import contextlib
+import errno
+import fcntl
 import logging
 import mmap
-import threading
+import os
+import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from twostroke.model.cache.memory import gibibytes
-from twostroke.model.cache.shared_memory import NoRoom, NoSharedMemory, SharedMemory
+from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 64 * 1024 * 1024  # allocated at a time: a signal undoes the piece under way
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1, not among fcntl's names
+_NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
 
 
 class KVCache:
@@ -56,15 +69,19 @@ class HostKVCache(KVCache):
 class SharedKVCache(HostKVCache):
     """A cache in host memory that processes of this machine can map and read: a SharedStore."""
 
-    def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int, memory: SharedMemory, layer_stride: int):
+    def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int, memory_fd: int, layer_stride: int):
+        """The descriptor of a memfd with all layers, which is closed with the cache, or when nobody has it any more."""
         super().__init__(tensors, layout, rank)
-        self._memory = memory
+        self._memory_fd = memory_fd
+        self._close_fd = weakref.finalize(self, os.close, memory_fd)
         self._layer_stride = layer_stride
 
     @property
     def memory_fd(self) -> int:
-        """Of the memfd that holds all layers. Raises ValueError once the cache is closed."""
-        return self._memory.fd
+        """Of the memfd. Raises ValueError once the cache is closed."""
+        if not self._close_fd.alive:
+            raise ValueError("the KV cache is closed")
+        return self._memory_fd
 
     def layer_offset(self, layer: int) -> int:
         """Where a layer begins in the memfd, in bytes: on a page."""
@@ -72,7 +89,7 @@ class SharedKVCache(HostKVCache):
 
     def close(self) -> None:
         super().close()
-        self._memory.close()
+        self._close_fd()
 
 
 class DeviceKVCache(KVCache):
@@ -109,53 +126,61 @@ def make_kv_cache(
         model_digest, name, config.num_layers, config.num_kv_heads, config.head_dim, block_size, tp_size=tp_size
     )
     shape = (num_blocks, 2, layout.heads_per_rank, block_size, config.head_dim)
+    layers, layer_bytes = range(layout.num_layers), num_blocks * layout.block_bytes
     if device.type != "cpu":
-        return DeviceKVCache(_zeros(layout, shape, dtype, device), layout, rank)
-    try:
-        return _shared_cache(layout, rank, shape, dtype)
-    except NoSharedMemory as error:
-        logger.warning("the KV cache can't be shared with other processes, so KV goes to them over sockets: %s", error)
-    try:
-        return HostKVCache(_zeros(layout, shape, dtype, device), layout, rank)
-    except RuntimeError as error:  # torch's own word for it
-        raise _too_little(layout, num_blocks, error) from error
-
-
-def _zeros(layout: KVLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
-
-
-def _shared_cache(layout: KVLayout, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> SharedKVCache:
-    """Raises NoSharedMemory or ConfigError."""
-    layer_bytes = shape[0] * layout.block_bytes
+        return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
     stride = -(-layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        memory = SharedMemory(stride * layout.num_layers)
-    except NoRoom as error:
-        raise _too_little(layout, shape[0], error) from error
-    tensors = [
-        torch.frombuffer(memory.memory, dtype=dtype, count=layer_bytes // dtype.itemsize, offset=layer * stride)
-        for layer in range(layout.num_layers)
-    ]
-    return SharedKVCache([tensor.view(shape) for tensor in tensors], layout, rank, memory, stride)
+        try:
+            fd, memory = make_shared_memory(stride * layout.num_layers)
+        except OSError as error:
+            logger.warning(
+                "the KV cache can't be shared with other processes, so KV goes to them over sockets: %s", error
+            )
+            return HostKVCache([torch.zeros(shape, dtype=dtype) for _ in layers], layout, rank)
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's own word for it
+        size = gibibytes(layer_bytes * layout.num_layers)
+        raise ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})") from error
+    count = layer_bytes // dtype.itemsize
+    tensors = [torch.frombuffer(memory, dtype=dtype, count=count, offset=layer * stride) for layer in layers]
+    return SharedKVCache([tensor.view(shape) for tensor in tensors], layout, rank, fd, stride)
 
 
-def _too_little(layout: KVLayout, num_blocks: int, error: Exception) -> ConfigError:
-    size = gibibytes(num_blocks * layout.block_bytes * layout.num_layers)
-    return ConfigError(f"no memory for a KV cache of {size}: use a smaller KV cache ({error})")
+def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
+    """A memfd of zeros, all of its pages there from the start, and a writable mapping of it, which goes with its last
+    view, whether or not the descriptor is still open.
+
+    Raises MemoryError where there is less than asked for, and OSError where this process can't have a memfd at all.
+    """
+    if num_bytes > available_bytes(torch.device("cpu")):
+        raise MemoryError("not so much is free")  # to try would wake the kernel's out-of-memory killer
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = os.memfd_create("kv-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, num_bytes)
+            # Not when they are first written: that would be a SIGBUS for us or, worse, for a reader.
+            for start in range(0, num_bytes, _PIECE_BYTES):
+                os.posix_fallocate(fd, start, min(_PIECE_BYTES, num_bytes - start))
+            memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            undo.callback(memory.close)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except AttributeError as error:  # Python was built for a system without memfds
+            raise OSError(str(error)) from error
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise MemoryError(str(error)) from error
+            raise
+        with contextlib.suppress(OSError):  # an older kernel; readers are given read-only descriptors anyway
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        undo.pop_all()
+    return fd, memory
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Bytes that one block takes on a rank, in all layers together."""
     heads = max(1, config.num_kv_heads // tp_size)
     return 2 * config.num_layers * heads * config.head_dim * block_size * dtype.itemsize
-
-
-class Event(Protocol):
-    """As torch.cuda.Event."""
-
-    def synchronize(self) -> None:
-        """Wait until what was launched before the event was recorded is done, without the interpreter's lock."""
 
 
 class LayerAnnouncer:
@@ -168,38 +193,24 @@ class LayerAnnouncer:
     def __init__(self, on_layer: Callable[[int], None], begin: Callable[[], None] = lambda: None):
         """`begin` is called first on the new thread: a thread has a current GPU of its own."""
         self._on_layer = on_layer
-        self._begin = begin
-        self._layers: SimpleQueue[tuple[int, Event] | None] = SimpleQueue()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="layer-announcer")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
+        self._last: Future[None] = self._thread.submit(begin)
 
     def __enter__(self) -> "LayerAnnouncer":
-        self._thread.start()
         return self
 
-    def announce(self, layer: int, event: Event) -> None:
+    def announce(self, layer: int, event: torch.cuda.Event) -> None:
         """`event` was recorded after the launch that writes the layer's KV."""
-        self._layers.put((layer, event))
+        self._last = self._thread.submit(self._tell, self._last, layer, event)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._layers.put(None)
-        self._thread.join()
-        if self._failure is not None and error is None:
-            raise self._failure
+        self._thread.shutdown()
+        if error is None:
+            self._last.result()
 
-    def _work(self) -> None:
-        try:
-            self._begin()
-        except BaseException as failure:
-            self._failure = failure
-        while (item := self._layers.get()) is not None:
-            layer, event = item
-            if self._failure is not None:
-                continue
-            try:
-                event.synchronize()
-                self._on_layer(layer)
-            except BaseException as failure:  # it belongs to the step
-                self._failure = failure
+    def _tell(self, before: Future[None], layer: int, event: torch.cuda.Event) -> None:
+        before.result()  # its error is this one's, too
+        event.synchronize()
+        self._on_layer(layer)

@@ -49,8 +49,9 @@ class SwapSpace:
         """Returns when it is done. The blocks must not change meanwhile."""
         began = time.perf_counter()
         if self._device.type == "cpu":
+            runs = consecutive_runs(copy.cache_blocks, copy.host_blocks)
             for cache, host in zip(self._cache.tensors, self._tensors, strict=True):
-                _copy_on_host(cache, host, copy)
+                _copy_runs(cache, host, runs, copy.is_out)
         else:
             most = max(1, _STAGED_BYTES // self._cache.block_bytes)
             for first in range(0, len(copy.cache_blocks), most):
@@ -62,13 +63,12 @@ class SwapSpace:
         self.seconds += time.perf_counter() - began
 
 
-def _copy_on_host(cache: Tensor, host: Tensor, copy: BlockCopy) -> None:
-    for block, host_block, count in consecutive_runs(copy.cache_blocks, copy.host_blocks):
-        there, here = host[host_block : host_block + count], cache[block : block + count]
-        if copy.is_out:
-            there.copy_(here)
-        else:
-            here.copy_(there)
+def _copy_runs(blocks: Tensor, host: Tensor, runs: Sequence[tuple[int, int, int]], is_out: bool) -> None:
+    """Across a bus, only queued on the current stream."""
+    for block, host_block, count in runs:
+        here, there = blocks[block : block + count], host[host_block : host_block + count]
+        target, source = (there, here) if is_out else (here, there)
+        target.copy_(source, non_blocking=True)
 
 
 def copy_over_bus(cache_layers: Sequence[Tensor], host_layers: Sequence[Tensor], copy: BlockCopy) -> None:
@@ -80,12 +80,7 @@ def copy_over_bus(cache_layers: Sequence[Tensor], host_layers: Sequence[Tensor],
     runs = consecutive_runs(range(len(copy.host_blocks)), copy.host_blocks)
     for cache, host in zip(cache_layers, host_layers, strict=True):
         staged = cache.index_select(0, blocks) if copy.is_out else torch.empty_like(cache[: len(blocks)])
-        for first, host_block, count in runs:
-            there, here = host[host_block : host_block + count], staged[first : first + count]
-            if copy.is_out:
-                there.copy_(here, non_blocking=True)
-            else:
-                here.copy_(there, non_blocking=True)
+        _copy_runs(staged, host, runs, copy.is_out)
         if not copy.is_out:
             cache.index_copy_(0, blocks, staged)
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -23,22 +23,6 @@ WHOLE = slice(None)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-
-class _TensorFile(Protocol):
-    """What we use of safetensors' `safe_open`, which comes without types."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-    def get_slice(self, name: str) -> _Slice: ...
 
 
 class Checkpoint:
@@ -73,7 +57,7 @@ class Checkpoint:
         """
         path = self._files[name]
         try:
-            whole = self._open[path].get_tensor(name)
+            whole: Tensor = self._open[path].get_tensor(name)
             return whole[rows, columns] if whole.dim() == 2 else whole[rows]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name} can't be read: {error}") from error
@@ -183,8 +167,9 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     return files
 
 
-def _open(path: Path) -> _TensorFile:
+def _open(path: Path) -> Any:
+    """safetensors' `safe_open`, which comes without types."""
     try:
-        return cast(_TensorFile, safe_open(path, framework="pt", device="cpu"))
+        return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} can't be read as safetensors: {error}") from error

@@ -7,15 +7,13 @@ the host may prepare a step while the one before runs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import place
-from twostroke.model.cache.kv_cache import Event, KVCache
+from twostroke.model.batch import take_drawn
+from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
 
@@ -40,16 +38,9 @@ class Recorder:
             run()
         return graph.replay
 
-    def event(self) -> "RecordedEvent":
-        event: RecordedEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return event
-
-
-class RecordedEvent(Event, Protocol):
-    """As torch.cuda.Event."""
-
-    def record(self) -> None:
-        """To come when all is done that has been launched on the current stream."""
+    def event(self) -> torch.cuda.Event:
+        """To be recorded, and waited for."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class _Staging:
 
     inputs: DecodeInputs
     tables: Tensor  # int32, flat: the tables' entries in use, without what lies between them
-    copied: RecordedEvent
+    copied: torch.cuda.Event
 
 
 class CudaGraphSteps:
@@ -103,13 +94,14 @@ class CudaGraphSteps:
         staging = self._staging[0]
         self._staging.reverse()
         staging.copied.synchronize()
-        staging.inputs.fill([*batch, *[batch[-1]] * (size - count)])
+        padded = [*batch, *[batch[-1]] * (size - count)]
+        staging.inputs.fill(padded)
         for placed, rows in zip(self._placed.rows, staging.inputs.rows, strict=True):
             placed[:size].copy_(rows[:size], non_blocking=True)
         self._place_tables(staging, size, max(step.start for step in batch) // self._block_size + 1)
         staging.copied.record()
         if earlier is not None:
-            self._follow(batch, size, earlier)
+            take_drawn(self._placed.token_ids, padded, earlier)
         self._replays[size]()
         return self._logits[:count]
 
@@ -119,15 +111,6 @@ class CudaGraphSteps:
         host.copy_(staging.inputs.block_tables[:size, :width])
         there.copy_(host, non_blocking=True)
         self._placed.block_tables[:size, :width].copy_(there)
-
-    def _follow(self, batch: Sequence[SequenceStep], size: int, earlier: Tensor) -> None:
-        follows = [step.follows for step in batch]
-        follows += [follows[-1]] * (size - len(batch))
-        rows = [row for row, one in enumerate(follows) if one is not None]
-        if not rows:
-            return
-        places = place(np.array([rows, [one for one in follows if one is not None]]), self._device)
-        self._placed.token_ids.index_copy_(0, places[0], earlier[places[1]])
 
     def _step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """What leaves the logits of a batch of `size` where all graphs do."""

@@ -29,28 +29,33 @@ class DrawnTokens:
     tokens: Tensor  # int64 [N], on the device
     _on_host: Tensor  # int64 [2, N]: tokens, and whether their rows were broken; pinned
     _arrived: torch.cuda.Event | None  # None where nothing is asynchronous
+    _sampler: "DeviceSampler"
 
-    def wait(self) -> tuple[list[int], int]:
-        """(token ids, number of broken rows); blocks the calling thread, without the interpreter's lock."""
+    def collect(self) -> list[int]:
+        """Token ids; blocks the calling thread, without the interpreter's lock. To be called once."""
         if self._arrived is not None:
             with torch.cuda.device(self.tokens.device):  # or waiting would make this thread a context on the first GPU
                 self._arrived.synchronize()
-        return self._on_host[0].tolist(), int(self._on_host[1].sum())
+        self._sampler.num_broken_drawn += int(self._on_host[1].sum())
+        return self._on_host[0].tolist()
 
 
 class DeviceSampler:
-    """Draws for batches of rows over `vocab_size` on `device`, a GPU. Belongs to one thread, but for `collect`."""
+    """Draws for batches of rows over `vocab_size` on `device`, a GPU.
+
+    Belongs to one thread; what it has drawn may be collected on one other.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._with_logprobs = Sampler(vocab_size)
-        self._num_broken_rows = 0
+        self.num_broken_drawn = 0  # of the tokens that have been collected
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows so far that held NaN or +inf, of the tokens that have been collected."""
-        return self._num_broken_rows + self._with_logprobs.num_broken_rows
+        """Rows so far that held NaN or +inf."""
+        return self.num_broken_drawn + self._with_logprobs.num_broken_rows
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
         """As Sampler.sample: with log-probabilities, and waiting for the device."""
@@ -68,16 +73,10 @@ class DeviceSampler:
         tokens, broken = draw_on_device(logits, self._parameters(draws, positions))
         both = torch.stack((tokens, broken.long()))
         if not self._is_cuda:
-            return DrawnTokens(tokens, both, None)
+            return DrawnTokens(tokens, both, None, self)
         on_host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(both, non_blocking=True)
-        return DrawnTokens(tokens, on_host, torch.cuda.current_stream(self._device).record_event())
-
-    def collect(self, drawn: DrawnTokens) -> list[int]:
-        """The tokens of `launch`; blocks until they are here. May be called on one other thread."""
-        tokens, num_broken = drawn.wait()
-        self._num_broken_rows += num_broken
-        return tokens
+        return DrawnTokens(tokens, on_host, torch.cuda.current_stream(self._device).record_event(), self)
 
     def _parameters(self, draws: Sequence[Draw], positions: Sequence[int]) -> DrawParameters:
         """All fields travel in one copy out of pinned memory.

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep, with_drawn_tokens
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
-from twostroke.protocol.messages import Refuse
-from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
+    Message,
     RankCopy,
     RankFailed,
     RankHello,
     RankLoaded,
-    RankMessage,
     RankSequence,
     RankStep,
+    Refuse,
     StepEnded,
     TransferEnded,
 )
+from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, SampledToken
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RankConnections:
         if self.loss is not None:
             raise WorkerLost(self.loss)
 
-    def tell(self, message: RankMessage) -> None:
+    def tell(self, message: Message) -> None:
         """Send it to every rank; never waits. A lost rank is told of by `lost` alone."""
         for rank, connection in self._connections.items():
             try:

@@ -111,6 +111,7 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 GROUP_TIMEOUT_S = 300.0
 """How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
+JOIN_S = 5.0
 
 
 class Rendezvous:
@@ -140,7 +141,10 @@ class GroupRanks:
         """Returns once all ranks have come. Raises RuntimeError, as torch does, where they don't within the time."""
         self.shard = shard
         limit = timedelta(seconds=GROUP_TIMEOUT_S)
-        store = PrefixStore("tp", TCPStore(rendezvous.host, rendezvous.port, None, False, limit, False))
+        # The rendezvous is there before any rank is started: who can't reach it at once comes after its end.
+        joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
+        joined.set_timeout(limit)
+        store = PrefixStore("tp", joined)
         self._words = PrefixStore("words", store)
         self._num_words = 0
         self._group: Any  # torch's stubs know neither gloo's options nor a backend's collectives

@@ -1,52 +1,88 @@
-"""The token channels of one router replica: one per worker, shared by all its requests.
+"""The token channels of one router replica: one per worker, shared by all its requests. Nothing here knows Ray or HTTP.
 
-The channel of a worker that has left the fleet stays until the requests on it have ended. Nothing here knows Ray or
-HTTP.
+`TokenChannels` has them all, and keeps that of a worker that has left the fleet until the requests on it have ended.
+`WorkerChannel` is the router's end of one: connect, be welcomed, hear what comes, and connect again.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import WorkerLost
-from twostroke.protocol.messages import Cancel, Convicted, Message, PrefillFailed, SendPrefix
-from twostroke.protocol.network import Network
+from twostroke.protocol.clock import Clock, Silence
+from twostroke.protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
+from twostroke.protocol.messages import (
+    BlocksChanged,
+    BlocksHeld,
+    Cancel,
+    Convicted,
+    Drain,
+    Hello,
+    KVNotSent,
+    Message,
+    Ping,
+    Refuse,
+    ReportBlocks,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
+from twostroke.protocol.network import Connection, Network
 from twostroke.protocol.requests import Peer
+from twostroke.protocol.settings import Interval, Section
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_stream import TokenStream
-from twostroke.router.channels.worker_channel import ChannelListener, TokenChannelConfig, VerdictExchange, WorkerChannel
+
+_log = logging.getLogger(__name__)
+
+
+class TokenChannelConfig(Section):
+    """Times of a token channel, in seconds."""
+
+    ping_s: Interval = 1.0
+    """A third of a lease or less: how often the router gives a sign of life."""
+    silence_s: Interval = 2.5
+    """A worker that is silent for so long counts as lost: five of its signs of life."""
+    connect_s: Interval = 2.0
+    """To connect and be welcomed."""
+    backoff_first_s: Interval = 0.05
+    backoff_most_s: Interval = 2.0
+
 
 _DEFAULTS = TokenChannelConfig()
+
+
+@dataclass(slots=True)
+class ChannelListener:
+    """Who hears of what the channels bring. All are called on the event loop and must not wait."""
+
+    told: Callable[[Peer, WorkerStats], None] = lambda peer, stats: None  # a worker's numbers
+    changed: Callable[[Peer], None] = lambda peer: None  # a worker's channel has come up, or has dropped
+    blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None = (
+        None  # False: ask for all; None: ask for nothing
+    )
+    convicted: Callable[[Sequence[Verdict]], None] = lambda verdicts: None  # by other routers, more than once
+    known_verdicts: Callable[[], tuple[Verdict, ...]] = tuple  # told to each worker whose channel comes up
 
 
 class TokenChannels:
     """All token channels of one router replica.
 
-    `peer` is this replica's id and epoch; the id is the `router_id` of its requests.
+    `peer` is this replica's id and epoch; the id is the `router_id` of its requests. Who wants to hear of what comes
+    sets what concerns it in `listener`, before the channels follow any worker.
     """
 
     def __init__(self, *, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig = _DEFAULTS):
         self.peer = peer
+        self.listener = ChannelListener()
         self._network = network
         self._clock = clock
         self._config = config
         self._channels: dict[Peer, WorkerChannel] = {}
         self._followed: list[WorkerInfo] = []
         self._left: set[Peer] = set()  # those with a channel that are not followed
-        self._listener: ChannelListener | None = None
-        self._exchange: VerdictExchange | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-
-    def listen(self, listener: ChannelListener) -> None:
-        """Have `listener` told of all channels. Raises RuntimeError where there are channels already."""
-        self._check_unused()
-        self._listener = listener
-
-    def share_verdicts(self, exchange: VerdictExchange) -> None:
-        """Exchange verdicts with other routers by way of all workers. Raises RuntimeError as `listen`."""
-        self._check_unused()
-        self._exchange = exchange
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
         """Keep a channel to each of `workers`, and to others until nobody uses it. Connects in the background.
@@ -72,8 +108,7 @@ class TokenChannels:
         """Return once there is a channel to this worker. Raises WorkerLost where an attempt at it fails."""
         channel = self._channels.get(info.peer)
         if channel is None:
-            channel = self._open(info)
-            self._channels[info.peer] = channel
+            channel = self._channels[info.peer] = self._open(info)
             self._left.add(info.peer)
         await channel.ensure()
 
@@ -108,38 +143,26 @@ class TokenChannels:
 
         `max_tokens` bounds what may queue up. Raises WorkerLost where there is no channel (see `ensure`).
         """
-        channel = self._channels.get(worker)
-        if channel is None:
-            raise WorkerLost(f"worker {worker.worker_id} has left the fleet")
-        return channel.subscribe(request_id, max_tokens)
+        return self._connected(worker).subscribe(request_id, max_tokens)
 
     def watch_sending(self, worker: Peer, request_id: str, not_sent: Callable[[], None]) -> None:
         """Call `not_sent`, once at most, when the worker says that it has not sent the request's KV, or is lost.
 
         Until `unwatch_sending`. Raises WorkerLost where there is no channel (see `ensure`).
         """
-        channel = self._channels.get(worker)
-        if channel is None:
-            raise WorkerLost(f"worker {worker.worker_id} has left the fleet")
-        channel.watch_sending(request_id, not_sent)
+        self._connected(worker).sendings[request_id] = not_sent
 
     def unwatch_sending(self, worker: Peer, request_id: str) -> None:
         """Harmless where nothing is watched."""
         channel = self._channels.get(worker)
         if channel is not None:
-            channel.unwatch_sending(request_id)
+            channel.sendings.pop(request_id, None)
 
-    def cancel(self, worker: Peer, request_id: str) -> None:
-        """Tell the worker to forget the request. Says nothing where the channel is down: that tells it, too."""
-        self._send(worker, Cancel(request_id))
-
-    def prefill_failed(self, worker: Peer, request_id: str) -> None:
-        """Tell the decode worker that no KV will come for this request."""
-        self._send(worker, PrefillFailed(request_id))
-
-    def send_prefix(self, worker: Peer, message: SendPrefix) -> None:
-        """Ask the worker for a prefix. Where the channel is down, the target waits for it in vain, but not for long."""
-        self._send(worker, message)
+    def send(self, worker: Peer, message: Message) -> None:
+        """Says nothing where the channel is down: that tells the worker to forget our requests, too."""
+        channel = self._channels.get(worker)
+        if channel is not None:
+            channel.send(message)
 
     def tell_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Have every worker pass this on to its other routers."""
@@ -153,9 +176,11 @@ class TokenChannels:
             self._let_go(worker)
         await asyncio.gather(*self._leaving)
 
-    def _check_unused(self) -> None:
-        if self._channels:
-            raise RuntimeError("a listener must be there before the first channel is")
+    def _connected(self, worker: Peer) -> "WorkerChannel":
+        channel = self._channels.get(worker)
+        if channel is None or not channel.is_connected:
+            raise WorkerLost(f"there is no token channel to worker {worker.worker_id} now")
+        return channel
 
     def _let_go(self, worker: Peer) -> None:
         self._left.discard(worker)
@@ -163,10 +188,258 @@ class TokenChannels:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    def _open(self, info: WorkerInfo) -> WorkerChannel:
-        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener, self._exchange)
+    def _open(self, info: WorkerInfo) -> "WorkerChannel":
+        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self.listener)
 
-    def _send(self, worker: Peer, message: Message) -> None:
-        channel = self._channels.get(worker)
-        if channel is not None:
-            channel.send(message)
+
+class WorkerChannel:
+    """One worker's connection, and the task that keeps it up. `router` is this router replica.
+
+    It comes back after every loss, with growing pauses, for as long as its worker is in the fleet. When it drops, the
+    worker forgets this router's requests, so every stream on it raises WorkerLost, and no KV is sent any more.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        network: Network,
+        router: Peer,
+        clock: Clock,
+        config: TokenChannelConfig,
+        listener: ChannelListener,
+    ):
+        self.info = info
+        self.stats: WorkerStats | None = None
+        self.fell_silent = False  # the last connection ended since nothing came any more
+        self.sendings: dict[str, Callable[[], None]] = {}  # by request: to be called where its KV is not sent
+        self._streams: dict[str, TokenStream] = {}  # by request
+        self._network = network
+        self._router = router
+        self._clock = clock
+        self._config = config
+        self._listener = listener
+        self._connection: Connection | None = None
+        self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
+        self._failed = False  # the last attempt, or the last connection
+        self._is_leaving = False
+        self._hurry = asyncio.Event()
+        self._dropped = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_up(), name=f"token channel {info.peer.worker_id}")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether tokens can come now."""
+        return self._connection is not None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the last attempt failed, or the last connection has; a first attempt under way counts as sound."""
+        return self._connection is None and self._failed
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any request relies on it."""
+        return bool(self._streams or self.sendings)
+
+    def leave(self) -> None:
+        """The worker is taken down: it is told so, once, and the connection is the last one."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self.send(Drain())
+
+    def stay(self) -> bool:
+        """The worker is not taken down after all. False where the channel has ended meanwhile."""
+        if self._is_leaving:
+            self._is_leaving = False
+            self._ask_for_blocks()
+        return not self._task.done()
+
+    async def ensure(self) -> None:
+        """Wait for the connection, or for one attempt at it to fail: that raises WorkerLost."""
+        if self._connection is not None:
+            return
+        self._hurry.set()
+        # Others wait for the same attempt: one who gives up must not cancel it for them.
+        error = await asyncio.shield(self._attempt)
+        if error is not None:
+            raise error
+
+    async def outlive(self) -> None:
+        """Return when the connection that stands now drops; at once where there is none."""
+        if self._connection is not None:
+            await self._dropped.wait()
+
+    def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
+        """As TokenChannels.subscribe, where there is a connection."""
+        stream = self._streams[request_id] = TokenStream(
+            max_tokens,
+            on_close=lambda: self._unsubscribe(request_id),
+            on_unread=lambda: self.send(Cancel(request_id)),
+        )
+        return stream
+
+    def _unsubscribe(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    def send(self, message: Message) -> None:
+        """Send if connected. Where it isn't, the worker has forgotten our requests anyway."""
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+            except ConnectionLost as error:
+                _log.info("token channel to %s: %s", self.info.peer.worker_id, error)
+
+    async def close(self) -> None:
+        """End it for good; returns when nothing goes on any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._settle(WorkerLost(f"worker {self.info.peer.worker_id} has left the fleet"))
+
+    async def _keep_up(self) -> None:
+        backoff_s = self._config.backoff_first_s
+        level = logging.INFO
+        while True:
+            reason = "the channel is closed"
+            connection: Connection | None = None
+            try:
+                async with asyncio.timeout(self._config.connect_s):
+                    connection, verdicts = await self._greet()
+                backoff_s = self._config.backoff_first_s
+                level = logging.INFO
+                await self._serve(connection, verdicts)
+            except (ConnectionLost, EpochMismatch, TimeoutError) as error:
+                reason = str(error) or "no answer in time"
+            except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
+                _log.exception("the token channel to %s met a bug", self.info.peer.worker_id)
+                reason = f"a bug: {type(error).__name__}"
+            finally:
+                self._drop(WorkerLost(f"the token channel to worker {self.info.peer.worker_id} dropped: {reason}"))
+                if connection is not None:
+                    await connection.close()
+            _log.log(level, "token channel to %s dropped: %s", self.info.peer.worker_id, reason)
+            level = logging.DEBUG  # a dead worker refuses every attempt until the fleet names it no more
+            if self._is_leaving:
+                return
+            await self._wait(backoff_s)
+            backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
+
+    async def _greet(self) -> tuple[Connection, tuple[Verdict, ...]]:
+        """Connect, be welcomed by the very incarnation that the fleet names, and hear what it knows of poison requests.
+
+        Raises ConnectionLost (nobody there, or refused), EpochMismatch (somebody else) or ProtocolError.
+        """
+        connection = await self._network.connect(self.info.token_address)
+        try:
+            connection.send(Hello(sender=self._router, receiver=self.info.peer))
+            answer = await connection.receive()
+            if isinstance(answer, Refuse):
+                raise ConnectionLost(f"refused: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
+            if answer.receiver != self.info.peer:
+                raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
+            known = await connection.receive()
+            if not isinstance(known, Convicted):
+                raise ProtocolError(f"expected what is known of poison requests, got {type(known).__name__}")
+        except BaseException:
+            await connection.close()
+            raise
+        return connection, known.verdicts
+
+    async def _serve(self, connection: Connection, verdicts: Sequence[Verdict]) -> None:
+        """Hand out what comes until the connection is lost, which raises ConnectionLost."""
+        self._connection = connection
+        # Before any request can go there. What the worker knows already is no news to it.
+        self._listener.convicted(verdicts)
+        if known := self._listener.known_verdicts():
+            self.send(Convicted(known))
+        self._failed = self.fell_silent = False
+        self._dropped.clear()
+        self._settle(None)
+        self._listener.changed(self.info.peer)
+        self._ask_for_blocks()
+        silence = Silence(self._clock, self._config.silence_s)
+        watch = asyncio.create_task(self._watch(connection, silence))
+        try:
+            while True:
+                message = await connection.receive()
+                silence.end()
+                match message:
+                    case TokenFrame():
+                        for event in message.events:
+                            stream = self._streams.get(event.request_id)
+                            if stream is not None:  # else the request has ended here meanwhile
+                                stream.receive(event)
+                    case KVNotSent():
+                        self.sendings.pop(message.request_id, _nothing)()
+                    case StatsFrame():
+                        self.stats = message.stats
+                        self._listener.told(self.info.peer, message.stats)
+                    case BlocksHeld() | BlocksChanged():
+                        self._hear_of_blocks(message)
+                    case Convicted(verdicts):
+                        self._listener.convicted(verdicts)
+                    case Ping():
+                        pass
+                    case _:
+                        raise ProtocolError(f"a worker sent {type(message).__name__} on a token channel")
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    def _ask_for_blocks(self) -> None:
+        if self._listener.blocks is not None:
+            self.send(ReportBlocks())
+
+    def _hear_of_blocks(self, message: BlocksHeld | BlocksChanged) -> None:
+        if self._listener.blocks is None:
+            raise ProtocolError("a worker told of its blocks without being asked")
+        if self._is_leaving:
+            return  # nobody is sent there, and who has forgotten it would learn all of it anew
+        if not self._listener.blocks(self.info.peer, message):
+            self._ask_for_blocks()
+
+    async def _watch(self, connection: Connection, silence: Silence) -> None:
+        """Give signs of life, and close a connection whose other side gives none."""
+        while True:
+            await silence.pause(self._config.ping_s)
+            if silence.is_too_long:
+                self.fell_silent = True
+                await connection.close()
+                return
+            try:
+                connection.send(Ping())
+            except ConnectionLost:
+                return  # the reader is told as well, and ends the channel
+
+    def _settle(self, error: WorkerLost | None) -> None:
+        """Tell those who wait in `ensure` how the attempt went."""
+        if not self._attempt.done():
+            self._attempt.set_result(error)
+
+    def _drop(self, error: WorkerLost) -> None:
+        self._connection = None
+        self._failed = True
+        self.stats = None
+        self._dropped.set()
+        self._listener.changed(self.info.peer)
+        self._settle(error)
+        self._attempt = asyncio.get_running_loop().create_future()
+        self._hurry.clear()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+        sendings, self.sendings = self.sendings, {}
+        for not_sent in sendings.values():  # the worker aborts them
+            not_sent()
+
+    async def _wait(self, backoff_s: float) -> None:
+        try:
+            async with asyncio.timeout(backoff_s):
+                await self._hurry.wait()
+        except TimeoutError:
+            return  # nobody asked for this worker meanwhile
+
+
+def _nothing() -> None:
+    """Nobody watches whether this request's KV is sent."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError, WorkerFailed, WorkerLost
-from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, Ticket, TokenEvent, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
@@ -49,7 +49,7 @@ class Attempt:
         self._progress = progress
         self._path = progress.path
         self._decode = self._path.decode.peer
-        self._prefill_failed = asyncio.Event()  # no KV comes from the prefill worker
+        self._telling: asyncio.Task[None] | None = None  # the decode worker that no KV comes from the prefill worker
         self._ticket = None
         if self._path.prefill is not None:
             self._ticket = self._mint(self._path.prefill, self._path.decode)
@@ -63,10 +63,8 @@ class Attempt:
         request_id = self._request.request_id
         prefill = self._path.prefill
         calls = {self._decode: asyncio.create_task(self._call_decode())}
-        telling = None
         if prefill is not None:
             calls[prefill.peer] = asyncio.create_task(self._call_prefill(prefill))
-            telling = asyncio.create_task(self._tell_of_failed_prefill())
         timer = asyncio.get_running_loop().call_later(time_left_s, self._stream.fail, out_of_time())
         complete = False
         try:
@@ -94,13 +92,14 @@ class Attempt:
                 if not (complete and call.done()):
                     # The channel is quicker than the call, works where the call is stuck, and reaches a prefill
                     # worker whose call is over and whose transfer is not.
-                    self._channels.cancel(worker, request_id)
+                    self._channels.send(worker, Cancel(request_id))
                 call.cancel()
             tasks = list(calls.values())
-            if prefill is not None and telling is not None:
+            if prefill is not None:
                 self._channels.unwatch_sending(prefill.peer, request_id)
-                telling.cancel()
-                tasks.append(telling)
+            if self._telling is not None:
+                self._telling.cancel()
+                tasks.append(self._telling)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call_decode(self) -> None:
@@ -158,15 +157,15 @@ class Attempt:
     def _without_prefill(self, worker: Peer, error: TwostrokeError) -> None:
         _log.warning("prefill of %s on %s failed: %s", self._request.request_id, worker.worker_id, error)
         self._progress.prefill_failed(worker, error)
-        self._prefill_failed.set()
+        if self._telling is None:
+            self._telling = asyncio.create_task(self._tell_of_failed_prefill())
 
     async def _tell_of_failed_prefill(self) -> None:
-        """Should the prefill fail, tell the decode worker, until it is heard: it computes the prompt then.
+        """The prefill has failed: tell the decode worker, until it is heard, and it computes the prompt.
 
         Unless it is busy, and another prefill worker would be much quicker: then the attempt ends for the next one. A
         suspect waits until it may be computed. What it finds out of itself meanwhile, the request fails of.
         """
-        await self._prefill_failed.wait()
         if not self._stream.heard and self._progress.wants_another_prefill(self._request):
             self._stream.fail(PrefillMoved("its prefill worker failed, and another one is to compute the prompt"))
             return
@@ -176,7 +175,7 @@ class Attempt:
             self._stream.fail(error)
             return
         while not self._stream.heard:
-            self._channels.prefill_failed(self._decode, self._request.request_id)
+            self._channels.send(self._decode, PrefillFailed(self._request.request_id))
             await asyncio.sleep(self._config.prefill_failed_repeat_s)
 
     async def _prefill_or_lose(self, worker: Peer, pull: Ticket | None) -> PrefillReply:
@@ -203,7 +202,7 @@ class Attempt:
         if source is None or not self._channels.is_connected(source.peer):
             return None
         ticket = self._mint(source, self._path.reader)
-        self._channels.send_prefix(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
+        self._channels.send(source.peer, SendPrefix(ticket, self._request.token_ids, self._request.cache_salt))
         return ticket
 
     def _mint(self, source: WorkerInfo, target: WorkerInfo) -> Ticket:

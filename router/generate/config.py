@@ -3,8 +3,8 @@
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from twostroke.protocol.settings import Count, Interval, Section
-from twostroke.router.health.ejection import EjectionConfig
 from twostroke.router.health.poison import SuspectsConfig
+from twostroke.router.health.worker_records import EjectionConfig
 from twostroke.router.routing.chooser import Policy
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
@@ -13,12 +13,11 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.fleet import Fleet, Path
+from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, PrefillMoved, Surroundings, out_of_time
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.path_finder import PathFinder
 from twostroke.router.generate.progress import Progress
-from twostroke.router.generate.retries import Backoff, Retries, RetryBudget
+from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.log_format import FIELDS
 from twostroke.router.observe.stages import Stages
@@ -62,16 +61,17 @@ class Pipeline:
         draw: Callable[[], float] = random.random,
         admit: Admit = admit_all,
     ):
+        self._channels = channels
         self._clock = clock
         self._router = router
         self._config = config
         self._draw_id = draw_id
+        self._draw = draw
         self._admit = admit
         self._records = WorkerRecords(
             fleet=fleet, channels=channels, clock=clock, ejection=config.ejection, suspects=config.suspects, draw=draw
         )
-        self._budget = RetryBudget(share=config.retry_budget, floor=config.retry_floor, clock=clock)
-        self._backoff = Backoff(first_s=config.retry_first_s, most_s=config.retry_most_s, draw=draw)
+        self._budget = RetryBudget(config, clock)
         self._chooser = PathChooser(
             workers=fleet.workers,
             channels=channels,
@@ -82,19 +82,14 @@ class Pipeline:
             index_blocks=config.index_blocks,
             expected_s=config.expected_s,
         )
-        self._finder = PathFinder(
-            chooser=self._chooser, channels=channels, records=self._records, clock=clock, config=config
-        )
         self._around = Surroundings(fleet, channels, secret, config)
+        self.on_decision: Callable[[float], None] = lambda seconds: None
+        """Told of every choice of workers how long it took."""
 
     @property
     def in_flight(self) -> int:
         """Places held at workers: 0 when idle."""
         return self._chooser.in_flight
-
-    def time_decisions(self, observe: Callable[[float], None]) -> None:
-        """Have `observe` told of every choice of workers how many seconds it took."""
-        self._finder.on_decision = observe
 
     def ejected(self) -> frozenset[Peer]:
         """Workers that are there, and are left out because they keep failing."""
@@ -110,26 +105,17 @@ class Pipeline:
         than `retries` allows).
         """
         case = self._records.suspects.open(request)
-        retries = Retries(most=self._config.retries, budget=self._budget, backoff=self._backoff)
+        retries = Retries(self._config, self._budget, self._draw)
         deadline = self._clock() + self._config.request_timeout_s
         sent: list[int] = []
         failed: set[Peer] = set()
         last = self._clock()
         while True:
             async with self._until(deadline):
-                path, hold = await self._finder.find(request, sent, failed)
+                path, hold = await self._find(request, sent, failed)
             if stages.attempts == 0:
                 self._let_in(request, path, hold, stages)
-            progress = Progress(
-                path=path,
-                hold=hold,
-                case=case,
-                stages=stages,
-                failed=failed,
-                records=self._records,
-                chooser=self._chooser,
-                clock=self._clock,
-            )
+            progress = Progress(path, hold, case, stages, failed, self._records, self._chooser, self._clock)
             failure: WorkerLost | RequestError | None = None
             try:
                 tried = self._next_try(request, sent, stages)
@@ -166,6 +152,54 @@ class Pipeline:
                 progress.end(request, sent, failure)
             await self._records.suspects.judge(case)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
+
+    async def _find(self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer]) -> tuple[Path, Hold]:
+        """The path of the attempt after the outputs `sent`, its decode worker reachable, and the hold on its workers.
+
+        `failed` are workers that failed the request: one that lost a worker waits for another, a new one is refused at
+        once. Raises NoPath.
+        """
+        ejected = self._records.ejected()
+        path, hold = await self._reachable(request, sent, failed, ejected)
+        strangers = self._records.strangers_to(path.decode.peer)
+        if path.prefill is None or path.prefill.peer not in strangers:
+            return path, hold
+        hold.release()
+        return await self._reachable(request, sent, failed, ejected | strangers)
+
+    async def _reachable(
+        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
+    ) -> tuple[Path, Hold]:
+        now = self._clock()
+        deadline = now + (self._config.retry_wait_s if failed else 0.0)
+        while True:
+            began = self._clock()
+            try:
+                path = self._chooser.choose(request, sent, failed, ejected)
+            except NoPath:
+                if self._clock() >= deadline:
+                    raise
+                await asyncio.sleep(self._config.retry_poll_s)
+                continue
+            self.on_decision(self._clock() - began)
+            if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
+                await asyncio.sleep(self._config.retry_poll_s)
+                continue
+            was_down = self._channels.is_down(path.decode.peer)
+            # Held before anything is awaited: requests that come together must see each other.
+            hold = self._chooser.hold(path, request, sent)
+            try:
+                await self._channels.ensure(path.decode)
+                return path, hold
+            except BaseException as error:
+                hold.release()
+                if not isinstance(error, WorkerLost):
+                    raise
+                if not was_down:
+                    continue  # it is known to be down now, so others come first
+                if self._clock() >= deadline:
+                    raise NoPath("no decode worker can be reached; try again shortly") from error
+            await asyncio.sleep(self._config.retry_poll_s)
 
     def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: Stages) -> None:
         """Before the first attempt. Raises what admission refuses the request with: at once, and nobody failed."""

@@ -5,33 +5,31 @@ the retry budget says, since no accepted request may be lost to a dead worker, a
 and failures of workers that live are bounded by the budget: there, retries are load on top of load. But whoever has
 tokens already was accepted, and waits for a refusing worker's room until the request's own deadline.
 
-How many retries the router may add to its workers' load. Pure: the clock is an argument.
-
-Without a bound, workers that refuse or fail under load get every request several times, and never recover.
-
-Pauses between the attempts of one request. Pure: the random source is an argument.
+Without a budget, workers that refuse or fail under load would get every request several times, and never recover.
 """
 
 from collections.abc import Callable
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.health.worker_records import backoff_s
 
 _REFILL_S = 10.0
 
 
 class RetryBudget:
-    """A token bucket: every first attempt adds `share` of a retry.
+    """A token bucket: every first attempt adds `retry_budget` of a retry.
 
-    `floor` retries are there at the beginning and come back within ten seconds, so that a server with little traffic
-    can retry, too; ten times as many can be saved up.
+    `retry_floor` retries are there at the beginning and come back within ten seconds, so that a server with little
+    traffic can retry, too; ten times as many can be saved up.
     """
 
-    def __init__(self, *, share: float, floor: int, clock: Clock):
-        self._share = share
-        self._floor = floor
+    def __init__(self, config: PipelineConfig, clock: Clock):
+        self._share = config.retry_budget
+        self._floor = config.retry_floor
         self._clock = clock
-        self._tokens = float(floor)
+        self._tokens = float(self._floor)
         self._refilled_at = clock()
 
     def count_first_attempt(self) -> None:
@@ -54,33 +52,16 @@ class RetryBudget:
             self._tokens = min(self._tokens + elapsed_s * self._floor / _REFILL_S, float(self._floor))
 
 
-class Backoff:
-    """Pauses that double, each shortened at random by up to half: requests that failed together don't return together.
-
-    `draw` gives numbers from 0 to 1.
-    """
-
-    def __init__(self, *, first_s: float, most_s: float, draw: Callable[[], float]):
-        self._first_s = first_s
-        self._most_s = most_s
-        self._draw = draw
-
-    def pause_s(self, num_before: int) -> float:
-        """The pause after which to try again, with `num_before` pauses made already."""
-        longest_s = min(self._first_s * 2.0 ** min(num_before, 32), self._most_s)
-        return longest_s * (1.0 - 0.5 * self._draw())
-
-
 _TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the request
 
 
 class Retries:
-    """One request's. `most` attempts in a row may fail to bring it on."""
+    """One request's. `draw` gives numbers from 0 to 1."""
 
-    def __init__(self, *, most: int, budget: RetryBudget, backoff: Backoff):
-        self._most = most
+    def __init__(self, config: PipelineConfig, budget: RetryBudget, draw: Callable[[], float]):
+        self._config = config
         self._budget = budget
-        self._backoff = backoff
+        self._draw = draw
         self._in_a_row = 0
 
     def pause_s(
@@ -97,11 +78,13 @@ class Retries:
             return None
         is_excused = is_refusal and has_begun
         self._in_a_row = 1 if has_got_on else self._in_a_row + 1
-        if self._in_a_row > self._most:
+        if self._in_a_row > self._config.retries:
             if not is_excused:
                 return None
-            self._in_a_row = self._most
+            self._in_a_row = self._config.retries
         if (is_refusal or isinstance(error, WorkerFailed)) and not is_excused and not self._budget.take():
             return None
         num_pauses = self._in_a_row - (1 if is_refusal else 2)
-        return 0.0 if num_pauses < 0 else self._backoff.pause_s(num_pauses)
+        if num_pauses < 0:
+            return 0.0
+        return backoff_s(self._config.retry_first_s, self._config.retry_most_s, num_pauses, self._draw)

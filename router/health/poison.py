@@ -214,7 +214,12 @@ class Suspects:
         if worker in self._died:
             return
         self._died[worker] = self._clock()
-        before = {case.fingerprint for case, stay in there if stay is Stay.FRESH and case.fingerprint in self._strikes}
+        # Those that wait to be tried have been told to do nothing: they are no company for the one that is.
+        before = {
+            case.fingerprint
+            for case, stay in there
+            if stay is Stay.FRESH and not case.waits and case.fingerprint in self._strikes
+        }
         struck: set[bytes] = set()
         for case, stay in sorted(there, key=lambda one: one[1] is Stay.STREAMS):
             if stay in (Stay.FRESH, Stay.STREAMS) and case.fingerprint not in struck:

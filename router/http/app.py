@@ -4,7 +4,8 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Security
@@ -13,7 +14,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -21,35 +22,32 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import (
-    Authentication,
-    Belongings,
-    RequestIds,
-    admins_only,
-    tenant_of,
-    until_responded,
-)
-from twostroke.router.http.responses import ClientGone, EventStream, error_response, until_disconnect
+from twostroke.router.http.middleware import Authentication, RequestIds, admins_only, tenant_of
+from twostroke.router.http.responses import error_response, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
 from twostroke.router.observe.scrape import exposition
-from twostroke.router.openai.answers import ErrorObject, Format
-from twostroke.router.openai.chat import ChatCompletion, ChatFormat
-from twostroke.router.openai.completions import Completion, CompletionFormat
+from twostroke.router.openai.answers import (
+    ChatCompletion,
+    ChatFormat,
+    Completion,
+    CompletionFormat,
+    ErrorObject,
+    Format,
+)
 from twostroke.router.openai.generation import Generation
-from twostroke.router.openai.jobs import Job, Terms
-from twostroke.router.openai.parsing import explain, prompts_of, token_ids_of
+from twostroke.router.openai.jobs import Terms
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationFields,
     TokenizeRequest,
+    explain,
 )
-from twostroke.router.slo.promises import (
+from twostroke.router.slo.classes import (
     CLASS_HEADER,
+    MOST_ASKED_PRIORITY,
     MOST_MS,
-    MOST_PRIORITY,
     PRIORITY_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
@@ -82,11 +80,10 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
     app.add_middleware(Authentication, tenants=service.tenants)
     app.add_middleware(Exchanges, clock=service.clock, over=service.over)
     app.add_middleware(RequestIds)
-    app.add_middleware(Belongings)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     return app
 
 
@@ -104,55 +101,54 @@ async def _service_of(request: Request) -> RouterService:
 Service = Annotated[RouterService, Depends(_service_of)]
 
 
-class Call:
-    """A request for tokens: who asks, on which terms, and what is held for it until its response is over."""
+async def _held() -> AsyncIterator[ExitStack]:
+    """What a request holds until its response is over."""
+    with ExitStack() as held:
+        yield held
 
-    def __init__(self, request: Request):
-        self.service: RouterService = request.app.state.service
-        self._request = request
-        self._tenant = tenant_of(request)
-        self._held = until_responded(request)
 
-    def terms(self, asked: GenerationFields) -> Terms:
-        """Raises RequestError for what the caller may not have."""
-        promise = promise_of(
-            self.service.slo,
-            self._request.headers,
-            asked.service_tier,
-            asked.priority,
-            has_key=self._tenant is not None,
-            key_class=None if self._tenant is None else self._tenant.slo_class,
-        )
-        return Terms(promise, b"" if self._tenant is None else self._tenant.cache_salt)
+Held = Annotated[ExitStack, Depends(_held)]
 
-    def reserve(self, num_choices: int) -> None:
-        """Takes places for so many choices. Raises RequestError where there are none."""
-        if self._tenant is not None:
-            self._held.enter_context(self._tenant.limits.in_flight(num_choices))
-        self._held.enter_context(self.service.gate.room(num_choices))
 
-    async def answer(self, asked: GenerationFields, jobs: Sequence[Job], form: type[Format]) -> Response:
-        """Run the jobs, and write what comes of them. Raises RequestError where the key has too few tokens left."""
-        service, exchange = self.service, exchange_of(self._request)
-        writer = form(
-            asked,
-            jobs,
-            service.tokenizer,
-            model=service.config.model_name,
-            created=service.now(),
-            service_tier=jobs[0].request.promise.class_name if service.slo.is_set else None,
-        )
-        generation = Generation(service.runner, asked, jobs, writer, arrive=exchange.began, on_failure=exchange.fails)
-        requests = [job.request for job in jobs]
-        exchange.generates(requests, generation.stages, generation.num_prompt_tokens, is_stream=bool(asked.stream))
-        if self._tenant is not None:
-            tokens = self._tenant.limits.tokens(generation.most_tokens, generation.used_tokens)
-            self._held.enter_context(tokens)
-        cut = self._held.enter_context(service.gate.cuttable())
-        if asked.stream:
-            return EventStream(generation.events(), exchange.refuses, cut)
-        body = await until_disconnect(self._request.receive, generation.whole(), cut)
-        return Response(body, media_type="application/json")
+async def _generate(
+    asked: CompletionRequest | ChatRequest, form: type[Format], request: Request, held: ExitStack
+) -> Response:
+    """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
+
+    Raises RequestError for what is wrong, what the caller may not have, and what is too much now.
+    """
+    service: RouterService = request.app.state.service
+    exchange, tenant = exchange_of(request), tenant_of(request)
+    service.check(asked)
+    promise = promise_of(
+        service.slo,
+        request.headers,
+        asked.service_tier,
+        asked.priority,
+        has_key=tenant is not None,
+        key_class=None if tenant is None else tenant.slo_class,
+    )
+    terms = Terms(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
+    if tenant is not None:
+        held.enter_context(tenant.in_flight(asked.num_choices))
+    held.enter_context(service.gate.room(asked.num_choices))
+    jobs = await service.jobs.make(asked, terms)
+    writer = form(
+        asked,
+        jobs,
+        service.tokenizer,
+        model=service.config.model_name,
+        created=service.now(),
+        service_tier=promise.class_name if service.slo.is_set else None,
+    )
+    generation = Generation(service.runner, asked, jobs, writer, exchange)
+    if tenant is not None:
+        held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
+    cut = held.enter_context(service.gate.cuttable())
+    if asked.stream:
+        return await streamed(request, generation.events(), cut)
+    body = await until_disconnect(request.receive, generation.whole(), cut)
+    return Response(body, media_type="application/json")
 
 
 def _header(name: str, **schema: Any) -> dict[str, Any]:
@@ -167,35 +163,22 @@ _GENERATES: dict[str, Any] = {
             _header(CLASS_HEADER, type="string"),
             _header(TTFT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
             _header(TPOT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
-            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_PRIORITY, maximum=MOST_PRIORITY),
+            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_ASKED_PRIORITY, maximum=MOST_ASKED_PRIORITY),
         ]
     },
 }
 
 
 @_keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
-async def completions(asked: CompletionRequest, request: Request) -> Response:
+async def completions(asked: CompletionRequest, request: Request, held: Held) -> Response:
     """Continue a prompt."""
-    call = Call(request)
-    service = call.service
-    service.check(asked)
-    terms, max_context = call.terms(asked), service.max_context()
-    prompts = prompts_of(asked, max_context)
-    call.reserve(len(prompts) * (asked.n or 1))
-    jobs = await service.jobs.of_completion(asked, prompts, max_context, terms)
-    return await call.answer(asked, jobs, CompletionFormat)
+    return await _generate(asked, CompletionFormat, request, held)
 
 
 @_keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
-async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
     """Answer a chat."""
-    call = Call(request)
-    service = call.service
-    service.check(asked)
-    terms, max_context = call.terms(asked), service.max_context()
-    call.reserve(asked.n or 1)
-    jobs = await service.jobs.of_chat(asked, max_context, terms)
-    return await call.answer(asked, jobs, ChatFormat)
+    return await _generate(asked, ChatFormat, request, held)
 
 
 class ModelCard(TypedDict):
@@ -206,6 +189,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: Literal["twostroke"]
     max_model_len: int | None  # tokens, prompt and output together; None until a decode worker is known
+    vocab_size: int  # all token ids are below it
 
 
 class ModelList(TypedDict):
@@ -228,6 +212,7 @@ async def models(service: Service) -> ModelList:
         "created": service.started_at,
         "owned_by": "twostroke",
         "max_model_len": max_context,
+        "vocab_size": service.tokenizer.vocab_size,
     }
     return {"object": "list", "data": [card]}
 
@@ -275,8 +260,7 @@ class DetokenizedText(TypedDict):
 async def detokenize(asked: DetokenizeRequest, service: Service) -> DetokenizedText:
     """Token ids to text."""
     service.check(asked)
-    token_ids = token_ids_of(asked.tokens, "tokens", service.max_context())
-    service.jobs.check_vocabulary(token_ids, "tokens")
+    token_ids = service.jobs.checked(asked.tokens, "tokens", service.max_context())
     return {"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)}
 
 
@@ -327,7 +311,7 @@ async def doctor(request: Request) -> Response:
     if request.method == "HEAD":  # whoever asks for a head wants no trials
         return Response(media_type=_JSON_LINES)
     examiner: Doctor = request.app.state.doctor
-    return EventStream(examiner.examine(), exchange_of(request).refuses, content_type=_JSON_LINES)
+    return await streamed(request, examiner.examine(), media_type=_JSON_LINES)
 
 
 class Version(TypedDict):
@@ -371,10 +355,10 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    message = {404: "there is no such path", 405: "the path does not take this method"}.get(
-        error.status_code, "refused"
-    )
+    code, message = {
+        404: ("not_found", "there is no such path"),
+        405: ("method_not_allowed", "the path does not take this method"),
+    }.get(error.status_code, ("http_error", "refused"))
     failure = RequestError(message, param="path", code=code, status=error.status_code)
     exchange_of(request).fails(failure)
     response = error_response(failure)

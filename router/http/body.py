@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -11,13 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.router.http.responses import ClientGone
 from twostroke.router.openai.answers import internal_error
-from twostroke.router.openai.parsing import shown
+from twostroke.router.openai.schemas import shown
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """A body that is too large is read and dropped up to here, so that the client gets to see the answer."""
@@ -46,7 +46,7 @@ class BoundedRoute(APIRoute):
                 if self.body_field is not None:
                     request = _ReadRequest(request, await read_object(request, request.app.state.max_body_bytes))
                 return await handle(request)
-            except (TwostrokeError, RequestValidationError, HTTPException, ClientGone):
+            except (TwostrokeError, RequestValidationError, HTTPException, ClientDisconnect):
                 raise
             except Exception:
                 _log.exception("a request to %s met a bug", request.url.path)
@@ -71,26 +71,20 @@ class _ReadRequest(Request):
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientGone."""
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > MAX_DISCARDED_BYTES:
-        raise _too_large(max_bytes)
+    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect."""
     parts: list[bytes] = []
     size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size <= max_bytes:
-            parts.append(part)
-        else:
-            parts.clear()
-        if size > MAX_DISCARDED_BYTES or not message.get("more_body", False):
-            break
+    async with aclosing(request.stream()) as stream:
+        async for part in stream:
+            size += len(part)
+            if size <= max_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+            if size > MAX_DISCARDED_BYTES:
+                break
     if size > max_bytes:
-        raise _too_large(max_bytes)
+        raise RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
     return parse_object(b"".join(parts))
 
 
@@ -128,26 +122,20 @@ def _num_containers(body: bytes) -> int:
     return bare.count(b"{") + bare.count(b"[")
 
 
-def _check_shape(value: Any, param: str) -> None:
-    """Raises RequestError for containers nested too deeply and for objects too wide; without recursion."""
-    layer = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_NESTING):
-        inner: list[Any] = []
-        for one in layer:
-            if isinstance(one, dict):
-                if len(one) > MAX_MEMBERS:
-                    raise _too_wide(param)
-                inner += [member for member in one.values() if isinstance(member, dict | list)]
-            elif not {dict, list}.isdisjoint(map(type, one)):  # a long prompt of token ids has none, told at once
-                inner += [member for member in one if isinstance(member, dict | list)]
-        layer = inner
-        if not layer:
-            return
-    raise RequestError(f"{param} is nested too deeply", param=param)
-
-
-def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(f"the body is over {max_bytes} bytes", param="body", code="request_too_large", status=413)
+def _check_shape(value: Any, param: str, depth: int = 1) -> None:
+    """Raises RequestError for containers nested too deeply and for objects too wide."""
+    if not isinstance(value, dict | list):
+        return
+    if depth > MAX_NESTING:
+        raise RequestError(f"{param} is nested too deeply", param=param)
+    if isinstance(value, dict):
+        if len(value) > MAX_MEMBERS:
+            raise _too_wide(param)
+        value = value.values()
+    elif {dict, list}.isdisjoint(map(type, value)):
+        return  # a long prompt of token ids has none within, told at once
+    for member in value:
+        _check_shape(member, param, depth + 1)
 
 
 def _too_wide(param: str) -> RequestError:

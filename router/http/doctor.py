@@ -6,6 +6,7 @@ each pair has a time limit, and the run ends with its client.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -31,25 +32,18 @@ _NUM_LARGE = 3  # of each larger size, likewise
 Pair = tuple[WorkerInfo, WorkerInfo]
 
 
+@dataclass(kw_only=True)
 class Doctor:
     """Examines the ways of KV. `stats` tells a worker's latest numbers, `secret` is the cluster's.
 
     `expected` tells how many workers of each role there are to be.
     """
 
-    def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        stats: Callable[[Peer], WorkerStats | None],
-        secret: bytes,
-        expected: Callable[[], Mapping[Role, int]],
-    ):
-        self._fleet = fleet
-        self._stats = stats
-        self._expected = expected
-        self._secret = secret
-        self._is_running = False
+    fleet: Fleet
+    stats: Callable[[Peer], WorkerStats | None]
+    secret: bytes
+    expected: Callable[[], Mapping[Role, int]]
+    _is_running: bool = field(default=False, init=False)
 
     async def examine(self) -> AsyncGenerator[bytes, None]:
         """One line of JSON first, one for each pair, one at the end; always `aclose` it.
@@ -60,27 +54,18 @@ class Doctor:
             raise RequestError("the links are being examined already", code="doctor_is_running", status=409)
         self._is_running = True
         try:
-            workers = self._fleet.workers()
+            workers = self.fleet.workers()
             pairs = possible_pairs(workers)
             chosen = pairs[:MAX_PAIRS]
-            yield _line(
-                {
-                    "event": "begin",
-                    "pairs": len(chosen),
-                    "left_out": len(pairs) - len(chosen),
-                    "missing_workers": missing_workers(self._expected(), workers),
-                }
-            )
+            numbers = {"pairs": len(chosen), "left_out": len(pairs) - len(chosen)}
+            yield _line({"event": "begin", **numbers, "missing_workers": missing_workers(self.expected(), workers)})
             num_failed = 0
             for source, target in chosen:
                 reply = await self.probe(source, target)
                 num_failed += reply.error is not None
                 roles = {"source_role": source.role, "target_role": target.role}
-                found = msgspec.to_builtins(reply) | {
-                    "source": source.peer.worker_id,
-                    "target": target.peer.worker_id,
-                }
-                yield _line({"event": "pair"} | roles | found)
+                names = {"source": source.peer.worker_id, "target": target.peer.worker_id}
+                yield _line({"event": "pair", **roles, **msgspec.to_builtins(reply), **names})
             yield _line({"event": "end", "failed": num_failed})
         finally:
             self._is_running = False
@@ -121,35 +106,21 @@ class Doctor:
 
     async def _trial(self, source: WorkerInfo, target: WorkerInfo, count: int, num_tokens: int) -> ProbeTimes:
         """Times of `count` transfers of so many tokens, after one that is not counted."""
-        tickets = tuple(
-            mint_ticket(
-                self._secret,
-                "doctor",
-                source.peer,
-                target.peer,
-                target.transfer_addresses,
-                source_ranks=source.layout.tp_size,
-            )
-            for _ in range(count + 1)
-        )
-        # The target's call first, so that it expects the transfers as they come.
-        receiving = asyncio.create_task(self._fleet.probe_target(target.peer, tickets, num_tokens))
-        sending = asyncio.create_task(self._fleet.probe_source(source.peer, tickets, num_tokens))
+        way = (self.secret, "doctor", source.peer, target.peer, target.transfer_addresses)
+        tickets = tuple(mint_ticket(*way, source_ranks=source.layout.tp_size) for _ in range(count + 1))
         try:
-            await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_EXCEPTION)
-            for task in (sending, receiving):
-                if task.done():
-                    task.result()
-            times = sending.result()
-        finally:
-            sending.cancel()
-            receiving.cancel()
-            await asyncio.gather(sending, receiving, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                # The target's call first, so that it expects the transfers as they come.
+                group.create_task(self.fleet.probe_target(target.peer, tickets, num_tokens))
+                sending = group.create_task(self.fleet.probe_source(source.peer, tickets, num_tokens))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        times = sending.result()
         return msgspec.structs.replace(times, seconds=times.seconds[1:])
 
     def _room(self, worker: WorkerInfo) -> int:
         """Tokens that a trial may have there: half of what the worker would allow, since its numbers are a bit old."""
-        stats = self._stats(worker.peer)
+        stats = self.stats(worker.peer)
         free_blocks = worker.num_blocks if stats is None else stats.free_blocks
         return free_blocks // 4 * worker.layout.block_size
 
@@ -168,16 +139,12 @@ def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo])
 
 def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
     """Who may send KV to whom, source first: prompts from prefill to decode workers, then what can be pulled."""
-    prefills = [info for info in workers if info.role == "prefill"]
-    decodes = [info for info in workers if info.role == "decode"]
-    pairs = [(source, target) for source in prefills for target in decodes]
-    for sources, targets in ((decodes, prefills), (prefills, prefills), (decodes, decodes)):
-        pairs += [
-            (source, target)
-            for source in sources
-            for target in targets
-            if target.transfer_addresses and source is not target
-        ]
+    ways = (("prefill", "decode"), ("decode", "prefill"), ("prefill", "prefill"), ("decode", "decode"))
+    pairs: list[Pair] = []
+    for source_role, target_role in ways:
+        targets = [info for info in workers if info.role == target_role and info.transfer_addresses]
+        sources = [info for info in workers if info.role == source_role]
+        pairs += [(source, target) for source in sources for target in targets if source is not target]
     return pairs
 
 

@@ -1,10 +1,7 @@
-"""What every request passes before its endpoint: `Authentication` finds out who asks, `RequestIds` labels it, and what
-it holds ends with its response (`Belongings`).
-"""
+"""What every request passes before its endpoint: `Authentication` finds out who asks, `RequestIds` labels it."""
 
 import re
 import secrets
-from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -20,7 +17,6 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answer everybody, with or without a key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_BELONGINGS = "twostroke.belongings"
 _TENANT = "twostroke.tenant"
 
 
@@ -53,24 +49,6 @@ class RequestIds:
             REQUEST_ID.reset(label)
 
 
-class Belongings:
-    """Middleware: what a request enters on `until_responded` ends with its response, on every path."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as stack:
-            scope[_BELONGINGS] = stack
-            await self._app(scope, receive, send)
-
-
-def until_responded(request: HTTPConnection) -> ExitStack:
-    """Enter here what a request holds until its response is over. For an app with `Belongings`."""
-    stack: ExitStack = request.scope[_BELONGINGS]
-    return stack
-
-
 class Authentication:
     """Middleware: where there are keys, nobody without one gets further than the open paths.
 
@@ -96,7 +74,7 @@ class Authentication:
                 tenant = scope[_TENANT] = self._tenants.of(Headers(scope=scope).get("authorization"))
                 exchange.tenant = tenant.name
                 if scope["method"] == "POST":
-                    tenant.limits.count_request()
+                    tenant.count_request()
             except RequestError as error:
                 exchange.refuses(error)
                 await error_response(error)(scope, receive, send)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,12 @@ from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.tenants import Tenants
 from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.metrics import Expected, RouterMetrics
-from twostroke.router.observe.scaling import LastScaling, ScalingCollector, never_scaled, scaling_status
+from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.scaling import Expected, LastScaling, never_scaled, planned_families, scaling_status
 from twostroke.router.observe.scrape import OtherRouters, RouterReading, no_other_routers
-from twostroke.router.observe.worker_metrics import SLOMetrics
-from twostroke.router.openai.choices import ChoiceRunner
+from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
-from twostroke.router.openai.parsing import UnknownFields, shown
-from twostroke.router.openai.schemas import ModelRequest
+from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
@@ -57,6 +55,7 @@ class ServiceConfig:
     version: str = field(default_factory=_version)
 
 
+@dataclass(kw_only=True)
 class RouterService:
     """Serves one model. `start` and `close` it on the event loop that it serves on.
 
@@ -64,64 +63,34 @@ class RouterService:
     everybody may ask. `expected` tells how many replicas there are to be, `scaling` what the autoscaler decided last.
     """
 
-    def __init__(
-        self,
-        *,
-        config: ServiceConfig,
-        tokenizer: TextTokenizer,
-        fleet: Fleet,
-        channels: TokenChannels,
-        pipeline: Pipeline,
-        slo: SLOConfig | None = None,
-        admission: Admission | None = None,
-        tenants: Tenants | None = None,
-        traces: "OpenTelemetryTraces | None" = None,
-        other_routers: OtherRouters = no_other_routers,
-        expected: Expected = dict,
-        scaling: LastScaling = never_scaled,
-        clock: Clock = time.monotonic,
-        wall_clock: Clock = time.time,
-        draw_seed: Callable[[], int] | None = None,
-    ):
-        self.config = config
-        self.tokenizer = tokenizer
-        self._unknown_fields = UnknownFields(strict=config.strict)
-        self.jobs = JobMaker(tokenizer) if draw_seed is None else JobMaker(tokenizer, draw_seed=draw_seed)
-        self.metrics = RouterMetrics(config.model_name)
-        self.metrics.watch_fleet(lambda: not self.missing(), expected)
-        self.metrics.registry.register(ScalingCollector(scaling))
-        pipeline.time_decisions(self.metrics.decision_time.observe)
-        self.clock = clock
-        self.slo = slo or SLOConfig()
-        self.tenants = tenants
-        self.traces = traces
-        admission = admission or Admission(config=self.slo, stats=channels.stats, clock=clock)
-        self._promises = SLOMetrics(
-            model=config.model_name,
-            classes=self.slo.classes,
-            admission=admission,
-            clock=clock,
-            registry=self.metrics.registry,
+    config: ServiceConfig
+    tokenizer: TextTokenizer
+    fleet: Fleet
+    channels: TokenChannels
+    pipeline: Pipeline
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    admission: Admission | None = None
+    tenants: Tenants | None = None
+    traces: "OpenTelemetryTraces | None" = None
+    other_routers: OtherRouters = no_other_routers
+    expected: Expected = dict
+    scaling: LastScaling = never_scaled
+    clock: Clock = time.monotonic
+    wall_clock: Clock = time.time
+
+    def __post_init__(self) -> None:
+        admission = self.admission or Admission(config=self.slo, stats=self.channels.stats, clock=self.clock)
+        self._metrics = RouterMetrics(
+            self.config.model_name, self.slo.classes, admission, self.clock, is_ready=lambda: not self.missing()
         )
-        self._scaling = scaling
-        self._demand = Demand(self.slo.classes, clock)
-        self.runner = ChoiceRunner(
-            tokenizer=tokenizer,
-            pipeline=pipeline,
-            metrics=self.metrics,
-            promises=self._promises,
-            demand=self._demand,
-            admission=admission,
-            clock=clock,
-        )
-        self.gate = Gate(config.max_choices_in_flight, self._demand.turned_away, clock)
-        self._fleet = fleet
-        self._channels = channels
-        self._pipeline = pipeline
-        self._other_routers = other_routers
-        self._wall_clock = wall_clock
+        self.pipeline.on_decision = self._metrics.decision_time.observe
+        self._demand = Demand(self.slo.classes, self.clock)
+        self.jobs = JobMaker(self.tokenizer)
+        self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
+        self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
+        self.started_at = int(self.wall_clock())
+        self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
-        self.started_at = int(wall_clock())
 
     async def start(self) -> None:
         """Connect to the workers, and keep following the fleet."""
@@ -134,20 +103,20 @@ class RouterService:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
             self._following = None
-        await self._channels.close()
+        await self.channels.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
     def over(self, exchange: Exchange) -> None:
         """A request has ended: count it, and hand it to those who trace."""
         if exchange.refusal is not None:
-            self.metrics.refused(exchange.refusal)
+            self._metrics.refused(exchange.refusal)
         if self.traces is not None:
             self.traces.record(exchange)
 
     def now(self) -> int:
         """Seconds since 1970, for `created`."""
-        return int(self._wall_clock())
+        return int(self.wall_clock())
 
     def check(self, asked: ModelRequest) -> None:
         """Raises RequestError for another model than the one served, and where unknown fields are refused."""
@@ -167,7 +136,7 @@ class RouterService:
 
     def max_context(self) -> int:
         """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
-        contexts = [info.max_context for info in self._fleet.workers() if info.role == "decode"]
+        contexts = [info.max_context for info in self.fleet.workers() if info.role == "decode"]
         if not contexts:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
@@ -176,21 +145,21 @@ class RouterService:
         """What a whole path lacks; empty when ready."""
         if self.gate.is_draining:
             return ["the server is about to end"]
-        workers = self._fleet.workers()
-        reachable = {info.role for info in workers if self._channels.is_connected(info.peer)}
+        workers = self.fleet.workers()
+        reachable = {info.role for info in workers if self.channels.is_connected(info.peer)}
         wanted = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
         return [f"no {role} worker can be reached" for role in wanted if role not in reachable]
 
     def status(self) -> dict[str, Any]:
         """All workers and their numbers, for people and for `twostroke status`."""
-        ejected = self._pipeline.ejected()
+        ejected = self.pipeline.ejected()
         return {
             "model": self.config.model_name,
             "version": self.config.version,
             "ready": not self.missing(),
-            "places_held": self._pipeline.in_flight,
+            "places_held": self.pipeline.in_flight,
             "slo_classes": [
-                {"name": one.name, "attainment": self._promises.attainment(one.name)} for one in self.slo.classes
+                {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
             "autoscaling": self._scaling_status(),
             "workers": [
@@ -199,54 +168,52 @@ class RouterService:
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "node": info.token_address.host,
-                    "reachable": self._channels.is_connected(info.peer),
+                    "reachable": self.channels.is_connected(info.peer),
                     "ejected": info.peer in ejected,
                     "ranks": info.layout.tp_size,
                     "block_size": info.layout.block_size,
                     "num_blocks": info.num_blocks,
                     "max_context": info.max_context,
-                    "stats": msgspec.to_builtins(self._channels.stats(info.peer)),
+                    "stats": msgspec.to_builtins(self.channels.stats(info.peer)),
                 }
-                for info in self._fleet.workers()
+                for info in self.fleet.workers()
             ],
         }
 
     def _scaling_status(self) -> dict[str, Any] | None:
-        scaling = self._scaling()
+        scaling = self.scaling()
         if scaling is None:
             return None
         running = Counter(info.role for info, stats in self._worker_numbers() if not stats.is_draining)
-        return scaling_status(scaling, running, self._wall_clock())
+        return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
         """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
-        return {
-            "started_at": float(self.started_at),
-            **self._demand.numbers(),
-            **fleet_numbers(self._worker_numbers()),
-        }
+        own = {"started_at": float(self.started_at), **self._demand.numbers()}
+        return own | fleet_numbers(self._worker_numbers())
 
     def reading(self) -> RouterReading:
         """This router's numbers."""
+        planned = planned_families(self.expected(), self.scaling())
         return RouterReading(
             self.config.router_id,
-            tuple(self.metrics.registry.collect()),
+            (*self._metrics.registry.collect(), *planned),
             tuple(self._worker_numbers()),
-            frozenset(self._pipeline.ejected()),
+            frozenset(self.pipeline.ejected()),
         )
 
     async def readings(self) -> list[RouterReading]:
         """The numbers of all routers that answer, this one's first."""
-        return [self.reading(), *await self._other_routers()]
+        return [self.reading(), *await self.other_routers()]
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""
-        for info in self._fleet.workers():
-            stats = self._channels.stats(info.peer)
+        for info in self.fleet.workers():
+            stats = self.channels.stats(info.peer)
             if stats is not None:
                 yield info, stats
 
     async def _follow(self) -> None:
         while True:
-            self._channels.follow(self._fleet.workers())
+            self.channels.follow(self.fleet.workers())
             await asyncio.sleep(self.config.follow_s)

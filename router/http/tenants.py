@@ -12,7 +12,6 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
@@ -35,102 +34,40 @@ class RateLimited(RequestError):
 
 
 class TokenBucket:
-    """Holds a minute's worth at most, is full at first, and is refilled steadily."""
+    """Holds a minute's worth of `what` at most, is full at first, and is refilled steadily; None: without end."""
 
-    def __init__(self, per_minute: float, clock: Clock):
+    def __init__(self, what: str, per_minute: float | None, clock: Clock):
+        self._what = what
         self._clock = clock
         self._capacity = per_minute
-        self._per_second = per_minute / MINUTE_S
-        self._level = per_minute
+        self._level = per_minute or 0.0
         self._at = clock()
 
     def take(self, amount: float) -> float:
         """Take `amount`, and return how much was taken: the whole bucket where it asks for more than that holds.
 
-        Raises `NotYet` where there isn't enough.
+        Raises RateLimited where there isn't enough.
         """
-        self._refill()
+        if self._capacity is None:
+            return amount
+        self._refill(self._capacity)
         amount = min(amount, self._capacity)
         if self._level < amount:
-            raise NotYet((amount - self._level) / self._per_second)
+            wait_s = (amount - self._level) / self._capacity * MINUTE_S
+            raise RateLimited(f"the API key has used up its {self._what}", retry_after_s=wait_s)
         self._level -= amount
         return amount
 
     def settle(self, taken: float, used: float) -> None:
         """Give back what was `taken` and not used. What was used beyond it is owed, and delays the next."""
-        self._refill()
-        self._level = min(self._capacity, self._level + taken - used)
+        if self._capacity is not None:
+            self._refill(self._capacity)
+            self._level = min(self._capacity, self._level + taken - used)
 
-    def _refill(self) -> None:
+    def _refill(self, capacity: float) -> None:
         now = self._clock()
-        self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
+        self._level = min(capacity, self._level + (now - self._at) * capacity / MINUTE_S)
         self._at = now
-
-
-class NotYet(Exception):
-    """The bucket will have enough in `wait_s` seconds, if nobody else takes it."""
-
-    def __init__(self, wait_s: float):
-        super().__init__(f"enough in {wait_s:.3g} s")
-        self.wait_s = wait_s
-
-
-class KeyLimits:
-    """The limits of one key at one router; None is no limit."""
-
-    def __init__(
-        self,
-        *,
-        clock: Clock,
-        requests_per_minute: Annotated[float, Ge(1)] | None,
-        tokens_per_minute: Annotated[float, Ge(1)] | None,
-        max_in_flight: Count | None,
-    ):
-        self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
-        self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
-        self._max_in_flight = max_in_flight
-        self._in_flight = 0
-
-    def count_request(self) -> None:
-        """Raises RateLimited where the key sends more requests than it may."""
-        if self._requests is not None:
-            try:
-                self._requests.take(1)
-            except NotYet as not_yet:
-                raise RateLimited("the API key has used up its requests", retry_after_s=not_yet.wait_s) from None
-
-    @contextmanager
-    def in_flight(self, num_choices: int) -> Iterator[None]:
-        """Places for so many choices. Raises RateLimited where there are not so many now, RequestError where never."""
-        if self._max_in_flight is not None and num_choices > self._max_in_flight:
-            message = f"{num_choices} choices, and the API key may have {self._max_in_flight} under way at a time"
-            raise RequestError(message, param="n")
-        if self._max_in_flight is not None and self._in_flight + num_choices > self._max_in_flight:
-            message = f"the API key may have {self._max_in_flight} choices under way at a time"
-            raise RateLimited(message, retry_after_s=1)
-        self._in_flight += num_choices
-        try:
-            yield
-        finally:
-            self._in_flight -= num_choices
-
-    @contextmanager
-    def tokens(self, most: int, used: Callable[[], int]) -> Iterator[None]:
-        """Set tokens aside for a request that takes `most`; at the end it is asked how many it `used`.
-
-        Raises RateLimited where the key has too few left.
-        """
-        if self._tokens is None:
-            yield
-            return
-        try:
-            taken = self._tokens.take(most)
-        except NotYet as not_yet:
-            raise RateLimited("the API key has used up its tokens", retry_after_s=not_yet.wait_s) from None
-        try:
-            yield
-        finally:
-            self._tokens.settle(taken, used())
 
 
 _SALT_BYTES = 16
@@ -185,22 +122,62 @@ class AuthConfig(Section):
         return self
 
 
-@dataclass(frozen=True, eq=False)
 class Tenant:
-    """Whom a key belongs to. `cache_salt` keeps his prefixes apart from others'."""
+    """Whom a key belongs to, and what one of `num_routers` routers lets him use: an equal part of each limit.
 
-    name: str
-    slo_class: str | None
-    is_admin: bool
-    cache_salt: bytes
-    limits: KeyLimits
+    `cache_salt` keeps his prefixes apart from others'.
+    """
+
+    def __init__(self, key: KeyConfig, *, secret: bytes, clock: Clock, num_routers: int):
+        self.name = key.name
+        self.slo_class = key.slo_class
+        self.is_admin = key.admin
+        self.cache_salt = hmac.digest(secret, b"cache salt of " + key.name.encode(), "sha256")[:_SALT_BYTES]
+        self._requests = TokenBucket("requests", _part(key.requests_per_minute, num_routers), clock)
+        self._tokens = TokenBucket("tokens", _part(key.tokens_per_minute, num_routers), clock)
+        self._max_in_flight = math.inf if key.max_in_flight is None else -(-key.max_in_flight // num_routers)
+        self._in_flight = 0
+
+    def count_request(self) -> None:
+        """Raises RateLimited where the key sends more requests than it may."""
+        self._requests.take(1)
+
+    @contextmanager
+    def in_flight(self, num_choices: int) -> Iterator[None]:
+        """Places for so many choices. Raises RateLimited where there are not so many now, RequestError where never."""
+        if num_choices > self._max_in_flight:
+            message = f"{num_choices} choices, and the API key may have {self._max_in_flight} under way at a time"
+            raise RequestError(message, param="n")
+        if self._in_flight + num_choices > self._max_in_flight:
+            message = f"the API key may have {self._max_in_flight} choices under way at a time"
+            raise RateLimited(message, retry_after_s=1)
+        self._in_flight += num_choices
+        try:
+            yield
+        finally:
+            self._in_flight -= num_choices
+
+    @contextmanager
+    def tokens(self, most: int, used: Callable[[], int]) -> Iterator[None]:
+        """Set tokens aside for a request that takes `most`; at the end it is asked how many it `used`.
+
+        Raises RateLimited where the key has too few left.
+        """
+        taken = self._tokens.take(most)
+        try:
+            yield
+        finally:
+            self._tokens.settle(taken, used())
 
 
 class Tenants:
     """Finds who asks. Every router has its own: of a key's limits each gives a `num_routers`-th part."""
 
     def __init__(self, keys: Sequence[KeyConfig], *, secret: bytes, clock: Clock, num_routers: int = 1):
-        self._tenants = [(bytes.fromhex(key.sha256), _tenant(key, secret, clock, num_routers)) for key in keys]
+        self._tenants = [
+            (bytes.fromhex(key.sha256), Tenant(key, secret=secret, clock=clock, num_routers=num_routers))
+            for key in keys
+        ]
 
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
@@ -225,17 +202,6 @@ def new_key() -> tuple[str, str]:
     """A fresh key, and the hash of it that is configured."""
     key = f"ts-{secrets.token_urlsafe(32)}"
     return key, hashlib.sha256(key.encode()).hexdigest()
-
-
-def _tenant(key: KeyConfig, secret: bytes, clock: Clock, num_routers: int) -> Tenant:
-    salt = hmac.digest(secret, b"cache salt of " + key.name.encode(), "sha256")[:_SALT_BYTES]
-    limits = KeyLimits(
-        clock=clock,
-        requests_per_minute=_part(key.requests_per_minute, num_routers),
-        tokens_per_minute=_part(key.tokens_per_minute, num_routers),
-        max_in_flight=None if key.max_in_flight is None else -(-key.max_in_flight // num_routers),
-    )
-    return Tenant(key.name, key.slo_class, key.admin, salt, limits)
 
 
 def _part(limit: float | None, num_routers: int) -> float | None:

@@ -1,165 +1,216 @@
-"""The series of one router: the requests that it has had.
+"""The series of one router: the requests that it has had, and what became of promises.
 
 Names and units are vLLM's with the prefix `twostroke:`. The registry is this object's own, so that several routers can
-live in one process. What workers tell of themselves: `router/observe/worker_metrics.py`; what a scrape brings of all
-routers: `router/observe/scrape.py`.
+live in one process. What workers tell of themselves, and what a scrape brings of all routers:
+`router/observe/scrape.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
+from twostroke.protocol.requests import GenerateRequest
 from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.admission import Admission, Limit
+from twostroke.router.slo.attainment import SLOAttainment, SLOVerdict
+from twostroke.router.slo.classes import SLOClass
 
 Outcome = Literal["stop", "length", "abort", "error"]
-Expected = Callable[[], Mapping[str, int]]
-"""How many replicas of each role, routers included, there are to be now."""
+Series = TypeVar("Series", Counter, Gauge, Histogram)
+Labels = TypeVar("Labels", bound=str | tuple[str, ...])
 
-_PREFIX = "twostroke:"
+PREFIX = "twostroke:"
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 _COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+
+_HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
+    "ttft_s": ("time_to_first_token_seconds", "Time to first token.", _LATENCY_BUCKETS),
+    "tpot_s": ("request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS),
+    "e2e_s": ("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY_BUCKETS),
+    "admit_s": (
+        "request_admission_time_seconds",
+        "From arrival until let through: tokenised, its path chosen.",
+        _LATENCY_BUCKETS,
+    ),
+    "prefill_queue_s": ("request_queue_time_seconds", "Waiting for prefill.", _LATENCY_BUCKETS),
+    "prefill_s": ("request_prefill_time_seconds", "Computing the prompt.", _LATENCY_BUCKETS),
+    "transfer_s": ("request_transfer_time_seconds", "KV from P to D.", _LATENCY_BUCKETS),
+    "decode_queue_s": (
+        "request_decode_queue_time_seconds",
+        "From the KV's arrival to the first decode step.",
+        _LATENCY_BUCKETS,
+    ),
+    "decode_s": ("request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS),
+    "num_output_tokens": ("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS),
+}
+"""What is observed of a choice that is over, by the attribute of `Stages`: name, help, buckets."""
+
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
+    "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
+    "resumes": ("request_resumes", "Attempts after a request's first."),
+    "prefill_failures": ("prefill_failures", "Prompts that D had to compute because P failed."),
+}
+"""What is added up of all choices that are over, likewise."""
 
 
 class RouterMetrics:
     """What one router replica counts."""
 
-    def __init__(self, model: str):
-        self._registry = CollectorRegistry()
-        self._model = model
-        self._outcomes = Counter(
-            _PREFIX + "request_success",
-            "Choices that ended, by how.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _LATENCY_BUCKETS)
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between a choice's tokens as they leave.", _TOKEN_BUCKETS
-        )
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS
-        )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY_BUCKETS)
-        self._admission = self._histogram(
-            "request_admission_time_seconds",
-            "From arrival until let through: tokenised, its path chosen.",
-            _LATENCY_BUCKETS,
-        )
-        self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill.", _LATENCY_BUCKETS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Computing the prompt.", _LATENCY_BUCKETS)
-        self._transfer = self._histogram("request_transfer_time_seconds", "KV from P to D.", _LATENCY_BUCKETS)
-        self._decode_queue = self._histogram(
-            "request_decode_queue_time_seconds", "From the KV's arrival to the first decode step.", _LATENCY_BUCKETS
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS
-        )
-        self.decision_time = self._histogram(
-            "router_decision_time_seconds", "Choosing the workers of an attempt.", _DECISION_BUCKETS
-        )
-        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", _COUNT_BUCKETS)
-        self._output_length = self._histogram("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of choices begun.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens sent to clients.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
-        self._resumes = self._counter("request_resumes", "Attempts after a request's first.")
-        self._failed_attempts = Counter(
-            _PREFIX + "request_attempt_failures",
-            "Attempts that failed, by the kind of error, whether another followed or not.",
-            ["model_name", "error"],
-            registry=self._registry,
-        )
-        self._prefill_failures = self._counter("prefill_failures", "Prompts that D had to compute because P failed.")
-        self._refused = Counter(
-            _PREFIX + "requests_refused",
-            "Requests answered with an error, by HTTP status and the error's code.",
-            ["model_name", "status", "code"],
-            registry=self._registry,
-        )
-        self.in_flight = Gauge(
-            _PREFIX + "router_requests_in_flight",
-            "Choices that this router has under way.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(model)
-
-    @property
-    def registry(self) -> CollectorRegistry:
+    def __init__(
+        self,
+        model: str,
+        classes: Sequence[SLOClass],
+        admission: Admission,
+        clock: Clock,
+        is_ready: Callable[[], bool],
+    ):
+        """`is_ready` tells at each scrape whether a request could be served."""
+        self.registry = CollectorRegistry()
         """All series of this router; others may add theirs."""
-        return self._registry
-
-    def watch_fleet(self, is_ready: Callable[[], bool], expected: Expected) -> None:
-        """Tell at each scrape whether a request could be served, and how many replicas there are to be."""
-        ready = Gauge(
-            _PREFIX + "router_ready",
-            "1 while a whole path is there and the router is not about to end.",
-            ["model_name"],
-            registry=self._registry,
+        self._model = model
+        self._clock = clock
+        self._attainment = SLOAttainment()
+        self._histograms = {
+            attribute: self._series(Histogram, name, about, buckets=buckets)
+            for attribute, (name, about, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {attribute: self._series(Counter, *about) for attribute, about in _COUNTERS.items()}
+        self.inter_token_latency = self._series(
+            Histogram,
+            "inter_token_latency_seconds",
+            "Time between a choice's tokens as they leave.",
+            buckets=_TOKEN_BUCKETS,
         )
-        ready.labels(self._model).set_function(is_ready)
-        self._registry.register(_ExpectedReplicas(expected))
+        self.decision_time = self._series(
+            Histogram,
+            "router_decision_time_seconds",
+            "Choosing the workers of an attempt.",
+            buckets=_DECISION_BUCKETS,
+        )
+        self._prompt_length = self._series(
+            Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNT_BUCKETS
+        )
+        self._prompt_tokens = self._series(Counter, "prompt_tokens", "Prompt tokens of choices begun.")
+        self._outcomes = self._series(Counter, "request_success", "Choices that ended, by how.", ["finished_reason"])
+        self._failed_attempts = self._series(
+            Counter,
+            "request_attempt_failures",
+            "Attempts that failed, by the kind of error, whether another followed or not.",
+            ["error"],
+        )
+        self._refused = self._series(
+            Counter,
+            "requests_refused",
+            "Requests answered with an error, by HTTP status and the error's code.",
+            ["status", "code"],
+        )
+        self._in_flight = self._series(Gauge, "router_requests_in_flight", "Choices that this router has under way.")
+        ready = self._series(Gauge, "router_ready", "1 while a whole path is there and the router is not about to end.")
+        ready.set_function(is_ready)
+        self._verdicts = self._series(
+            Counter,
+            "slo_requests",
+            "Choices that are over, by whether they got both promised times; errors got none, aborts don't count.",
+            ["slo_class", "verdict"],
+        )
+        self._refusals = self._series(
+            Counter,
+            "slo_refusals",
+            "Choices that admission refused, by what they would have broken.",
+            ["slo_class", "limit"],
+        )
+        self._ratio = self._series(
+            Histogram,
+            "ttft_prediction_ratio",
+            "Time to first token since admission, over what was predicted then.",
+            ["slo_class"],
+            buckets=_RATIO_BUCKETS,
+        )
+        attainment = self._series(
+            Gauge,
+            "slo_attainment",
+            "Of the last minutes' choices, refused ones included, those that got both promised times: 0 to 1.",
+            ["slo_class"],
+        )
+        correction = self._series(
+            Gauge,
+            "ttft_prediction_correction",
+            "What admission multiplies predicted times to first token by now.",
+            ["slo_class"],
+        )
+        for one in classes:
+            attainment.labels(model, one.name).set_function(partial(self.attainment, one.name))
+            correction.labels(model, one.name).set_function(partial(admission.ttft_correction, one.name))
 
-    def begun(self, num_prompt_tokens: int) -> None:
+    def begun(self, request: GenerateRequest) -> None:
         """A choice starts."""
-        self.in_flight.inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._prompt_length.observe(num_prompt_tokens)
+        self._in_flight.inc()
+        self._prompt_tokens.inc(request.num_prompt_tokens)
+        self._prompt_length.observe(request.num_prompt_tokens)
 
-    def ended(self, stages: Stages, outcome: Outcome) -> None:
-        """A choice that had begun is over."""
-        self.in_flight.dec()
+    def ended(self, request: GenerateRequest, stages: Stages, outcome: Outcome, verdict: SLOVerdict | None) -> None:
+        """A choice that had begun is over. Without a verdict its promises don't count: its client has left."""
+        self._in_flight.dec()
         self._outcomes.labels(self._model, outcome).inc()
-        self._generation_tokens.inc(stages.num_output_tokens)
-        self._output_length.observe(stages.num_output_tokens)
-        self._cached_tokens.inc(stages.num_cached_tokens)
-        self._resumes.inc(stages.resumes)
         for tried in stages.tries:
             if tried.error is not None:
                 self._failed_attempts.labels(self._model, tried.error).inc()
-        self._prefill_failures.inc(stages.prefill_failures)
-        for histogram, seconds in (
-            (self._ttft, stages.ttft_s),
-            (self._tpot, stages.tpot_s),
-            (self._e2e, stages.e2e_s),
-            (self._admission, stages.admit_s),
-            (self._queue, stages.prefill_queue_s),
-            (self._prefill, stages.prefill_s),
-            (self._transfer, stages.transfer_s),
-            (self._decode_queue, stages.decode_queue_s),
-            (self._decode, stages.decode_s),
-        ):
-            if seconds is not None:
-                histogram.observe(seconds)
+        for attribute, counter in self._counters.items():
+            counter.inc(getattr(stages, attribute))
+        for attribute, histogram in self._histograms.items():
+            value = getattr(stages, attribute)
+            if value is not None:
+                histogram.observe(value)
+        if verdict is not None:
+            self._judged(request.promise.class_name, stages, verdict)
+
+    def overloaded(self, request: GenerateRequest, limit: Limit) -> None:
+        """Admission has refused a choice, which is over, too."""
+        self._refusals.labels(self._model, request.promise.class_name, limit).inc()
 
     def refused(self, error: TwostrokeError) -> None:
         """A request is answered with an error."""
         shown = public_error(error)
         self._refused.labels(self._model, str(shown.status), shown.code).inc()
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(_PREFIX + name, help_text, ["model_name"], buckets=buckets, registry=self._registry).labels(
-            self._model
-        )
+    def attainment(self, class_name: str) -> float:
+        """Of the last minutes."""
+        return self._attainment.of(class_name, self._clock())
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(_PREFIX + name, help_text, ["model_name"], registry=self._registry).labels(self._model)
+    def _judged(self, class_name: str, stages: Stages, verdict: SLOVerdict) -> None:
+        self._verdicts.labels(self._model, class_name, verdict).inc()
+        self._attainment.record(class_name, verdict, self._clock())
+        if stages.predicted is not None:
+            expected, ttft_s = stages.predicted
+            if expected.ttft_s > 0:
+                self._ratio.labels(self._model, class_name).observe(ttft_s / expected.ttft_s)
+
+    def _series(
+        self, kind: type[Series], name: str, help_text: str, more_labels: Sequence[str] = (), **options: Any
+    ) -> Series:
+        """Series of the model; with `more_labels`, those of each of their values."""
+        made = kind(PREFIX + name, help_text, ["model_name", *more_labels], registry=self.registry, **options)
+        return made if more_labels else made.labels(self._model)
 
 
-class _ExpectedReplicas(Collector):
-    def __init__(self, expected: Expected):
-        self._expected = expected
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # nothing to check names against: roles come with the configuration
-
-    def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(_PREFIX + "replicas_expected", "Replicas that there are to be.", labels=["role"])
-        for role, count in self._expected().items():
-            family.add_metric((role,), count)
-        return (family,)
+def family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    help_text: str,
+    labels: Sequence[str],
+    numbers: Mapping[Labels, float],
+) -> Metric:
+    """Series whose `numbers` somebody else keeps, by the value of the label or those of several."""
+    made = kind(PREFIX + name, help_text, labels=labels)
+    for values, number in numbers.items():
+        made.add_metric((values,) if isinstance(values, str) else values, number)
+    return made

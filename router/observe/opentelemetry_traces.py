@@ -14,8 +14,8 @@ Workers tell durations, not moments: their spans are laid out from the beginning
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,12 +28,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from twostroke.router.observe.access_log import Exchange
-from twostroke.router.observe.stages import Stages, Try
+from twostroke.router.observe.stages import Stages
 
 MAX_CHOICES = 16
 """Of one request, that have spans; a request may have more."""
 
-_WORKER = "twostroke.worker_id"
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 
@@ -61,53 +60,44 @@ class OpenTelemetryTraces:
         operation = _OPERATIONS.get(exchange.route or "")
         if operation is None:
             return
-        parent = self._propagator.extract(exchange.headers)
         spans = _Spans(self._tracer, self._wall_clock() - exchange.ended)
-        name, attributes = f"{exchange.method} {exchange.route}", _attributes(exchange, operation)
-        with spans.open(name, exchange.began, exchange.ended, parent, attributes, SpanKind.SERVER) as root:
-            if not root.is_recording():
-                return
-            if exchange.status >= 500:
-                root.set_attribute("error.type", str(exchange.status))
-                root.set_status(Status(StatusCode.ERROR))
-            for index, stages in enumerate(exchange.stages[:MAX_CHOICES]):
-                _add_choice(spans, set_span_in_context(root), index, stages)
+        parent = self._propagator.extract(exchange.headers)
+        attributes = _attributes(exchange, operation)
+        root = spans.begin(f"{exchange.method} {exchange.route}", exchange.began, parent, attributes, SpanKind.SERVER)
+        if exchange.status >= 500:
+            root.set_attribute("error.type", str(exchange.status))
+            root.set_status(Status(StatusCode.ERROR))
+        for index, stages in enumerate(exchange.stages[:MAX_CHOICES]):
+            _add_choice(spans, set_span_in_context(root), index, stages)
+        spans.end(root, exchange.ended)
 
     def close(self) -> None:
         """Send what has not been sent yet; takes seconds where nobody receives it."""
         self._provider.shutdown()
 
 
+@dataclass(frozen=True)
 class _Spans:
     """Makes spans of moments of the router's clock; `offset_s` added, they are seconds since 1970."""
 
-    def __init__(self, tracer: Tracer, offset_s: float):
-        self._tracer = tracer
-        self._offset_s = offset_s
+    tracer: Tracer
+    offset_s: float
 
-    @contextmanager
-    def open(
+    def begin(
         self,
         name: str,
-        begin: float,
-        end: float,
+        moment: float,
         parent: Context,
         attributes: Mapping[str, AttributeValue] | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Iterator[Span]:
-        span = self._tracer.start_span(name, parent, kind, attributes, start_time=self.ns(begin))
-        try:
-            yield span
-        finally:
-            span.end(self.ns(max(begin, end)))
+    ) -> Span:
+        return self.tracer.start_span(name, parent, kind, attributes, start_time=self.ns(moment))
 
-    def add(self, name: str, begin: float, seconds: float, parent: Context, worker: str | None = None) -> None:
-        """A span without children."""
-        with self.open(name, begin, begin + seconds, parent, None if worker is None else {_WORKER: worker}):
-            pass
+    def end(self, span: Span, moment: float) -> None:
+        span.end(self.ns(moment))
 
     def ns(self, moment: float) -> int:
-        return int((moment + self._offset_s) * 1e9)
+        return int((moment + self.offset_s) * 1e9)
 
 
 def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]:
@@ -137,31 +127,38 @@ def _attributes(exchange: Exchange, operation: str) -> dict[str, AttributeValue]
 
 def _add_choice(spans: _Spans, parent: Context, index: int, stages: Stages) -> None:
     if stages.admit is not None and not stages.follows:
-        spans.add("router/admission", stages.arrive, stages.admit - stages.arrive, parent)
+        spans.end(spans.begin("router/admission", stages.arrive, parent), stages.admit)
     for number, tried in enumerate(stages.tries, start=1):
         attributes = {
             "twostroke.choice": index,
             "twostroke.attempt": number,
             "twostroke.cached_tokens": tried.num_cached_tokens,
         }
-        with spans.open("router/attempt", tried.begin, tried.end, parent, attributes) as span:
-            if tried.error is not None:
-                span.add_event("exception", {"exception.type": tried.error}, spans.ns(tried.end))
-                span.set_status(Status(StatusCode.ERROR, tried.error))
-            _add_stages(spans, set_span_in_context(span), tried)
+        span = spans.begin("router/attempt", tried.begin, parent, attributes)
+        if tried.error is not None:
+            span.add_event("exception", {"exception.type": tried.error}, spans.ns(tried.end))
+            span.set_status(Status(StatusCode.ERROR, tried.error))
+        within = set_span_in_context(span)
+        if tried.prefill is not None and tried.prefill_s is not None:
+            at_prefill = [("queue", tried.prefill_queue_s), ("prefill", tried.prefill_s)]
+            _add_stages(spans, within, tried.begin, "prefill_worker", tried.prefill, at_prefill)
+        if tried.decode_queue_s is not None:  # the decode worker has answered
+            decode_s = tried.end - tried.begin - (tried.transfer_s or 0.0) - tried.decode_queue_s
+            at_decode = [
+                ("transfer", tried.transfer_s),
+                ("queue", tried.decode_queue_s),
+                ("decode", max(0.0, decode_s)),
+            ]
+            _add_stages(spans, within, tried.begin, "decode_worker", tried.decode, at_decode)
+        spans.end(span, tried.end)
 
 
-def _add_stages(spans: _Spans, parent: Context, tried: Try) -> None:
-    if tried.prefill_queue_s is not None and tried.prefill_s is not None:
-        spans.add("prefill_worker/queue", tried.begin, tried.prefill_queue_s, parent, tried.prefill)
-        begin = tried.begin + tried.prefill_queue_s
-        spans.add("prefill_worker/prefill", begin, tried.prefill_s, parent, tried.prefill)
-    if tried.decode_queue_s is None:  # the decode worker has not answered
-        return
-    begin = tried.begin
-    if tried.transfer_s is not None:
-        spans.add("decode_worker/transfer", begin, tried.transfer_s, parent, tried.decode)
-        begin += tried.transfer_s
-    spans.add("decode_worker/queue", begin, tried.decode_queue_s, parent, tried.decode)
-    begin += tried.decode_queue_s
-    spans.add("decode_worker/decode", begin, max(0.0, tried.end - begin), parent, tried.decode)
+def _add_stages(
+    spans: _Spans, parent: Context, begin: float, role: str, worker: str, stages: Iterable[tuple[str, float | None]]
+) -> None:
+    """One after the other, for so many seconds each; None did not happen."""
+    for name, seconds in stages:
+        if seconds is not None:
+            span = spans.begin(f"{role}/{name}", begin, parent, {"twostroke.worker_id": worker})
+            begin += seconds
+            spans.end(span, begin)

@@ -4,16 +4,16 @@ Routers decide nothing of this. They are told what was decided (`cluster/autosca
 it on.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily as Counters
+from prometheus_client.core import GaugeMetricFamily as Gauges
+from prometheus_client.core import Metric
 
 from twostroke.protocol.stats import Role
-
-_PREFIX = "twostroke:autoscaling_"
+from twostroke.router.observe.metrics import family
 
 
 class RoleScaling(msgspec.Struct, frozen=True):
@@ -38,6 +38,9 @@ class Scaling(msgspec.Struct, frozen=True):
         """How many workers of each role there are to be."""
         return {role: of_role.target for role, of_role in self.roles.items()}
 
+
+Expected = Callable[[], Mapping[str, int]]
+"""How many replicas of each role, routers included, there are to be now."""
 
 LastScaling = Callable[[], Scaling | None]
 
@@ -65,32 +68,29 @@ def scaling_status(scaling: Scaling, running: Mapping[Role, int], now: float) ->
     }
 
 
-class ScalingCollector(Collector):
-    """The series of the autoscaler; without one they are there, and empty."""
-
-    def __init__(self, last: LastScaling):
-        self._last = last
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # nothing to check names against: reasons come with decisions
-
-    def collect(self) -> Iterable[Metric]:
-        target = GaugeMetricFamily(_PREFIX + "target", "Workers that there are to be.", labels=["role"])
-        decided_at = GaugeMetricFamily(
-            _PREFIX + "last_decision_timestamp_seconds", "When the autoscaler decided last, since 1970."
-        )
-        decisions = CounterMetricFamily(
-            _PREFIX + "decisions", "Decisions, most of which leave a role as it is.", labels=["role", "reason"]
-        )
-        demand = GaugeMetricFamily(_PREFIX + "demand", "What the last decision came from.", labels=["quantity"])
-        scaling = self._last()
-        if scaling is not None:
-            decided_at.add_metric((), scaling.decided_at)
-            for role, one in scaling.roles.items():
-                target.add_metric((role,), one.target)
-            for role, reasons in scaling.decisions.items():
-                for reason, count in reasons.items():
-                    decisions.add_metric((role, reason), count)
-            for quantity, value in scaling.demand.items():
-                demand.add_metric((quantity,), value)
-        return target, decided_at, decisions, demand
+def planned_families(expected: Mapping[str, int], scaling: Scaling | None) -> list[Metric]:
+    """How many replicas there are to be, and the series of the autoscaler; without one its are there, and empty."""
+    decided_at: dict[tuple[str, ...], float] = {} if scaling is None else {(): scaling.decided_at}
+    scaling = scaling or Scaling(decided_at=0.0, roles={}, demand={}, decisions={})
+    decisions: dict[tuple[str, ...], float] = {}
+    for role, reasons in scaling.decisions.items():
+        decisions |= {(role, reason): count for reason, count in reasons.items()}
+    return [
+        family(Gauges, "replicas_expected", "Replicas that there are to be.", ["role"], expected),
+        family(Gauges, "autoscaling_target", "Workers that there are to be.", ["role"], scaling.targets),
+        family(
+            Gauges,
+            "autoscaling_last_decision_timestamp_seconds",
+            "When the autoscaler decided last, since 1970.",
+            [],
+            decided_at,
+        ),
+        family(
+            Counters,
+            "autoscaling_decisions",
+            "Decisions, most of which leave a role as it is.",
+            ["role", "reason"],
+            decisions,
+        ),
+        family(Gauges, "autoscaling_demand", "What the last decision came from.", ["quantity"], scaling.demand),
+    ]

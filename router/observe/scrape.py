@@ -5,16 +5,77 @@ from router to router and every rate over them be wrong. So a router's series ca
 the one that is asked fetches those of the others. A worker tells all routers the same: its series are there once.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily as Counters
+from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.router.observe.worker_metrics import WorkerNumbers, ejected_family, worker_families
+from twostroke.router.observe.metrics import family
+
+WorkerNumbers = Sequence[tuple[WorkerInfo, WorkerStats]]
+
+_LABELS = ("role", "worker")
+
+_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
+    ("num_requests_running", "Requests that take part in steps.", lambda stats: stats.num_running),
+    ("num_requests_waiting", "Requests that hold no place in a step yet.", lambda stats: stats.num_waiting),
+    ("num_waiting_tokens", "Prompt tokens still to be computed.", lambda stats: stats.num_waiting_tokens),
+    (
+        "kv_cache_usage_perc",
+        "Owned blocks over all blocks, 0 to 1.",
+        lambda stats: stats.owned_blocks / stats.total_blocks if stats.total_blocks else 0.0,
+    ),
+    ("kv_blocks_owned", "Blocks that a request or transfer holds; 0 when idle.", lambda stats: stats.owned_blocks),
+    ("kv_blocks_total", "All blocks of the pool.", lambda stats: stats.total_blocks),
+    ("kv_swapped_blocks", "Blocks of host memory that hold a request's KV.", lambda stats: stats.swapped_blocks),
+    ("kv_transfers_running", "KV transfers in flight.", lambda stats: stats.num_transfers),
+    ("num_context_tokens", "Tokens in the contexts of requests that decode.", lambda stats: stats.context_tokens),
+    ("worker_draining", "1 while the worker takes nothing new.", lambda stats: stats.is_draining),
+    (
+        "engine_step_base_seconds",
+        "What any step takes here, as fitted; 0 until it is.",
+        lambda stats: stats.costs.base_s if stats.costs is not None else 0.0,
+    ),
+)
+
+_COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats: stats.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda stats: stats.prefix_hits),
+    ("worker_prompt_tokens", "Prompt tokens computed.", lambda stats: stats.computed_tokens),
+    ("worker_generation_tokens", "Tokens generated.", lambda stats: stats.generated_tokens),
+    ("engine_steps", "Engine steps.", lambda stats: stats.steps),
+    ("engine_step_seconds", "Time spent in engine steps.", lambda stats: stats.step_seconds),
+    ("num_preemptions", "Requests whose blocks were taken back.", lambda stats: stats.preemptions),
+    ("num_preemptions_swapped", "Of these, whose KV went to host memory.", lambda stats: stats.swaps),
+    ("kv_swap_bytes", "Bytes of KV copied to host memory and back.", lambda stats: stats.swap_bytes),
+    ("kv_swap_seconds", "Time of these copies.", lambda stats: stats.swap_seconds),
+    ("worker_requests_finished", "Requests that ended by themselves.", lambda stats: stats.finished_requests),
+    ("worker_requests_aborted", "Requests that were cancelled or failed.", lambda stats: stats.aborted_requests),
+    ("kv_transfers", "KV transfers that succeeded.", lambda stats: stats.transfers_done),
+    (
+        "kv_transfer_failures",
+        "KV transfers that failed while both sides wanted them.",
+        lambda stats: stats.transfers_failed - stats.transfers_given_up,
+    ),
+    (
+        "kv_transfer_aborts",
+        "KV transfers that one side gave up: the request was over, or a pulled prefix was not worth waiting for.",
+        lambda stats: stats.transfers_given_up,
+    ),
+    ("kv_transfer_bytes", "Bytes of KV transferred.", lambda stats: stats.transfer_bytes),
+    ("kv_transfer_seconds", "Time of KV transfers.", lambda stats: stats.transfer_seconds),
+    ("kv_transfer_digest_failures", "Chunks that arrived damaged.", lambda stats: stats.transfer_digest_failures),
+    ("kv_transfer_links_lost", "Data links that broke under their peers.", lambda stats: stats.transfer_links_lost),
+    ("kv_pulled_tokens", "Prompt tokens pulled from other workers' prefix caches.", lambda stats: stats.pulled_tokens),
+    ("broken_logit_rows", "Rows of logits with NaN or infinity.", lambda stats: stats.broken_logit_rows),
+)
 
 
 @dataclass(frozen=True)
@@ -38,37 +99,69 @@ async def no_other_routers() -> Sequence[RouterReading]:
 
 def exposition(readings: Sequence[RouterReading]) -> bytes:
     """The series of these routers and of the workers, in Prometheus' text format."""
-    return generate_latest(_Families(_merged(readings)))
+    return generate_latest(Scrape(readings))
 
 
-class _Families(Collector):
-    def __init__(self, families: Sequence[Metric]):
-        self._families = families
+@dataclass(frozen=True)
+class Scrape(Collector):
+    """All series of these routers and of the workers."""
+
+    readings: Sequence[RouterReading]
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def _merged(readings: Sequence[RouterReading]) -> list[Metric]:
-    """A family has one place in a text, so the samples of all routers go there."""
-    families: dict[str, Metric] = {}
-    for reading in readings:
-        for family in (*reading.families, ejected_family(reading.workers, reading.ejected)):
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            merged.samples += [
-                sample._replace(labels={**sample.labels, "router": reading.router})
-                for sample in family.samples
-                if not sample.name.endswith("_created")  # one more series for each, which nobody looks at
-            ]
-    return [*families.values(), *worker_families(_newest(readings))]
+        """A family has one place in a text, so the samples of all routers go there."""
+        families: dict[str, Metric] = {}
+        for reading in self.readings:
+            for one in (*reading.families, _ejected(reading)):
+                merged = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, "router": reading.router})
+                    for sample in one.samples
+                    if not sample.name.endswith("_created")  # one more series for each, which nobody looks at
+                ]
+        return [*families.values(), *_worker_families(_newest(self.readings))]
 
 
 def _newest(readings: Sequence[RouterReading]) -> WorkerNumbers:
     """Each worker once, as the router tells that has heard of it last: else its counters could fall between scrapes."""
-    newest: dict[str, tuple[WorkerInfo, WorkerStats]] = {}
-    for reading in readings:
-        for info, stats in reading.workers:
-            known = newest.get(info.peer.worker_id)
-            if known is None or stats.steps > known[1].steps:
-                newest[info.peer.worker_id] = (info, stats)
-    return list(newest.values())
+    told = [one for reading in readings for one in reading.workers]
+    told.sort(key=lambda one: one[1].steps)
+    return list({info.peer.worker_id: (info, stats) for info, stats in told}.values())
+
+
+def _ejected(reading: RouterReading) -> Metric:
+    """Which of the workers one router leaves out: whether it does is its own affair."""
+    ejected = {_labels(info): info.peer in reading.ejected for info, _ in reading.workers}
+    about = "1 while a router leaves it out, since it keeps failing."
+    return family(Gauges, "worker_ejected", about, _LABELS, ejected)
+
+
+def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
+    """What the workers tell of themselves; each is in `numbers` once."""
+    families = _queues(numbers)
+    for name, help_text, value in _GAUGES:
+        told = {_labels(info): value(stats) for info, stats in numbers}
+        families.append(family(Gauges, name, help_text, _LABELS, told))
+    for name, help_text, value in _COUNTERS:
+        told = {_labels(info): value(stats) for info, stats in numbers}
+        families.append(family(Counters, name, help_text, _LABELS, told))
+    return families
+
+
+def _queues(numbers: WorkerNumbers) -> list[Metric]:
+    """By SLO class. Classes are those of the configuration: clients can't make series."""
+    requests, tokens = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for info, stats in numbers:
+        for queued in stats.queued:  # a class may be there twice
+            labels = (*_labels(info), queued.class_name)
+            requests[labels] += queued.requests
+            tokens[labels] += queued.tokens
+    labels = (*_LABELS, "slo_class")
+    return [
+        family(Gauges, "queued_requests", "Requests that still have prompt to be computed.", labels, requests),
+        family(Gauges, "queued_tokens", "Prompt tokens of those.", labels, tokens),
+    ]
+
+
+def _labels(info: WorkerInfo) -> tuple[str, ...]:
+    return info.role, info.peer.worker_id

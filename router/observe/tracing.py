@@ -1,10 +1,9 @@
 """Whether requests are traced, and to where. Unless they are, nothing of it is imported."""
 
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
-from pydantic import field_validator
+from pydantic import HttpUrl
 
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
@@ -16,25 +15,10 @@ if TYPE_CHECKING:
 class TracingConfig(Section):
     """Which requests are traced."""
 
-    endpoint: str | None = None
+    endpoint: HttpUrl | None = None
     """Of an OTLP receiver over HTTP, such as http://localhost:4318/v1/traces; null: no traces."""
     sample: Annotated[float, Ge(0), Le(1)] = 1.0
     """The part of requests that is traced; where the client's context decides, it does."""
-
-    @field_validator("endpoint")
-    @classmethod
-    def _check_endpoint(cls, endpoint: str | None) -> str | None:
-        if endpoint is None:
-            return None
-        try:
-            parts = urlsplit(endpoint)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-            _ = parts.port  # raises for one that is no number
-        except ValueError:
-            is_address = False
-        if not is_address:
-            raise ValueError(f"{endpoint} is no address like http://localhost:4318/v1/traces")
-        return endpoint
 
 
 def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTraces | None":
@@ -47,4 +31,4 @@ def request_traces(config: TracingConfig, *, replica: str) -> "OpenTelemetryTrac
         raise ConfigError(
             f"router.tracing.endpoint: {error.name} is not installed: install twostroke[tracing]"
         ) from error
-    return OpenTelemetryTraces(exporting(config.endpoint, config.sample, replica=replica))
+    return OpenTelemetryTraces(exporting(str(config.endpoint), config.sample, replica=replica))

@@ -1,19 +1,20 @@
-"""What both of OpenAI's generation endpoints answer alike: errors, usage, server-sent events, and how they are written.
+"""What OpenAI's generation endpoints answer: errors, usage, completions and chats, whole or as server-sent events.
 
-Answers are TypedDicts: FastAPI documents them, msgspec writes them.
+Answers are TypedDicts: FastAPI documents them, msgspec writes them. `Format` builds the answers of both endpoints,
+which say themselves how a choice has its text, and how its log-probabilities.
 """
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired, cast
 
 import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
+from twostroke.protocol.requests import FinishReason, SampledToken
 from twostroke.router.observe.stages import Stages
-from twostroke.router.openai.choices import Delta
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -92,10 +93,139 @@ def stage_times(stages: Stages) -> StageTimes:
     return cast(StageTimes, told | {name: count for name, count in counts.items() if count})
 
 
+class _Choice(TypedDict):
+    """What all choices have, and what chunks add to them."""
+
+    index: int
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+
+
+class _Answer(TypedDict):
+    """What all answers have, and the events of a stream."""
+
+    id: str
+    created: int
+    model: str
+    service_tier: NotRequired[str]
+
+
+class CompletionLogprobs(TypedDict):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Choice):
+    """A choice of a completion, or what a chunk adds to it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(_Answer):
+    """The answer of /v1/completions, and each event of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TopLogprob(TypedDict):
+    """A likely token in a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was drawn in a position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The answer of a chat that is not streamed."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class DeltaMessage(TypedDict, total=False):
+    """What a chunk adds to the answer; the first has the role."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Choice):
+    """A choice of a chat that is not streamed."""
+
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChunkChoice(_Choice):
+    """What a chunk adds to a choice of a chat."""
+
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Answer):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(_Answer):
+    """One event of a chat's stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ShownToken(msgspec.Struct, frozen=True):
+    """A token with log-probabilities, and where its text begins in the choice's text (characters)."""
+
+    sampled: SampledToken
+    offset: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one event adds to a choice."""
+
+    index: int  # of the choice
+    text: str
+    token_ids: tuple[int, ...]
+    shown: tuple[ShownToken, ...]  # empty unless log-probabilities are wanted
+    finish_reason: FinishReason | None
+
+
 class Format(ABC):
     """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
 
     id_prefix: ClassVar[str]
+    name: ClassVar[str]  # of the answer's kind of object
+    chunk_name: ClassVar[str]  # of a stream's events
 
     def __init__(
         self,
@@ -105,17 +235,22 @@ class Format(ABC):
         *,
         model: str,
         created: int,
-        service_tier: str | None = None,
+        service_tier: str | None,
     ):
         """`created`: seconds since 1970. `service_tier`: the request's SLO class, where there is something to tell."""
         self._jobs = jobs
-        self._tokenizer = tokenizer
+        self._piece = tokenizer.piece
         self._return_token_ids = bool(asked.return_token_ids)
         self._usage_in_chunks = asked.includes_usage  # null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier
         self._opened: set[int] = set()  # the choices that have had an event
+
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+        written = [self._choice(_joined(deltas), is_chunk=False) for deltas in choices]
+        return encode_json(self._head | {"object": self.name, "choices": written, "usage": usage})
 
     def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
         """The server-sent events of one delta, with `usage` so far where it is given; empty where it tells nothing yet.
@@ -124,46 +259,121 @@ class Format(ABC):
         """
         if not (delta.text or delta.shown or delta.finish_reason or self._return_token_ids):
             return b""
-        return self._event([self._part(delta)], usage)
+        return self._event([self._choice(delta, is_chunk=True)], usage)
 
     def usage_event(self, usage: Usage) -> bytes:
         """The last event, where the client asked for usage."""
         return self._event([], usage)
 
     @abstractmethod
-    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
-        """The body of a response that is not streamed; `choices` are the deltas of each choice."""
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """The members of a choice that tell its text."""
 
     @abstractmethod
-    def _part(self, delta: Delta) -> Mapping[str, Any]:
-        """What a delta adds to its choice."""
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs | ChatLogprobs:
+        """The log-probabilities of these tokens."""
 
-    @abstractmethod
-    def _chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One event of a stream, without usage."""
+    def _choice(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
+        choice = self._content(delta, is_chunk=is_chunk)
+        choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._jobs[delta.index].request.sampling.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.shown)
+        if self._return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
 
-    def _event(
-        self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, more: Mapping[str, Any] | None = None
-    ) -> bytes:
-        chunk = {**self._chunk(choices), **(more or {})}
+    def _event(self, choices: Sequence[Mapping[str, Any]], usage: Usage | None, **more: Any) -> bytes:
+        chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
         if usage is not None or self._usage_in_chunks:
             chunk["usage"] = usage
         return event(chunk)
 
-    def _has_logprobs(self, index: int) -> bool:
-        return self._jobs[index].request.sampling.logprobs is not None
+    def _prompt(self, index: int) -> dict[str, Any]:
+        """The prompt of a choice, where the client wants to see tokens."""
+        return {"prompt_token_ids": self._jobs[index].request.token_ids} if self._return_token_ids else {}
+
+
+class CompletionFormat(Format):
+    """Writes a completion. What is told of the prompt goes before the first tokens of a choice."""
+
+    id_prefix = "cmpl"
+    name = chunk_name = "text_completion"
+
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        if delta.index in self._opened:
+            return {"text": delta.text}
+        self._opened.add(delta.index)
+        return {"text": self._jobs[delta.index].echo + delta.text, **self._prompt(delta.index)}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs:
+        logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            text, logprob = self._piece(token.sampled.token_id).text, token.sampled.logprob
+            top: dict[str, float] = {}
+            for token_id, other in token.sampled.top:
+                top.setdefault(self._piece(token_id).text, other)  # two tokens may read alike: the likelier counts
+            if logprob is not None:
+                top.setdefault(text, logprob)
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append(top)
+            logprobs["text_offset"].append(token.offset)
+        return logprobs
+
+
+class ChatFormat(Format):
+    """Writes a chat."""
+
+    id_prefix = "chatcmpl"
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+        self._head |= self._prompt(0)
+        return super().whole(choices, usage)
+
+    def events(self, delta: Delta, usage: Usage | None = None) -> bytes:
+        """As `Format.events`; an event with the role goes before all others of a choice."""
+        told = super().events(delta, usage)
+        if delta.index in self._opened:
+            return told
+        self._opened.add(delta.index)
+        opening: ChunkChoice = {
+            "index": delta.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event([opening], usage, **self._prompt(delta.index)) + told
+
+    def _content(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        if not is_chunk:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        is_bare_end = delta.finish_reason is not None and not delta.text
+        return {"delta": {} if is_bare_end else {"content": delta.text}}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs:
+        content: list[TokenLogprob] = []
+        for token in tokens:
+            top = [self._top(token_id, logprob) for token_id, logprob in token.sampled.top]
+            drawn = self._top(token.sampled.token_id, token.sampled.logprob or 0.0)
+            content.append({**drawn, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        piece = self._piece(token_id)
+        return {"token": piece.text, "logprob": logprob, "bytes": list(piece.raw)}
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """All that a choice got, as if it had come at once."""
+    text = "".join(delta.text for delta in deltas)
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    shown = tuple(token for delta in deltas for token in delta.shown)
+    return Delta(deltas[0].index, text, token_ids, shown, deltas[-1].finish_reason)
 
 
 def event(chunk: Any) -> bytes:
     """A server-sent event around the JSON of `chunk`."""
     return b"data: " + encode_json(chunk) + b"\n\n"
-
-
-def joined(deltas: Iterable[Delta]) -> str:
-    """The text of a whole choice."""
-    return "".join(delta.text for delta in deltas)
-
-
-def ids_of(deltas: Iterable[Delta]) -> list[int]:
-    """The tokens of a whole choice."""
-    return [token_id for delta in deltas for token_id in delta.token_ids]

@@ -1,54 +1,214 @@
-"""One response under way: its choices, as server-sent events or as one body."""
+"""One response under way: its choices, from tokens to text, and written as server-sent events or as one body.
 
+`Generation` runs the jobs of a request side by side (`run_choices`), each by `ChoiceRunner.deltas`.
+"""
+
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import TokenEvent
+from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.observe.access_log import Exchange
+from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import Stages
-from twostroke.router.openai.answers import DONE, Format, Usage, error_object, event, internal_error, stage_times
-from twostroke.router.openai.choices import ChoiceRunner, Delta, run_choices
+from twostroke.router.openai.answers import (
+    DONE,
+    Delta,
+    Format,
+    ShownToken,
+    Usage,
+    error_object,
+    event,
+    internal_error,
+    stage_times,
+)
 from twostroke.router.openai.jobs import Job
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.slo.admission import Admission, Overloaded
+from twostroke.router.slo.attainment import SLOVerdict, verdict_of
+from twostroke.router.slo.demand import Demand
+from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
+from twostroke.router.text.tokenizer import TextTokenizer
 
 _log = logging.getLogger(__name__)
 
+MAX_QUEUED_DELTAS = 256
+
+
+@dataclass
+class ChoiceRunner:
+    """Runs single choices, and tells those who count what becomes of them. One object per router."""
+
+    tokenizer: TextTokenizer
+    pipeline: Pipeline
+    metrics: RouterMetrics
+    demand: Demand
+    admission: Admission
+    clock: Clock
+
+    async def deltas(self, job: Job, stages: Stages) -> AsyncGenerator[Delta, None]:
+        """One choice, from tokens to text; always `aclose` it. Raises what `Pipeline.generate` raises."""
+        writer = ChoiceWriter(job, self.tokenizer)
+        outcome: Outcome = "abort"
+        verdict: SLOVerdict | None = None
+        last: float | None = None
+        self.metrics.begun(job.request)
+        self.demand.arrived(job.request)
+        try:
+            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
+                async for event in events:
+                    now = self.clock()
+                    if last is not None:
+                        self.metrics.inter_token_latency.observe(now - last)
+                    last = now
+                    delta = writer.add(event)
+                    if delta.finish_reason is not None:
+                        outcome = stages.finish_reason = delta.finish_reason
+                        # A stop string ends the choice here, whatever the workers had sent beyond it.
+                        stages.finish = now
+                        stages.num_output_tokens = writer.num_tokens
+                    yield delta
+                    if delta.finish_reason is not None and event.finish_reason is None:
+                        break  # a stop string: the workers don't know of it, and are told by closing
+            verdict = verdict_of(job.request.promise, stages.ttft_s, stages.tpot_s)
+            self.admission.ended(job.request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
+        except Exception as error:  # bugs, too; a client that leaves is none
+            outcome, verdict = "error", "missed"
+            if isinstance(error, Overloaded):
+                verdict = "refused"
+                self.metrics.overloaded(job.request, error.limit)
+            raise
+        finally:
+            self.metrics.ended(job.request, stages, outcome, verdict)
+            if outcome != "error":
+                self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
+
+
+class ChoiceWriter:
+    """Writes one choice's text. The token that stopped it is counted, but has neither text nor log-probability."""
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer):
+        self._job = job
+        self._text = new_detokenizer(tokenizer)
+        self._stops = StopStrings(job.stop)
+        self.num_tokens = 0
+        """Tokens of the choice so far, the one that stopped it included."""
+        self._num_chars = 0  # of the text with nothing held back
+
+    def add(self, event: TokenEvent) -> Delta:
+        """The text of an event's tokens. A finish reason in the delta ends the choice, whatever may still come."""
+        stopped_by_token = event.finish_reason == "stop" and bool(event.tokens)
+        last = len(event.tokens) - 1
+        text = ""
+        token_ids: list[int] = []
+        shown: list[ShownToken] = []
+        for i, token in enumerate(event.tokens):
+            token_ids.append(token.token_id)
+            self.num_tokens += 1
+            if stopped_by_token and i == last:
+                break
+            if self._job.request.sampling.logprobs is not None:
+                shown.append(ShownToken(token, self._num_chars))
+            text += self._visible(self._text.add(token.token_id))
+            if self._stops.stopped:
+                break
+        finish = event.finish_reason
+        if finish is not None and not self._stops.stopped:
+            text += self._visible(self._text.flush())
+            text += self._stops.flush()
+        if self._stops.stopped:
+            finish = "stop"
+        return Delta(self._job.index, text, tuple(token_ids), tuple(shown), finish)
+
+    def _visible(self, text: str) -> str:
+        self._num_chars += len(text)
+        if self.num_tokens <= self._job.request.min_tokens:
+            return text  # no stop string counts before that
+        return self._stops.add(text)
+
+
+Generate = Callable[[Job], AsyncGenerator[Delta, None]]
+
+
+def run_choices(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
+    """The deltas of all jobs as they come; always `aclose` it.
+
+    The first choice of each prompt gets its first token before the others start: they then find the prompt in the
+    prefix cache. The first failure ends all.
+    """
+    return generate(jobs[0]) if len(jobs) == 1 else _run_together(jobs, generate)
+
+
+async def _run_together(jobs: Sequence[Job], generate: Generate) -> AsyncGenerator[Delta, None]:
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
+    prompt_done = {job.group: asyncio.Event() for job in jobs}
+    leaders = {job.group: job.index for job in reversed(jobs)}
+
+    async def run(job: Job) -> None:
+        """Put the job's deltas into the queue, then None, or what it failed with."""
+        done = prompt_done[job.group]
+        if job.index != leaders[job.group]:
+            await done.wait()
+        try:
+            async with aclosing(generate(job)) as deltas:
+                async for delta in deltas:
+                    done.set()
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(run(job)) for job in jobs]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            told = await queue.get()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                num_running -= 1
+            else:
+                yield told
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
 
 class Generation:
-    """Runs the jobs of one request and writes them in the endpoint's format."""
+    """Runs the jobs of one request and writes them in the endpoint's format; `exchange` hears of it."""
 
     def __init__(
-        self,
-        runner: ChoiceRunner,
-        asked: GenerationFields,
-        jobs: Sequence[Job],
-        form: Format,
-        *,
-        arrive: float,
-        on_failure: Callable[[TwostrokeError], None],
+        self, runner: ChoiceRunner, asked: GenerationFields, jobs: Sequence[Job], form: Format, exchange: Exchange
     ):
-        """`on_failure` is told of the error that ends a stream after it has begun."""
         self._runner = runner
         self._asked = asked
         self._jobs = jobs
         self._form = form
-        self._on_failure = on_failure
+        self._exchange = exchange
+        self._leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
         judged = max(jobs, key=lambda job: job.request.num_prompt_tokens)
-        self.stages = [Stages(arrive, follows=job is not judged) for job in jobs]
-        """Of each choice; they fill up on the way."""
-        self.num_prompt_tokens = sum(job.request.num_prompt_tokens for job in self._leaders())
-        """Prompts count once, however many choices each has."""
+        self._stages = [Stages(exchange.began, follows=job is not judged) for job in jobs]  # fill up on the way
+        exchange.requests, exchange.stages = [job.request for job in jobs], self._stages
+        exchange.num_prompt_tokens = sum(job.request.num_prompt_tokens for job in self._leaders)
+        exchange.is_stream = bool(asked.stream)
 
     @property
     def most_tokens(self) -> int:
         """What all choices may come to use, prompts included."""
-        return self.num_prompt_tokens + sum(job.request.max_tokens for job in self._jobs)
+        return self._exchange.num_prompt_tokens + sum(job.request.max_tokens for job in self._jobs)
 
     def used_tokens(self) -> int:
         """What has been used so far: outputs, and the prompts of choices that were begun."""
-        begun = any(stages.attempts for stages in self.stages)
-        return (self.num_prompt_tokens if begun else 0) + self._num_output_tokens()
+        begun = any(stages.attempts for stages in self._stages)
+        return (self._exchange.num_prompt_tokens if begun else 0) + self._exchange.num_output_tokens
 
     async def whole(self) -> bytes:
         """The body of the response. Raises TwostrokeError where a choice fails."""
@@ -72,45 +232,37 @@ class Generation:
                     if written:
                         began = True
                         yield written
-        except TwostrokeError as error:
+        except Exception as error:
             if not began:
                 raise
-            _log.warning("a stream failed after it had begun: %s", error)
             yield self._failed(error)
-            return
-        except Exception:
-            if not began:
-                raise
-            _log.exception("a stream met a bug after it had begun")
-            yield self._failed(internal_error())
             return
         yield (self._form.usage_event(self._usage()) if self._asked.includes_usage else b"") + DONE
 
     def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
-        return self._runner.deltas(job, self.stages[job.index])
+        return self._runner.deltas(job, self._stages[job.index])
 
-    def _failed(self, error: TwostrokeError) -> bytes:
-        self._on_failure(error)
+    def _failed(self, error: Exception) -> bytes:
+        """The event that ends a stream which has begun."""
+        if isinstance(error, TwostrokeError):
+            _log.warning("a stream failed after it had begun: %s", error)
+        else:
+            _log.error("a stream met a bug after it had begun", exc_info=error)
+            error = internal_error()
+        self._exchange.fails(error)
         return event(error_object(error))
 
     def _usage(self) -> Usage:
         """What has been used so far."""
-        num_output_tokens = self._num_output_tokens()
+        num_prompt_tokens, num_output_tokens = self._exchange.num_prompt_tokens, self._exchange.num_output_tokens
         usage: Usage = {
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(self.stages[job.index].num_cached_tokens for job in self._leaders())
+                "cached_tokens": sum(self._stages[job.index].num_cached_tokens for job in self._leaders)
             },
         }
         if self._asked.return_stages:
-            usage["stages"] = [stage_times(stages) for stages in self.stages]
+            usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage
-
-    def _num_output_tokens(self) -> int:
-        return sum(stages.num_output_tokens for stages in self.stages)
-
-    def _leaders(self) -> Iterable[Job]:
-        """The first choice of each prompt."""
-        return {job.group: job for job in reversed(self._jobs)}.values()

@@ -2,14 +2,13 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.router.openai.parsing import Prompt, too_long
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -33,99 +32,95 @@ class Job:
 class Terms:
     """On which terms a request is served, beside what it asks for itself."""
 
-    promise: Promise = field(default_factory=Promise)
-    cache_salt: bytes = b""
-
-
-_NO_TERMS = Terms()
+    max_context: int  # tokens, prompt and output together
+    promise: Promise
+    cache_salt: bytes = b""  # of the API key
 
 
 class JobMaker:
-    """Makes jobs for one model. `draw_seed` gives the seed of requests that name none."""
+    """Makes jobs for the model that `tokenizer` belongs to."""
 
-    def __init__(self, tokenizer: TextTokenizer, *, draw_seed: Callable[[], int] = lambda: secrets.randbits(63)):
+    def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
-        self._draw_seed = draw_seed
 
-    async def of_completion(
-        self, asked: CompletionRequest, prompts: Sequence[Prompt], max_context: int, terms: Terms = _NO_TERMS
-    ) -> list[Job]:
-        """The jobs of `prompts`, as `prompts_of` has read them. Raises RequestError naming the field at fault."""
+    async def make(self, asked: CompletionRequest | ChatRequest, terms: Terms) -> list[Job]:
+        """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
+        return await (
+            self._of_chat(asked, terms) if isinstance(asked, ChatRequest) else self._of_completion(asked, terms)
+        )
+
+    async def _of_completion(self, asked: CompletionRequest, terms: Terms) -> list[Job]:
         jobs: list[Job] = []
-        for prompt in prompts:
+        for group, prompt in enumerate(asked.prompts):
             if isinstance(prompt, str):
-                add_special_tokens = asked.add_special_tokens is not False
-                token_ids = await self._tokenise(prompt, "prompt", max_context, add_special_tokens=add_special_tokens)
+                special = asked.add_special_tokens is not False
+                token_ids = await self.encode(prompt, "prompt", terms.max_context, add_special_tokens=special)
             else:
-                token_ids = prompt
-                self.check_vocabulary(token_ids, "prompt")
-            room = _room(len(token_ids), max_context, "prompt")
-            max_tokens = self._max_tokens(asked.max_tokens, min(DEFAULT_COMPLETION_TOKENS, room), room, "max_tokens")
+                token_ids = self.checked(prompt, "prompt", terms.max_context)
+            default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
+            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms)
             echo = ""
             if asked.echo:
                 echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids)
-            jobs += self._choices(asked, token_ids, max_tokens, asked.logprobs, terms, first=jobs, echo=echo)
+            jobs += _choices(asked, request, group, echo)
         return jobs
 
-    async def of_chat(self, asked: ChatRequest, max_context: int, terms: Terms = _NO_TERMS) -> list[Job]:
-        """Raises RequestError naming the field at fault."""
+    async def _of_chat(self, asked: ChatRequest, terms: Terms) -> list[Job]:
         text = self._tokenizer.render_chat([message.as_template_sees() for message in asked.messages])
-        token_ids = await self._tokenise(text, "messages", max_context, add_special_tokens=False)
-        room = _room(len(token_ids), max_context, "messages")
-        param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = self._max_tokens(asked.max_completion_tokens or asked.max_tokens, room, room, param)
+        token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        return self._choices(asked, token_ids, max_tokens, logprobs, terms, first=())
-
-    async def _tokenise(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
-        token_ids = await self.encode(text, param, max_context, add_special_tokens=add_special_tokens)
-        if not token_ids:
-            raise RequestError(f"{param}: has no tokens", param=param)
-        return token_ids
+        default = terms.max_context - len(token_ids)
+        return _choices(asked, self._request(asked, token_ids, "messages", default, logprobs, terms))
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
         if self._tokenizer.surely_over(text, max_context):
-            raise too_long(param, "more than that", max_context)
+            raise _too_long(param, "more than that", max_context)
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises RequestError for a token id that the model does not have."""
+    def checked(self, token_ids: list[int], param: str, max_context: int) -> list[int]:
+        """These ids. Raises RequestError where they are over the context, or the model does not have one of them."""
+        if len(token_ids) > max_context:
+            raise _too_long(param, str(len(token_ids)), max_context)
+        self._check_vocabulary(token_ids, param)
+        return token_ids
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         if max(token_ids, default=0) >= self._tokenizer.vocab_size:
             raise RequestError(
                 f"{param}: token ids must be below the vocabulary's size of {self._tokenizer.vocab_size}", param=param
             )
 
-    def _max_tokens(self, asked: int | None, default: int, room: int, param: str) -> int:
-        if asked is None:
-            return default
-        if asked > room:
-            raise RequestError(
-                f"{param}: the prompt leaves room for {room} tokens of the model's context, not for {asked}",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return asked
-
-    def _choices(
+    def _request(
         self,
         asked: GenerationFields,
         token_ids: Sequence[int],
-        max_tokens: int,
+        param: str,
+        default_tokens: int,
         logprobs: int | None,
         terms: Terms,
-        *,
-        first: Sequence[Job],
-        echo: str = "",
-    ) -> list[Job]:
-        """The `n` jobs of one prompt, after the jobs in `first`."""
+    ) -> GenerateRequest:
+        """Of one prompt, which the field `param` has, for its first choice."""
+        if not token_ids:
+            raise RequestError(f"{param}: has no tokens", param=param)
+        room = terms.max_context - len(token_ids)
+        if room < 1:
+            raise _too_long(param, str(len(token_ids)), terms.max_context)
+        limited_by, limit = asked.token_limit
+        max_tokens = default_tokens if limit is None else limit
+        if max_tokens > room:
+            raise RequestError(
+                f"{limited_by}: the prompt leaves room for {room} tokens of the model's context, not for {max_tokens}",
+                param=limited_by,
+                code="context_length_exceeded",
+            )
         if asked.min_tokens is not None and asked.min_tokens > max_tokens:
             raise RequestError(f"min_tokens: must not be over max_tokens, {max_tokens}", param="min_tokens")
         stop_token_ids = tuple(asked.stop_token_ids or ())
-        self.check_vocabulary(stop_token_ids, "stop_token_ids")
+        self._check_vocabulary(stop_token_ids, "stop_token_ids")
         if not asked.ignore_eos:
             stop_token_ids = tuple(dict.fromkeys((*self._tokenizer.eos_token_ids, *stop_token_ids)))
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id="",
             router_id="",
             token_ids=tuple(token_ids),
@@ -137,15 +132,10 @@ class JobMaker:
             cache_salt=terms.cache_salt,
             promise=terms.promise,
         )
-        group = first[-1].group + 1 if first else 0
-        return [
-            Job(len(first) + i, group, _reseeded(request, i), tuple(asked.stop or ()), echo)
-            for i in range(asked.n or 1)
-        ]
 
     def _sampling(self, asked: GenerationFields, logprobs: int | None) -> SamplingParams:
         biases = {int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()}
-        self.check_vocabulary(tuple(biases), "logit_bias")
+        self._check_vocabulary(tuple(biases), "logit_bias")
         return SamplingParams(
             temperature=1.0 if asked.temperature is None else float(asked.temperature),
             top_k=min(max(0, asked.top_k or 0), self._tokenizer.vocab_size),
@@ -155,9 +145,16 @@ class JobMaker:
             frequency_penalty=float(asked.frequency_penalty or 0.0),
             repetition_penalty=1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
-            seed=(self._draw_seed() if asked.seed is None else asked.seed) & _SEED_MASK,
+            seed=(secrets.randbits(63) if asked.seed is None else asked.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._tokenizer.vocab_size),
         )
+
+
+def _choices(asked: GenerationFields, request: GenerateRequest, group: int = 0, echo: str = "") -> list[Job]:
+    """The `n` jobs of one prompt, after those of the groups before."""
+    num = asked.n or 1
+    stop = tuple(asked.stop or ())
+    return [Job(group * num + i, group, _reseeded(request, i), stop, echo) for i in range(num)]
 
 
 def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
@@ -169,8 +166,9 @@ def _reseeded(request: GenerateRequest, choice: int) -> GenerateRequest:
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
 
 
-def _room(num_prompt_tokens: int, max_context: int, param: str) -> int:
-    """Output tokens that the context leaves for this prompt: at least one, or RequestError."""
-    if num_prompt_tokens >= max_context:
-        raise too_long(param, str(num_prompt_tokens), max_context)
-    return max_context - num_prompt_tokens
+def _too_long(param: str, has: str, max_context: int) -> RequestError:
+    return RequestError(
+        f"{param}: the model's context is {max_context} tokens, output included; the prompt has {has}",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -1,14 +1,24 @@
-"""The requests as clients send them, with a bound on every field that is known, and the fields that are refused.
+"""The requests as clients send them: every field with its bound, the fields that are refused, and how that is told.
 
 The models check shapes and ranges; what depends on the model (context, vocabulary) is checked in
-`router/openai/jobs.py`. Fields that no model has stay in `model_extra`, for `UnknownFields` in
-`router/openai/parsing.py`. Every list is fail_fast: an error object per wrong item would cost seconds.
+`router/openai/jobs.py`. Fields that no model has stay in `model_extra`, for `UnknownFields`. Every list is fail_fast:
+an error object per wrong item would cost seconds.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from twostroke.protocol.errors import RequestError
+
+_log = logging.getLogger(__name__)
+
+MAX_NAMED = 256
+"""Unknown fields that are named in the log, each once: clients could think of any number."""
 
 MAX_CHOICES = 64  # prompts times n, of one request
 MAX_STOPS = 16
@@ -17,12 +27,13 @@ MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 2048
+MAX_TOKEN_IDS = 2**20  # of one prompt: more than any model's context
 
 _INT64 = 2**63
 
 
-def valid(text: str) -> str:
-    """Text that can be UTF-8."""
+def _valid(text: str) -> str:
+    """Text that can be UTF-8; of a bounded text pydantic itself sees to that."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -30,26 +41,18 @@ def valid(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(valid)]
-ShortText = Annotated[str, Field(max_length=512), AfterValidator(valid)]
+Text = Annotated[str, AfterValidator(_valid)]
+ShortText = Annotated[str, Field(max_length=512)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(valid)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-# What is checked elsewhere, for the OpenAPI document.
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}}
-_PROMPT_TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {
-    "anyOf": [
-        _PROMPT_TEXT,
-        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _PROMPT_TEXT},
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TOKEN_IDS},
-    ]
-}
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
+_PromptText = Annotated[str, Field(min_length=1)]
+_PromptTexts = Annotated[list[_PromptText], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+_PromptIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+Prompt = str | list[int]
 
 
 class FieldError(ValueError):
@@ -64,13 +67,6 @@ def _as_list(value: Any) -> Any:
     """An empty string is no stop string, as in OpenAI's API."""
     if isinstance(value, str):
         return [value] if value else []
-    return value
-
-
-def _bounded_mapping(value: Any) -> Any:
-    """Before its entries are looked at, so that a huge mapping costs nothing."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, has {len(value)}")
     return value
 
 
@@ -174,16 +170,25 @@ class GenerationFields(ModelRequest):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            BeforeValidator(_bounded_mapping),
-            Field(json_schema_extra={"maxProperties": MAX_LOGIT_BIAS, "additionalProperties": False}),
+            Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
         ]
         | None
     ) = None
     response_format: ResponseFormat | None = None
-    service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/promises.py`
+    service_tier: ShortText | None = None  # an SLO class, or one of OpenAI's tiers: see `router/slo/classes.py`
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # vLLM's: the lower goes first
     return_token_ids: bool | None = None
     return_stages: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Of the whole response."""
+        return self.n or 1
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits a choice's tokens, and its value."""
+        return "max_tokens", self.max_tokens
 
     @property
     def includes_usage(self) -> bool:
@@ -216,14 +221,26 @@ class GenerationFields(ModelRequest):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    # Checked by `prompts_of`, whose messages say which of many prompts is wrong.
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    prompt: _PromptText | TokenIds | _PromptTexts | _PromptIds
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The `prompt` field as a list of prompts."""
+        prompt: Any = self.prompt
+        prompts: Sequence[Prompt] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return prompts
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * (self.n or 1)
+
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
+        if self.num_choices > MAX_CHOICES:
+            raise FieldError("n", f"at most {MAX_CHOICES} choices, over all prompts")
         if self.echo and self.logprobs is not None:
             raise FieldError("echo", "can't be combined with logprobs: prompt tokens have no log-probabilities here")
         return self
@@ -255,12 +272,8 @@ class ChatMessage(_Request):
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        told = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        return {**told, "content": content or ""}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -273,6 +286,12 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().token_limit
+        return "max_completion_tokens", self.max_completion_tokens
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatRequest":
@@ -303,4 +322,74 @@ class TokenizeRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """POST /detokenize."""
 
-    tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]  # checked by `token_ids_of`
+    tokens: TokenIds
+
+
+def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """The refusal of a body that pydantic found these errors in: it names the first field at fault."""
+    field = errors[0]["loc"][:1]
+    first = max((one for one in errors if one["loc"][:1] == field), key=_how_far)
+    # Unions add the tried type's name to the path: not a part of what the client sent.
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").isalnum()]
+    param = shown(".".join(path[:4])) or "body"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError):
+        param, message = getattr(cause, "param", param), str(cause)
+    elif first["type"] == "missing":
+        message = "is required"
+    return _refusal(param, message)
+
+
+def _how_far(error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:
+    """Of a field that may be of several types, the attempt that got furthest has the message that helps."""
+    is_of_type = not error["type"].endswith("_type")
+    return is_of_type, len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]
+
+
+class UnknownFields:
+    """What becomes of fields that nobody here knows: each is named once in the log, or, where `strict`, refused."""
+
+    def __init__(self, *, strict: bool):
+        self._strict = strict
+        self._named: set[str] = set()
+
+    def check(self, asked: BaseModel) -> None:
+        """Raises RequestError where there are any, and none are taken."""
+        for path, known in _unknown(asked, ()):
+            if self._strict:
+                near = difflib.get_close_matches(str(path[-1]), known, n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise _refusal(shown(".".join(map(str, path))), f"is not a known field{hint}")
+            self._name(".".join(part for part in path if isinstance(part, str)))
+
+    def _name(self, field: str) -> None:
+        """A name that is no word may be a part of a prompt by mistake: it is not told."""
+        field = field if re.fullmatch(r"[\w.-]{1,128}", field, re.ASCII) else "(not a word)"
+        if field not in self._named and len(self._named) < MAX_NAMED:
+            self._named.add(field)
+            _log.warning("requests have the field %s, which is not known here: it is ignored", field)
+
+
+def shown(name: str) -> str:
+    """A name from outside, safe to put into an answer and a log."""
+    return "".join(char if char.isprintable() else "?" for char in name[:80])
+
+
+def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
+    """The paths of unknown fields, each with the names that its object may have."""
+    for name in asked.model_extra or ():
+        if path or (name not in LACKING and name not in WITHOUT_EFFECT):
+            yield (*path, name), [*type(asked).model_fields]
+    for name, value in vars(asked).items():
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, (*path, name))
+        elif isinstance(value, list):
+            for i, one in enumerate(value):
+                if not isinstance(one, BaseModel):  # lists of ids are long
+                    break
+                yield from _unknown(one, (*path, name, i))
+
+
+def _refusal(param: str, message: str) -> RequestError:
+    return RequestError(f"{param}: {message}", param=param)

@@ -15,9 +15,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-import numpy as np
-from numpy.typing import NDArray
-
 from twostroke.protocol.blocks import BlockHash, ShortName, chain_hashes, next_hash, root_hash, short_name, unpack_names
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
@@ -37,7 +34,9 @@ class _Worker:
 
 
 class BlockIndex:
-    """At most `max_blocks` different blocks; what does not fit is not known. Expected blocks are so for `expected_s` to
+    """One router replica's knowledge. Every replica hears all workers itself, so that they agree without talking.
+
+    Of at most `max_blocks` different blocks; what does not fit is not known. Expected blocks are so for `expected_s` to
     twice as long.
     """
 
@@ -55,19 +54,32 @@ class BlockIndex:
         self._workers: dict[Peer, _Worker] = {}
         self._active = 0  # bits of `_workers`
         self._num_columns = 0
-        self.version = 0  # changes whenever a worker gets another column
         self._free_columns: list[int] = []
         self._retired = 0  # bits that may still be set and mean nobody
         self._sweeping = 0  # those of them that are being wiped out
         self._unswept: list[ShortName] = []
+        self._names = PromptNames()
 
     def __len__(self) -> int:
         """Blocks that some worker was heard to hold."""
         return len(self._held)
 
-    def columns(self, workers: Sequence[Peer]) -> NDArray[np.int64]:
-        """Where the next `find` has the numbers of these workers. Good for as long as `version` stays the same."""
-        return np.array([self._known(worker).column for worker in workers], np.int64)
+    def held(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
+        """How many tokens of the prompt with the outputs `sent` each of these workers has, or will soon have."""
+        blocks: dict[int, list[int]] = {}  # by block size
+        tokens: list[int] = []
+        for info in infos:
+            size = info.layout.block_size
+            if size not in blocks:
+                blocks[size] = self.find(self._names.of(request.token_ids, request.cache_salt, size, sent))
+            worker = self._workers.get(info.peer)
+            tokens.append(0 if worker is None else blocks[size][worker.column] * size)
+        return tokens
+
+    def expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
+        """The worker will soon hold the prompt and the outputs `sent`, as far as they fill blocks, if all goes well."""
+        names = self._names.of(request.token_ids, request.cache_salt, worker.layout.block_size, sent)
+        self.expect_blocks(worker.peer, names)
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget all others: a worker that has left, or has restarted, holds nothing."""
@@ -80,7 +92,6 @@ class BlockIndex:
             self._unswept.clear()
             self._num_columns = self._retired = self._sweeping = 0
             self._free_columns.clear()
-            self.version += 1
 
     def heard(self, worker: Peer, message: BlocksHeld | BlocksChanged) -> bool:
         """Take in what a worker says. False where something was missed: the worker must be asked for all it holds.
@@ -104,31 +115,27 @@ class BlockIndex:
         self._store(known, unpack_names(message.stored))
         return True
 
-    def expect(self, worker: Peer, names: Sequence[ShortName], *, known_blocks: int = 0) -> None:
-        """`worker` will soon hold these blocks, if all goes well.
-
-        `known_blocks` is how many of them it is known to hold: as good a guess as there is, which spares looking.
-        """
+    def expect_blocks(self, worker: Peer, names: Sequence[ShortName]) -> None:
+        """`worker` will soon hold these blocks."""
         self._expire()
         known = self._known(worker)
         known.is_clean = False
         bit = 1 << known.column
         layer = self._expected
-        depth = self._known_depth(names, bit, known_blocks)
-        names = names[depth : depth + self._max_blocks - len(layer)]
+        names = names[: self._max_blocks - len(layer)]
         # All in one go: this is done for each request.
         expected = list(map(layer.setdefault, names, repeat(bit)))
         if expected.count(bit) < len(names):
             for name, bits in zip(names, expected, strict=True):
                 layer[name] = bits | bit
 
-    def find(self, names: Sequence[ShortName]) -> NDArray[np.int64]:
+    def find(self, names: Sequence[ShortName]) -> list[int]:
         """How many of a prompt's first blocks each worker holds or will hold, by its column.
 
         Whoever holds a block is taken to hold all before it, which is so nearly always: caches evict from the end.
         """
         self._expire()
-        blocks = np.zeros(self._num_columns, np.int64)
+        blocks = [0] * self._num_columns
         if not names:
             return blocks
         held, expected, before = self._held.get, self._expected.get, self._expected_before.get
@@ -137,16 +144,16 @@ class BlockIndex:
         groups = [((held(first, 0) | expected(first, 0) | before(first, 0)) & self._active, 1, len(names))]
         while groups:
             group, low, high = groups.pop()
-            if not group:
-                continue
-            if low == high:
-                self._assign(blocks, group, low)
-                continue
-            middle = (low + high + 1) // 2
-            name = names[middle - 1]
-            able = (held(name, 0) | expected(name, 0) | before(name, 0)) & group
-            groups.append((able, middle, high))
-            groups.append((group ^ able, low, middle - 1))
+            if group and low == high:
+                for column, bit in enumerate(reversed(f"{group:b}")):
+                    if bit == "1":
+                        blocks[column] = low
+            elif group:
+                middle = (low + high + 1) // 2
+                name = names[middle - 1]
+                able = (held(name, 0) | expected(name, 0) | before(name, 0)) & group
+                groups.append((able, middle, high))
+                groups.append((group ^ able, low, middle - 1))
         return blocks
 
     def _known(self, worker: Peer) -> _Worker:
@@ -160,29 +167,6 @@ class BlockIndex:
         worker.sequence = None
         was_asked, worker.is_asked = worker.is_asked, True
         return was_asked
-
-    def _known_depth(self, names: Sequence[ShortName], bit: int, guess: int) -> int:
-        """How many of the first of `names` need not be expected again of the worker with this bit: about `guess`."""
-
-        def is_known(count: int) -> int:
-            name = names[count - 1]
-            return bit & (self._held.get(name, 0) | self._expected.get(name, 0))
-
-        low, high = 0, len(names)
-        for count in (guess, guess + 1):  # a right guess is found out by its two sides
-            if low < count <= high:
-                low, high = (count, high) if is_known(count) else (low, count - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_known(middle) else (low, middle - 1)
-        return low
-
-    def _assign(self, blocks: NDArray[np.int64], group: int, count: int) -> None:
-        if group & (group - 1) == 0:
-            blocks[group.bit_length() - 1] = count
-            return
-        packed = np.frombuffer(group.to_bytes((self._num_columns + 7) // 8, "little"), np.uint8)
-        blocks[np.unpackbits(packed, count=self._num_columns, bitorder="little").view(bool)] = count
 
     def _store(self, worker: _Worker, names: Iterable[ShortName]) -> None:
         bit = 1 << worker.column  # one object for all blocks that this worker alone holds
@@ -217,7 +201,6 @@ class BlockIndex:
             column = self._num_columns
             self._num_columns += 1
         self._active |= 1 << column
-        self.version += 1
         return column
 
     def _retire(self, column: int) -> None:
@@ -312,51 +295,3 @@ class PromptNames:
         else:
             self._prompts.move_to_end(key)
         return prompt
-
-
-class CachedPrefixes:
-    """One router replica's knowledge. Every replica hears all workers itself, so that they agree without talking."""
-
-    def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float):
-        self._index = BlockIndex(clock=clock, max_blocks=max_blocks, expected_s=expected_s)
-        self._names = PromptNames()
-        self._infos: Sequence[WorkerInfo] = ()
-        self._version = -1  # of the index, when the columns of `_infos` were asked for
-        self._columns: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # by block size: rows, and columns
-
-    def keep(self, workers: Collection[Peer]) -> None:
-        """Forget what others held."""
-        self._index.keep(workers)
-
-    def heard(self, worker: Peer, message: BlocksHeld | BlocksChanged) -> bool:
-        """As BlockIndex.heard."""
-        return self._index.heard(worker, message)
-
-    def expect(
-        self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int], *, known_tokens: int = 0
-    ) -> None:
-        """The worker will soon hold the prompt and the outputs `sent`, as far as they fill blocks.
-
-        `known_tokens` of them it is thought to hold already.
-        """
-        block_size = worker.layout.block_size
-        names = self._names.of(request.token_ids, request.cache_salt, block_size, sent)
-        self._index.expect(worker.peer, names, known_blocks=known_tokens // block_size)
-
-    def held(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
-        """How many tokens of the prompt with the outputs `sent` each of these workers has. Quick for the same list."""
-        if self._infos is not infos or self._version != self._index.version:
-            self._remember_columns(infos)  # before anything is found: new workers get columns now
-        held = np.zeros(len(infos), np.int64)
-        for block_size, (rows, columns) in self._columns.items():
-            names = self._names.of(request.token_ids, request.cache_salt, block_size, sent)
-            held[rows] = self._index.find(names)[columns] * block_size
-        tokens: list[int] = held.tolist()
-        return tokens
-
-    def _remember_columns(self, infos: Sequence[WorkerInfo]) -> None:
-        self._columns = {}
-        for block_size in {info.layout.block_size for info in infos}:
-            rows = [row for row, info in enumerate(infos) if info.layout.block_size == block_size]
-            self._columns[block_size] = np.array(rows), self._index.columns([infos[row].peer for row in rows])
-        self._infos, self._version = infos, self._index.version

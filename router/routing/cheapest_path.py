@@ -1,13 +1,14 @@
-"""The path with the least predicted time, by what every worker has cached and has to do: read `cheapest_path`. Pure.
+"""Which workers serve a request: the path with the least predicted time (`cheapest_path`), by load, or in turn. Pure.
 
 docs/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the best of
 each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is settled with
 the chosen prefill worker's time.
+
+Everything asks of a worker how much of the prompt it has (`KnownWorker.held`), which is set for each decision.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -23,9 +24,6 @@ _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
 
 
-Held = tuple[KnownWorker, int]
-"""A worker, and how many tokens of the prompt's beginning it has."""
-
 LeftOut = Mapping[Peer, int]
 """Workers that are not to be taken for a request, or only for want of others: the tiers that they fall to."""
 
@@ -40,6 +38,7 @@ class Need(NamedTuple):
     num_tokens: int  # of the prompt, and of what was sent of the answer
     answer_tokens: float  # that are still to come, about
     promise: Promise
+    classes: Classes
     min_pull_tokens: int | None  # what a pull must spare; None: nothing is pulled
 
 
@@ -52,7 +51,6 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     pull_s: float  # 0: nothing is pulled
     prefill_s: float
     new_tokens: int  # to be computed
-    missing_tokens: int  # that are not cached there: what would be computed without a pull
 
 
 class Answering(msgspec.Struct, frozen=True, gc=False):
@@ -75,19 +73,10 @@ class _Choice(msgspec.Struct, frozen=True, gc=False):
         return self.reading.total_s + self.after_s
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Whoever a prompt's beginning can be pulled from."""
-
-    worker: KnownWorker
-    tokens: int  # that it holds
-
-
 def cheapest_path(
-    prefill: Sequence[Held],
-    decode: Sequence[Held],
+    prefill: Sequence[KnownWorker],
+    decode: Sequence[KnownWorker],
     need: Need,
-    classes: Classes,
     *,
     left_out: LeftOut = NOBODY,
     decodes_alone: bool = True,
@@ -102,36 +91,40 @@ def cheapest_path(
     source = None
     if need.min_pull_tokens is not None:
         source = best_source([*prefill, *decode], need.min_pull_tokens, left_out)
-    able = able_to_prefill(prefill, need.num_tokens, left_out)
-    reading = [read(worker, need, held, source, classes) for worker, held in able]
-    able = able_to_decode(decode, need.num_tokens, left_out)
-    answering = [(answer(worker, need), held) for worker, held in able]
+    reading = [read(worker, need, source) for worker in able_to_prefill(prefill, need.num_tokens, left_out)]
+    answering = [answer(worker, need) for worker in able_to_decode(decode, need.num_tokens, left_out)]
     best = _best_pair(need, reading, answering, turn)
     if best is None or decodes_alone:
-        alone = _best_alone(need, answering, source, classes, turn)
-        if best is None or alone.total_s < best.total_s:
-            best = alone
-    return _path(best, need, source)
+        alone = [_Choice(then.total_s, read(then.worker, need, source), then, 0.0) for then in answering]
+        # A pull may make others nearly as good as those that hold the prompt's beginning.
+        quickest = _pick(
+            alone,
+            lambda one: one.total_s,
+            lambda one: (one.answering.worker.requests, -one.answering.worker.held),
+            turn,
+        )
+        if best is None or quickest.total_s < best.total_s:
+            best = quickest
+    return _path(best, source)
 
 
-def read(worker: KnownWorker, need: Need, held: int, source: Source | None, classes: Classes) -> Reading:
-    """A prompt's cost on one worker that holds the first `held` tokens of it, and can pull those of `source`."""
+def read(worker: KnownWorker, need: Need, source: KnownWorker | None) -> Reading:
+    """A prompt's cost on one worker, which can pull what `source` has of it."""
     most = need.num_tokens - 1  # the last token is always computed: the next is drawn from it
-    if held > most:
-        held = most
-    queue_s = worker.queue_s(need.promise, classes)
-    missing = new_tokens = need.num_tokens - held
+    held = worker.held if worker.held < most else most
+    queue_s = worker.queue_s(need.promise, need.classes)
+    new_tokens = need.num_tokens - held
     prefill_s, cost_s = _computing(worker, new_tokens, held)
     pull_s = 0.0
     if source is not None and need.min_pull_tokens is not None:
-        offered = source.tokens if source.tokens < most else most
-        if offered - held >= need.min_pull_tokens and source.worker.kind in worker.takes:
+        offered = source.held if source.held < most else most
+        if offered - held >= need.min_pull_tokens and source.kind in worker.takes:
             way_s = HOP_S + (offered - held) * worker.token_transfer_s
             rest = need.num_tokens - offered
             rest_s, rest_cost_s = _computing(worker, rest, offered)
             if way_s + rest_cost_s < cost_s:
                 pull_s, prefill_s, cost_s, new_tokens = way_s, rest_s, way_s + rest_cost_s, rest
-    return Reading(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens, missing)
+    return Reading(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
 
 
 def answer(worker: KnownWorker, need: Need) -> Answering:
@@ -155,12 +148,12 @@ def answer(worker: KnownWorker, need: Need) -> Answering:
     return Answering(worker, slot_s + need.answer_tokens * step_s, slot_s, step_s)
 
 
-def transfer_s(worker: KnownWorker, need: Need, held: int, *, hidden_s: float, last_tokens: float) -> float:
+def transfer_s(worker: KnownWorker, need: Need, *, hidden_s: float, last_tokens: float) -> float:
     """What is left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
 
-    `held` is what it has already. The last layer of the last `last_tokens` can't be hidden at all.
+    The last layer of the last `last_tokens` can't be hidden at all.
     """
-    missing = need.num_tokens - held
+    missing = need.num_tokens - worker.held
     last_s = min(missing, last_tokens) * worker.layer_transfer_s
     return HOP_S + max(missing * worker.token_transfer_s - hidden_s, last_s)
 
@@ -177,21 +170,19 @@ def _computing(worker: KnownWorker, new_tokens: int, before: int) -> tuple[float
     return prefill_s, prefill_s + worker.stalled * prompt_s
 
 
-def _best_pair(
-    need: Need, reading: Sequence[Reading], answering: Sequence[tuple[Answering, int]], turn: int
-) -> _Choice | None:
+def _best_pair(need: Need, reading: Sequence[Reading], answering: Sequence[Answering], turn: int) -> _Choice | None:
     """A prefill and a decode worker. Decode workers of one kind are weighed together: the same can send to them."""
     best: _Choice | None = None
-    for kind in dict.fromkeys(one.worker.kind for one, _ in answering):
-        takers = [(one, held) for one, held in answering if one.worker.kind == kind and one.worker.takes]
-        senders = [one for one in reading if takers and one.worker.kind in takers[0][0].worker.takes]
+    for kind in dict.fromkeys(one.worker.kind for one in answering):
+        takers = [one for one in answering if one.worker.kind == kind and one.worker.takes]
+        senders = [one for one in reading if takers and one.worker.kind in takers[0].worker.takes]
         if not senders:
             continue
-        first = _pick(senders, lambda one: one.total_s, lambda one: (one.missing_tokens,), turn)
+        first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.held,), turn)
+        last_tokens = min(first.new_tokens, first.worker.chunk_tokens)
         choices: list[_Choice] = []
-        for then, held in takers:
-            last_tokens = min(first.new_tokens, first.worker.chunk_tokens)
-            sending_s = transfer_s(then.worker, need, held, hidden_s=first.prefill_s, last_tokens=last_tokens)
+        for then in takers:
+            sending_s = transfer_s(then.worker, need, hidden_s=first.prefill_s, last_tokens=last_tokens)
             choices.append(_Choice(sending_s + then.total_s, first, then, sending_s))
         choice = _pick(
             choices, lambda one: one.after_s, lambda one: (one.answering.worker.requests, one.transfer_s), turn
@@ -201,27 +192,7 @@ def _best_pair(
     return best
 
 
-def _best_alone(
-    need: Need,
-    answering: Sequence[tuple[Answering, int]],
-    source: Source | None,
-    classes: Classes,
-    turn: int,
-) -> _Choice:
-    """A decode worker that computes the prompt itself."""
-    choices = [
-        _Choice(then.total_s, read(then.worker, need, held, source, classes), then, 0.0) for then, held in answering
-    ]
-    # A pull may make others nearly as good as those that hold the prompt's beginning.
-    return _pick(
-        choices,
-        lambda one: one.total_s,
-        lambda one: (one.answering.worker.requests, one.reading.missing_tokens),
-        turn,
-    )
-
-
-def _path(choice: _Choice, need: Need, source: Source | None) -> Path:
+def _path(choice: _Choice, source: KnownWorker | None) -> Path:
     """With what is expected of it."""
     reading, answering = choice.reading, choice.answering
     estimate = Estimate(
@@ -235,11 +206,63 @@ def _path(choice: _Choice, need: Need, source: Source | None) -> Path:
     return Path(
         prefill=None if reading.worker is answering.worker else reading.worker.info,
         decode=answering.worker.info,
-        source=source.worker.info if source is not None and reading.pull_s > 0 else None,
+        source=source.info if source is not None and reading.pull_s > 0 else None,
         estimate=estimate,
         new_tokens=reading.new_tokens,
-        cached_tokens=need.num_tokens - reading.missing_tokens,
     )
+
+
+# --- by load, or in turn: what the policy is compared with, and until workers have told what their steps cost ---
+
+
+def path_by_load(
+    prefill: Sequence[KnownWorker],
+    decode: Sequence[KnownWorker],
+    num_tokens: int,
+    *,
+    left_out: LeftOut = NOBODY,
+    turn: int | None = None,
+) -> Path:
+    """The path for a request whose prompt has `num_tokens` tokens. `left_out` is as `cheapest_path` has it.
+
+    Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
+    blocks. Prefill: the fewest queued tokens among those whose KV the decode worker can take. The worker id breaks
+    ties. With a `turn`, whatever the load: of each role the worker whose turn it is, by worker ids. Raises NoPath.
+    """
+    able = sorted(able_to_decode(decode, num_tokens, left_out), key=_name)
+    if turn is None:
+        taker = min(able, key=lambda one: (one.free_tokens < num_tokens, one.requests, -one.free_tokens))
+    else:
+        taker = able[turn % len(able)]
+    senders = [one for one in able_to_prefill(prefill, num_tokens, left_out) if one.kind in taker.takes]
+    if not senders:
+        return Path(None, taker.info)
+    senders.sort(key=_name)
+    if turn is None:
+        return Path(min(senders, key=lambda one: (one.queued_tokens(), one.requests)).info, taker.info)
+    return Path(senders[turn % len(senders)].info, taker.info)
+
+
+def with_source(
+    path: Path, workers: Sequence[KnownWorker], num_tokens: int, min_tokens: int, left_out: LeftOut = NOBODY
+) -> Path:
+    """The path with the worker that whoever computes its prompt pulls the prompt's beginning from, if any.
+
+    It must hold `min_tokens` more than the puller, whatever the prompt's last token, which is computed in any case.
+    """
+    target = next(one for one in workers if one.info.peer == path.reader.peer)
+    source = best_source([one for one in workers if one.kind in target.takes], min_tokens, left_out)
+    most = num_tokens - 1
+    if source is None or min(source.held, most) - min(target.held, most) < min_tokens:
+        return path
+    return msgspec.structs.replace(path, source=source.info)
+
+
+def _name(worker: KnownWorker) -> str:
+    return worker.info.peer.worker_id
+
+
+# --- who may be taken at all ---
 
 
 def leave_out(failed: Collection[Peer], ejected: Collection[Peer]) -> LeftOut:
@@ -247,34 +270,27 @@ def leave_out(failed: Collection[Peer], ejected: Collection[Peer]) -> LeftOut:
     return dict.fromkeys(ejected, EJECTED) | dict.fromkeys(failed, UNWELCOME)
 
 
-def able_to_prefill(prefill: Iterable[Held], num_tokens: int, left_out: LeftOut) -> list[Held]:
+def able_to_prefill(prefill: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
     """Those that are well, and have room for the prompt."""
-    return [one for one in prefill if one[0].info.max_context >= num_tokens and _tier(one[0], left_out) == AVAILABLE]
+    return [one for one in prefill if one.info.max_context >= num_tokens and _tier(one, left_out) == AVAILABLE]
 
 
-def able_to_decode(decode: Iterable[Held], num_tokens: int, left_out: LeftOut) -> list[Held]:
+def able_to_decode(decode: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
     """The least objectionable. Raises NoPath where none is left."""
-    tiers: dict[int, list[Held]] = {}
+    tiers: dict[int, list[KnownWorker]] = {}
     for one in decode:
-        if one[0].info.max_context >= num_tokens:
-            tiers.setdefault(_tier(one[0], left_out), []).append(one)
+        if one.info.max_context >= num_tokens:
+            tiers.setdefault(_tier(one, left_out), []).append(one)
     least = min(tiers, default=DRAINING)
     if least == DRAINING:
         raise NoPath("no decode worker is available; try again shortly")
     return tiers[least]
 
 
-def best_source(workers: Iterable[Held], min_tokens: int, left_out: LeftOut) -> Source | None:
+def best_source(workers: Iterable[KnownWorker], min_tokens: int, left_out: LeftOut) -> KnownWorker | None:
     """Whoever has most of the prompt, of either role, and of those the one with the fewest requests."""
-    best: Source | None = None
-    for worker, held in workers:
-        if held < min_tokens or (best is not None and held < best.tokens):
-            continue
-        if _tier(worker, left_out) != AVAILABLE:
-            continue
-        if best is None or held > best.tokens or worker.requests < best.worker.requests:
-            best = Source(worker, held)
-    return best
+    able = [one for one in workers if one.held >= min_tokens and _tier(one, left_out) == AVAILABLE]
+    return max(able, key=lambda one: (one.held, -one.requests), default=None)
 
 
 def _tier(worker: KnownWorker, left_out: LeftOut) -> int:

@@ -9,11 +9,9 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.worker_channel import ChannelListener
 from twostroke.router.fleet import Estimate, NoPath, Path
-from twostroke.router.routing.block_index import CachedPrefixes
-from twostroke.router.routing.by_load import least_loaded, round_robin, with_source
-from twostroke.router.routing.cheapest_path import Held, LeftOut, Need, cheapest_path, leave_out
+from twostroke.router.routing.block_index import BlockIndex
+from twostroke.router.routing.cheapest_path import Need, cheapest_path, leave_out, path_by_load, with_source
 from twostroke.router.routing.in_flight import Hold, Place
 from twostroke.router.routing.workers import AVAILABLE, FleetView, KnownWorker
 
@@ -27,7 +25,7 @@ _LEAST_S = 1e-3  # until a first token, when paths are compared
 class PathChooser:
     """One router replica's. `workers` tells who is there (Fleet.workers).
 
-    Takes the channels' listener for itself: to be made before the channels follow any worker. `min_pull_tokens` is what
+    Listens to the channels, so it is to be made before those follow any worker. `min_pull_tokens` is what
     a pulled prefix must spare at least (None: nothing is pulled); `index_blocks` and `expected_s` are BlockIndex's.
     """
 
@@ -50,19 +48,16 @@ class PathChooser:
         self._decodes_alone = decodes_alone
         self._min_pull_tokens = min_pull_tokens
         self._view = FleetView(channels, clock)
-        self._cached: CachedPrefixes | None = None
+        self._cached: BlockIndex | None = None
         if policy == "kv_aware":
-            self._cached = CachedPrefixes(clock=clock, max_blocks=index_blocks, expected_s=expected_s)
+            self._cached = BlockIndex(clock=clock, max_blocks=index_blocks, expected_s=expected_s)
         self._trials = Trials()
         self._turn = 0
         self._answer_tokens = _FIRST_ANSWER_TOKENS
-        channels.listen(
-            ChannelListener(
-                told=self._view.told,
-                changed=self._view.changed,
-                blocks=None if self._cached is None else self._cached.heard,
-            )
-        )
+        channels.listener.told = self._view.told
+        channels.listener.changed = self._view.changed
+        if self._cached is not None:
+            channels.listener.blocks = self._cached.heard
 
     @property
     def in_flight(self) -> int:
@@ -85,35 +80,34 @@ class PathChooser:
         promise = request.promise
         self._view.classes[promise.class_name] = promise.priority, promise.share
         self._view.refresh()
-        num_tokens = len(request.token_ids) + len(sent)
-        prefill, decode = self._held(request, sent)
-        if self._cached is None or not self._view.knows_costs:
-            return self._by_load(prefill, decode, num_tokens, leave_out(failed, ejected))
+        self._look_up(request, sent)
+        prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
+        left_out = leave_out(failed, ejected)
         need = self._need(request, sent)
+        if self._cached is None or not self._view.knows_costs:
+            turn = self._turn if self._policy == "round_robin" else None
+            path = path_by_load(prefill, decode, need.num_tokens, left_out=left_out, turn=turn)
+            if self._cached is None or need.min_pull_tokens is None:
+                return path
+            return with_source(path, self._view.workers, need.num_tokens, need.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill,
-            decode,
-            need,
-            self._view.classes,
-            left_out=leave_out(failed, ejected),
-            decodes_alone=self._decodes_alone,
-            turn=self._turn,
+            prefill, decode, need, left_out=left_out, decodes_alone=self._decodes_alone, turn=self._turn
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
-        return self._trial(prefill, decode, need, best) or best
+        return self._trial(need, best) or best
 
     def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
         """Whether with some prefill worker the first token comes in half the time that the decode worker needs."""
         self._view.refresh()
-        prefill, decode = self._held(request, ())
-        own = [one for one in decode if one[0].info.peer == decode_worker]
         if not self._view.knows_costs:
             return False
-        need, classes = self._need(request, ()), self._view.classes
+        self._look_up(request, ())
+        own = [one for one in self._view.of_role["decode"] if one.info.peer == decode_worker]
+        prefill, need = self._view.of_role["prefill"], self._need(request, ())
         try:
-            alone = cheapest_path([], own, need, classes)
-            pair = cheapest_path(prefill, own, need, classes, left_out=leave_out(failed, ()), decodes_alone=False)
+            alone = cheapest_path([], own, need)
+            pair = cheapest_path(prefill, own, need, left_out=leave_out(failed, ()), decodes_alone=False)
         except NoPath:
             return False
         if pair.prefill is None or pair.estimate is None or alone.estimate is None:
@@ -131,7 +125,7 @@ class PathChooser:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
             self._trials.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
-        self._expect(path.reader, request, sent, known_tokens=path.cached_tokens)
+        self._expect(path.reader, request, sent)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
     # --- what came of it ---
@@ -157,6 +151,7 @@ class PathChooser:
             num_tokens=len(request.token_ids) + len(sent),
             answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
             promise=request.promise,
+            classes=self._view.classes,
             min_pull_tokens=self._min_pull_tokens,
         )
 
@@ -168,32 +163,22 @@ class PathChooser:
             if self._cached is not None:
                 self._cached.keep({info.peer for info in infos})
 
-    def _held(self, request: GenerateRequest, sent: Sequence[int]) -> tuple[list[Held], list[Held]]:
-        """The prefill and the decode workers with what they have of the prompt."""
-        view = self._view
-        tokens = [0] * len(view.workers) if self._cached is None else self._cached.held(view.infos, request, sent)
-        held = list(zip(view.workers, tokens, strict=True))
-        num_prefill = len(view.of_role["prefill"])
-        return held[:num_prefill], held[num_prefill:]
+    def _look_up(self, request: GenerateRequest, sent: Sequence[int]) -> None:
+        """Set what each worker has of the prompt."""
+        if self._cached is not None:
+            tokens = self._cached.held(self._view.infos, request, sent)
+            for worker, held in zip(self._view.workers, tokens, strict=True):
+                worker.held = held
 
-    def _by_load(self, prefill: Sequence[Held], decode: Sequence[Held], num_tokens: int, left_out: LeftOut) -> Path:
-        if self._policy == "round_robin":
-            return round_robin(prefill, decode, num_tokens=num_tokens, turn=self._turn, left_out=left_out)
-        path = least_loaded(prefill, decode, num_tokens=num_tokens, left_out=left_out)
-        if self._cached is None or self._min_pull_tokens is None:
-            return path
-        return with_source(
-            path, [*prefill, *decode], num_tokens=num_tokens, min_tokens=self._min_pull_tokens, left_out=left_out
-        )
-
-    def _trial(self, prefill: Sequence[Held], decode: Sequence[Held], need: Need, best: Path) -> Path | None:
+    def _trial(self, need: Need, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""
         now = self._clock()
-        worker = self._trials.candidate(self._view.of_role["prefill"], need.num_tokens, now)
-        if worker is None or best.estimate is None or (best.prefill is not None and best.prefill.peer == worker):
+        prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
+        worker = self._trials.candidate(prefill, need.num_tokens, now)
+        if worker is None or best.estimate is None or best.reader.peer == worker:
             return None
-        alone = [one for one in prefill if one[0].info.peer == worker]
-        path = cheapest_path(alone, decode, need, self._view.classes, decodes_alone=False, turn=self._turn)
+        alone = [one for one in prefill if one.info.peer == worker]
+        path = cheapest_path(alone, decode, need, decodes_alone=False, turn=self._turn)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
@@ -208,11 +193,9 @@ class PathChooser:
         if num_cached_tokens >= num_tokens - path.new_tokens:
             self._view.rates.pulled(path.reader.peer, expected_s=path.estimate.pull_s, took_s=took_s)
 
-    def _expect(
-        self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int], *, known_tokens: int = 0
-    ) -> None:
+    def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
         if self._cached is not None:
-            self._cached.expect(worker, request, sent, known_tokens=known_tokens)
+            self._cached.expect(worker, request, sent)
 
 
 def _first_token_s(estimate: Estimate) -> float:

@@ -1,17 +1,16 @@
-"""What this router knows of each worker's work, kept ready for the next decision.
+"""What this router knows of each worker, kept ready for the next decision.
 
 What a decision needs of a worker and does not depend on the request is computed when the worker tells something, and
 anew before a decision only where this router has sent something there, or taken something back, since.
 """
 
-import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.requests import Peer, Promise
-from twostroke.protocol.stats import Role, StepCosts, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import Role, StepCosts, WorkerInfo, WorkerStats, typical
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.in_flight import InFlight, Load
 
@@ -23,17 +22,18 @@ requests, then those that have failed this one or can't be reached."""
 
 _NO_LIMIT_S = 1e9
 _LEAST_CHUNK = 16  # tokens of a prompt that decode workers compute in a step, however tight its streams' promises
-_MEDIAN_AGE_S = 1.0  # how old the fleet's median costs may be, which workers without their own are given
+_TYPICAL_AGE_S = 1.0  # how old the role's typical costs may be, which workers without their own are given
 
 
 @dataclass(slots=True, eq=False)
 class KnownWorker:
-    """A worker, and what of its numbers paths are chosen by. The first three stay, `update` changes the rest."""
+    """A worker, and what of its numbers paths are chosen by. The first three stay, `update` changes most others."""
 
     info: WorkerInfo
     kind: int  # of its KV: workers of one kind are alike
     takes: frozenset[int]  # kinds of KV that can come here
     tier: int = AVAILABLE
+    held: int = 0  # tokens of the beginning of the prompt that a path is chosen for
     # What it has to do, and room for.
     requests: float = 0.0
     queued: dict[str, float] = field(default_factory=dict)  # prompt tokens to be computed, by class
@@ -165,9 +165,8 @@ class FleetView:
         self._followed: list[WorkerInfo] = []
         self._known: dict[Peer, KnownWorker] = {}
         self._changed: set[Peer] = set()
-        self._costs: dict[Peer, StepCosts] = {}
-        self._medians: dict[Role, StepCosts | None] = dict.fromkeys(ROLES)
-        self._medians_at = clock()
+        self._typical: dict[Role, StepCosts] = {}
+        self._typical_at = clock()
 
     def follow(self, infos: Iterable[WorkerInfo]) -> bool:
         """These are the workers now. Whether that is news; where it is not, this is quick."""
@@ -182,13 +181,8 @@ class FleetView:
         self._known = {worker.info.peer: worker for worker in self.workers}
         self.in_flight.keep(self._known.keys())
         self.rates.keep(self._known.keys())
-        self._costs = {peer: costs for peer, costs in self._costs.items() if peer in self._known}
-        for peer in self._known:
-            stats = self._channels.stats(peer)
-            if stats is not None and stats.costs is not None:
-                self._costs[peer] = stats.costs
         self._changed = set(self._known)
-        self._take_medians()
+        self._find_typical()
         return True
 
     def told(self, peer: Peer, stats: WorkerStats) -> None:
@@ -198,11 +192,9 @@ class FleetView:
         worker = self._known.get(peer)
         if worker is None:
             return
-        is_first = stats.costs is not None and self._medians[worker.info.role] is None
-        if stats.costs is not None:
-            self._costs[peer] = stats.costs
-        if is_first or self._clock() - self._medians_at >= _MEDIAN_AGE_S:
-            self._take_medians()
+        is_first = stats.costs is not None and worker.info.role not in self._typical
+        if is_first or self._clock() - self._typical_at >= _TYPICAL_AGE_S:
+            self._find_typical()
         self._update(worker)
         self._changed.discard(peer)
 
@@ -221,24 +213,28 @@ class FleetView:
     @property
     def knows_costs(self) -> bool:
         """Whether some worker of each role that is there has told what its steps cost."""
-        return all(self._medians[role] is not None or not self.of_role[role] for role in ROLES)
+        return all(role in self._typical or not self.of_role[role] for role in ROLES)
 
-    def _take_medians(self) -> None:
-        """Of the costs that each role's workers have told; those that have told none are given them."""
-        self._medians_at = self._clock()
+    def _find_typical(self) -> None:
+        """The typical costs of each role, of those that its workers have told; who has told none is given them."""
+        self._typical_at = self._clock()
         for role in ROLES:
-            peers = [worker.info.peer for worker in self.of_role[role]]
-            known = [self._costs[peer] for peer in peers if peer in self._costs]
-            if known:
-                self._medians[role] = median_costs(known)
-                self._changed.update(peer for peer in peers if peer not in self._costs)
+            told = {one.info.peer: self._costs_of(one) for one in self.of_role[role]}
+            costs = typical(told.values())
+            if costs is not None:
+                self._typical[role] = costs
+                self._changed.update(peer for peer, own in told.items() if own is None)
+
+    def _costs_of(self, worker: KnownWorker) -> StepCosts | None:
+        stats = self._channels.stats(worker.info.peer)
+        return None if stats is None else stats.costs
 
     def _update(self, worker: KnownWorker) -> None:
         peer = worker.info.peer
         worker.update(
             self._channels.stats(peer),
             self.in_flight.load(peer),
-            self._costs.get(peer) or self._medians[worker.info.role],
+            self._costs_of(worker) or self._typical.get(worker.info.role),
             self.classes,
             tier=UNWELCOME if self._channels.is_down(peer) else AVAILABLE,
             bytes_per_s=self.rates.of(peer),
@@ -257,17 +253,6 @@ def known_workers(infos: Sequence[WorkerInfo]) -> list[KnownWorker]:
         KnownWorker(info, kinds[info.layout], takes[info.layout] if info.transfer_addresses else nothing)
         for info in infos
     ]
-
-
-def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
-    """The median of each number: what a worker of which nothing is known is taken to be like."""
-    return StepCosts(
-        base_s=statistics.median(one.base_s for one in costs),
-        token_s=statistics.median(one.token_s for one in costs),
-        pair_s=statistics.median(one.pair_s for one in costs),
-        row_s=statistics.median(one.row_s for one in costs),
-        context_s=statistics.median(one.context_s for one in costs),
-    )
 
 
 FIRST_GUESS = 1e9
@@ -313,7 +298,6 @@ class LinkRates:
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget all others."""
-        for gone in self._rates.keys() - set(workers):
-            del self._rates[gone]
-        for gone in self._counted.keys() - set(workers):
-            del self._counted[gone]
+        present = set(workers)
+        self._rates = {worker: rate for worker, rate in self._rates.items() if worker in present}
+        self._counted = {worker: counted for worker, counted in self._counted.items() if worker in present}

@@ -156,7 +156,9 @@ class Admission:
         promise = request.promise
         now = self._clock()
         if promise.ttft_left_s is None and promise.tpot_s is None:
-            return self._endless_queue(estimate)
+            # Nothing can be late; but who would wait so long has left by then.
+            too_long_s = estimate.queue_s - self._config.max_queue_s
+            return _Fault("queue", "the queue is too long", too_long_s) if too_long_s > 0 else None
         part = 1.0 - self._kept_free(promise, history, now)
         is_idle = self._is_idle(path, estimate)
         if promise.ttft_left_s is not None:
@@ -175,11 +177,6 @@ class Admission:
         """Whether the request would have the path to itself: no better time will come for it."""
         stats = self._stats(path.decode.peer)
         return estimate.queue_s == 0 and stats is not None and stats.num_running + stats.num_waiting == 0
-
-    def _endless_queue(self, estimate: Estimate) -> _Fault | None:
-        """Nothing is promised, so nothing can be late; but who would wait so long has left by then."""
-        too_long_s = estimate.queue_s - self._config.max_queue_s
-        return _Fault("queue", "the queue is too long", too_long_s) if too_long_s > 0 else None
 
     def _slow_steps(
         self, request: GenerateRequest, path: Path, estimate: Estimate, history: ClassHistory, part: float

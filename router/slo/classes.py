@@ -1,10 +1,17 @@
-"""SLO classes: what is promised to whom. The promises themselves are kept by admission, queues and schedulers."""
+"""SLO classes: what is promised to whom. The promises themselves are kept by admission, queues and schedulers.
 
+`promise_of` tells what a request is promised: its class, by header, `service_tier`, API key or default, and what else
+it asks for.
+"""
+
+from collections.abc import Mapping
 from typing import Annotated
 
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import Promise
 from twostroke.protocol.settings import Interval, Section
 
 STANDARD = "standard"
@@ -73,3 +80,112 @@ class SLOConfig(Section):
     def is_set(self) -> bool:
         """Whether anybody has said anything of classes."""
         return [one.name for one in self.classes] != [STANDARD]
+
+
+CLASS_HEADER = "x-slo-class"
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+PRIORITY_HEADER = "x-slo-priority"
+
+MOST_MS = 3_600_000.0
+MOST_ASKED_PRIORITY = 100
+"""Of a request, either way; it is added to that of its class."""
+
+_DEFAULT_TIERS = ("auto", "default")
+"""Of the tiers that OpenAI's clients send, these mean the request's default class; `flex` means the class of the lowest
+priority, `priority` that of the highest. A class of such a name goes first.
+"""
+
+
+def promise_of(
+    config: SLOConfig,
+    headers: Mapping[str, str],
+    service_tier: str | None = None,
+    priority: int | None = None,
+    *,
+    has_key: bool = False,
+    key_class: str | None = None,
+) -> Promise:
+    """The promise of a request with these headers (names in lower case) and body fields.
+
+    `priority` is vLLM's: the lower goes first. Where an API key asks (`has_key`), `key_class` is its class, if it has
+    one. Raises RequestError: 400 for what can't be understood, 403 for what the request's API key may not have.
+    """
+    chosen, param = _chosen(config, key_class, headers, service_tier)
+    if PRIORITY_HEADER in headers:
+        priority = _whole(headers[PRIORITY_HEADER], PRIORITY_HEADER)
+    ttft_s = _seconds(headers, TTFT_HEADER, chosen.ttft_s)
+    tpot_s = _seconds(headers, TPOT_HEADER, chosen.tpot_s)
+    result = chosen.priority - (priority or 0)
+    if has_key:
+        own = chosen if key_class is None else config.named(key_class)
+        if chosen.priority > own.priority:
+            raise _forbidden(param, f"{chosen.name} goes before {own.name}, the class of this API key")
+        if result > own.priority:
+            raise _forbidden("priority", f"an API key's requests can't go before those of its class, {own.name}")
+        for name, asked_s, promised_s in (
+            (TTFT_HEADER, ttft_s, chosen.ttft_s),
+            (TPOT_HEADER, tpot_s, chosen.tpot_s),
+        ):
+            if asked_s is not None and (promised_s is None or asked_s < promised_s):
+                raise _forbidden(name, f"an API key's requests may loosen what {chosen.name} promises, not tighten it")
+    return Promise(chosen.name, result, chosen.share, ttft_s, tpot_s)
+
+
+def _chosen(
+    config: SLOConfig, key_class: str | None, headers: Mapping[str, str], service_tier: str | None
+) -> tuple[SLOClass, str]:
+    """The class, and which field or header named it."""
+    default = config.default_class
+    if key_class is not None:
+        default = config.named(key_class)
+    by_header = headers.get(CLASS_HEADER)
+    # The header decides, but a tier that nobody knows is a mistake all the same.
+    by_tier = default if service_tier is None else _named(config, default, service_tier, "service_tier")
+    if by_header is None:
+        return by_tier, "service_tier"
+    return _named(config, default, by_header, CLASS_HEADER), CLASS_HEADER
+
+
+def _named(config: SLOConfig, default: SLOClass, name: str, param: str) -> SLOClass:
+    """The class that a client means by `name`. Raises RequestError (400) that names `param`."""
+    for one in config.classes:
+        if one.name == name:
+            return one
+    if name in _DEFAULT_TIERS:
+        return default
+    if name == "flex":
+        return min(config.classes, key=lambda one: one.priority)
+    if name == "priority":
+        return max(config.classes, key=lambda one: one.priority)
+    known = ", ".join(one.name for one in config.classes)
+    shown = "".join(char if char.isprintable() else "?" for char in name[:80])
+    raise RequestError(f"{param}: {shown!r} is none of the classes {known}", param=param)
+
+
+def _seconds(headers: Mapping[str, str], name: str, otherwise_s: float | None) -> float | None:
+    if name not in headers:
+        return otherwise_s
+    try:
+        value = float(headers[name])
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST_MS:  # NaN is not
+        raise RequestError(f"{name}: must be milliseconds, above 0 and at most {MOST_MS:.0f}", param=name)
+    return value / 1000
+
+
+def _whole(text: str, name: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = MOST_ASKED_PRIORITY + 1
+    if abs(value) > MOST_ASKED_PRIORITY:
+        raise RequestError(
+            f"{name}: must be a whole number from {-MOST_ASKED_PRIORITY} to {MOST_ASKED_PRIORITY}", param=name
+        )
+    return value
+
+
+def _forbidden(param: str, message: str) -> RequestError:
+    return RequestError(f"{param}: {message}", param=param, code="not_allowed", status=403)

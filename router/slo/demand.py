@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, typical
@@ -29,46 +31,37 @@ class Demand:
         self._classes = classes
         self._clock = clock
         self._asked_at: dict[str, float] = {}
-        self._requests = 0
-        self._prompt_tokens = 0.0
-        self._prompt_pairs = 0.0
+        counted = ("requests", "prompt_tokens", "prompt_pairs", "cached_tokens", "output_tokens", "ended")
+        self._counts = dict.fromkeys(counted, 0.0)
         self._spared_pairs = 0.0  # of prompts found in a cache, not taken off yet
-        self._cached_tokens = 0
-        self._output_tokens = 0
-        self._ended = 0
 
     def arrived(self, request: GenerateRequest) -> None:
         """A sequence is asked for, whatever becomes of it."""
-        self._requests += 1
-        self._prompt_tokens += request.num_prompt_tokens
+        self._counts["requests"] += 1
+        self._counts["prompt_tokens"] += request.num_prompt_tokens
         self._count_pairs(request.num_prompt_tokens**2 / 2)
         self._asked_at[request.promise.class_name] = self._clock()
 
     def turned_away(self, num_choices: int) -> None:
         """So many are refused before anybody has looked at their prompts: they are taken to be like the others."""
-        if self._requests:
-            self._count_pairs(num_choices * self._prompt_pairs / self._requests)
-            self._prompt_tokens += num_choices * self._prompt_tokens / self._requests
-        self._requests += num_choices
+        counts = self._counts
+        if counts["requests"]:
+            self._count_pairs(num_choices * counts["prompt_pairs"] / counts["requests"])
+            counts["prompt_tokens"] += num_choices * counts["prompt_tokens"] / counts["requests"]
+        counts["requests"] += num_choices
 
     def ended(self, num_cached_tokens: int, num_output_tokens: int) -> None:
         """The answer to a sequence is over: by itself, or because the client left."""
-        self._ended += 1
-        self._cached_tokens += num_cached_tokens
+        self._counts["ended"] += 1
+        self._counts["cached_tokens"] += num_cached_tokens
+        self._counts["output_tokens"] += num_output_tokens
         self._spared_pairs += num_cached_tokens**2 / 2
-        self._output_tokens += num_output_tokens
 
     def numbers(self) -> dict[str, float]:
         """The counters, and the tightest promises among the classes that are asked for; 0 where nothing is promised."""
         now = self._clock()
         asked = [one for one in self._classes if now - self._asked_at.get(one.name, now - 2 * ASKED_S) < ASKED_S]
-        return {
-            "requests": float(self._requests),
-            "prompt_tokens": self._prompt_tokens,
-            "prompt_pairs": self._prompt_pairs,
-            "cached_tokens": float(self._cached_tokens),
-            "output_tokens": float(self._output_tokens),
-            "ended": float(self._ended),
+        return self._counts | {
             "ttft_s": min((one.ttft_s for one in asked if one.ttft_s is not None), default=0.0),
             "tpot_s": min((one.tpot_s for one in asked if one.tpot_s is not None), default=0.0),
         }
@@ -81,7 +74,7 @@ class Demand:
         """
         spared = min(self._spared_pairs, num_pairs)
         self._spared_pairs -= spared
-        self._prompt_pairs += num_pairs - spared
+        self._counts["prompt_pairs"] += num_pairs - spared
 
 
 def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
@@ -114,14 +107,7 @@ def _role_numbers(workers: Sequence[tuple[WorkerInfo, WorkerStats]]) -> dict[str
         numbers["step_tokens"] = float(statistics.median_low(info.max_step_tokens for info, _ in workers))
     costs = typical(stats.costs for _, stats in workers)
     if costs is not None:
-        numbers |= {
-            "base_s": costs.base_s,
-            "token_s": costs.token_s,
-            "pair_s": costs.pair_s,
-            "row_s": costs.row_s,
-            "context_s": costs.context_s,
-            "num_samples": float(costs.num_samples),
-        }
+        numbers |= {name: float(value) for name, value in msgspec.structs.asdict(costs).items()}
     return numbers
 
 

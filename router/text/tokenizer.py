@@ -65,13 +65,12 @@ class TextTokenizer:
             raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(folder, config)
+        special = _special_tokens(folder)
         return cls(
             tokenizer,
             vocab_size=_vocab_size(folder, tokenizer),
             eos_token_ids=_eos_token_ids(folder, tokenizer, special),
-            chat_template=_chat_template(folder, config, special),
+            chat_template=_chat_template(folder, special),
         )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -166,12 +165,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens; those of special_tokens_map.json count where tokenizer_config.json has none."""
     found: dict[str, str] = {}
-    sources = ((folder / "special_tokens_map.json", None), (folder / "tokenizer_config.json", config))
-    for path, given in sources:
-        values = _read_json(path) if given is None else given
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        values = _read_json(path)
         for name in _SPECIAL_TOKENS:
             value = values.get(name)
             if isinstance(value, dict):
@@ -215,7 +213,7 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
     return tuple(dict.fromkeys(ids))
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
+def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | None:
     """chat_template.jinja, else tokenizer_config.json's; of several named ones, the one named default."""
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -224,7 +222,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any], special: Mapping[str
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} can't be read: {error}") from error
     path = folder / "tokenizer_config.json"
-    source = config.get("chat_template")
+    source = _read_json(path).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")

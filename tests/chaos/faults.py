@@ -13,12 +13,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.clients import SteadyLoad
 from tests.chaos.fleet import REPLICAS, ServerUnderChaos
-from tests.chaos.orders import Cut, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
+from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.verdict import Injected
 from tests.rigs.processes import comes, process_state
 
@@ -57,24 +57,20 @@ class Injector:
 
     async def kill(self, role: str) -> Injected | None:
         """kill -9. Proof: its socket closed, no such process is left, and another worker is there in its place."""
-        async with self._death():
-            worker = self._victim(role)
-            worker.is_doomed = True
-            begin = time.monotonic()
+
+        async def strike(worker: Worker) -> None:
             os.kill(worker.pid, signal.SIGKILL)
-            gone = await self._has_gone(worker)
-        return await self._replaced(f"kill {role}", worker, begin) if gone else None
+
+        return await self._end(f"kill {role}", role, strike)
 
     async def lose_engine(self, role: str) -> Injected | None:
         """The worker finds its engine dead. Proof: as for `kill`; Serve replaces what says that it is not sound."""
-        async with self._death():
-            worker = self._victim(role)
-            worker.is_doomed = True
-            begin = time.monotonic()
+
+        async def strike(worker: Worker) -> None:
             with contextlib.suppress(Gone):  # it may be quicker than its own report
                 await self._server.control.order(worker, LoseEngine())
-            gone = await self._has_gone(worker)
-        return await self._replaced(f"engine {role}", worker, begin) if gone else None
+
+        return await self._end(f"engine {role}", role, strike)
 
     async def stop(self, role: str) -> Injected | None:
         """SIGSTOP and, after some seconds, SIGCONT. Proof: the kernel says that it is stopped, and then that it isn't.
@@ -87,12 +83,12 @@ class Injector:
             begin = time.monotonic()
             os.kill(worker.pid, signal.SIGSTOP)
             try:
-                stopped = await comes(lambda: worker.state == "T", within_s=1.0)
+                stopped = await comes(lambda: process_state(worker.pid) == "T", within_s=1.0)
                 await asyncio.sleep(seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):  # something else has ended it
                     os.kill(worker.pid, signal.SIGCONT)
-            woken = await comes(lambda: worker.state not in ("T", ""), within_s=1.0)
+            woken = await comes(lambda: process_state(worker.pid) not in ("T", ""), within_s=1.0)
             await self._whole(role)
             end = time.monotonic()
         if not (stopped and woken):
@@ -125,15 +121,9 @@ class Injector:
 
     # --- faults that a worker stays in use with ---
 
-    async def tamper(self, role: str, message: str, trick: str) -> Injected | None:
-        """A message goes out twice, or not at all. Proof: the worker had it in hand."""
-        order = Tamper(message, "repeat" if trick == "repeat" else "drop")
-        return await self._small(f"{trick} {message}", role, lambda worker: self._server.control.order(worker, order))
-
-    async def cut_link(self) -> Injected | None:
-        """A data link breaks in the middle of a chunk. Proof: its bytes were on their way."""
-        order = HarmLink("cut")
-        return await self._small("cut data link", "prefill", lambda worker: self._server.control.order(worker, order))
+    async def order(self, name: str, role: str, deed: Deed) -> Injected | None:
+        """A worker harms what it sends. Proof: it had something in hand."""
+        return await self._small(name, role, lambda worker: self._server.control.order(worker, deed))
 
     async def damage(self) -> Injected | None:
         """A bit of a chunk flips on its way. Proof: a digest has refused a chunk."""
@@ -146,11 +136,6 @@ class Injector:
             return int(await comes(lambda: control.refused_chunks > refused, within_s=REFUSED_S))
 
         return await self._small("damaged chunk", "prefill", strike)
-
-    async def slow(self) -> Injected | None:
-        """Chunks leave late. Proof: some did."""
-        order = Slow(2.0, 0.1)
-        return await self._small("slow link", "prefill", lambda worker: self._server.control.order(worker, order))
 
     # --- clients and routers ---
 
@@ -193,25 +178,22 @@ class Injector:
     def _victim(self, role: str) -> Worker:
         return self._draw.choice(self._server.control.of_role(role))
 
-    @contextlib.asynccontextmanager
-    async def _death(self) -> AsyncGenerator[None, None]:
-        """One worker dies within, a while after the last one.
+    async def _end(self, name: str, role: str, strike: Callable[[Worker], Awaitable[None]]) -> Injected | None:
+        """One worker dies of a strike, a while after the last one, and another takes its place.
 
         A request that two workers die of before either has given it a token is poison to a router, which may let no
         third one die: where both deaths are ours, and in the same moment, it can't know better.
         """
         async with self._deaths:
             await asyncio.sleep(self._last_death + DEATHS_APART_S - time.monotonic())
-            try:
-                yield
-            finally:
-                self._last_death = time.monotonic()
-
-    async def _has_gone(self, worker: Worker) -> bool:
-        return await comes(lambda: worker.gone.is_set() and worker.state == "", within_s=GONE_S)
-
-    async def _replaced(self, name: str, worker: Worker, begin: float) -> Injected | None:
-        role = worker.role
+            worker = self._victim(role)
+            worker.is_doomed = True
+            begin = time.monotonic()
+            await strike(worker)
+            has_gone = await comes(lambda: worker.gone.is_set() and process_state(worker.pid) == "", within_s=GONE_S)
+            self._last_death = time.monotonic()
+        if not has_gone:
+            return None
         await self._whole(role)
         end = time.monotonic()
         if worker.worker_id in {one.worker_id for one in self._server.control.of_role(role)}:
@@ -283,14 +265,14 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
     """Strikes with their weights."""
     return [
         (5, injector.damage),
-        (3, injector.cut_link),
-        (2, lambda: injector.tamper("decode", "TokenFrame", "drop")),
-        (2, lambda: injector.tamper("decode", "TokenFrame", "repeat")),
-        (2, lambda: injector.tamper("prefill", "Commit", "repeat")),
-        (2, lambda: injector.tamper("prefill", "Offer", "repeat")),
-        (2, lambda: injector.tamper("decode", "Grant", "repeat")),
-        (2, lambda: injector.tamper("decode", "Verified", "repeat")),
-        (4, injector.slow),
+        (3, lambda: injector.order("cut data link", "prefill", HarmLink("cut"))),
+        (2, lambda: injector.order("drop TokenFrame", "decode", Tamper("TokenFrame", "drop"))),
+        (2, lambda: injector.order("repeat TokenFrame", "decode", Tamper("TokenFrame", "repeat"))),
+        (2, lambda: injector.order("repeat Commit", "prefill", Tamper("Commit", "repeat"))),
+        (2, lambda: injector.order("repeat Offer", "prefill", Tamper("Offer", "repeat"))),
+        (2, lambda: injector.order("repeat Grant", "decode", Tamper("Grant", "repeat"))),
+        (2, lambda: injector.order("repeat Verified", "decode", Tamper("Verified", "repeat"))),
+        (4, lambda: injector.order("slow link", "prefill", Slow(2.0, 0.1))),
         (5, injector.leave),
         (1, injector.burst),
         (1, injector.kill_router),

@@ -1,4 +1,4 @@
-"""The server under chaos: started, looked at, and ended with all its processes."""
+"""The server under chaos: started, looked at, and ended with all its processes; and the process that drives its Ray."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,11 @@ from typing import IO, Any
 import msgspec
 
 from tests.chaos.orders import Control
-from tests.chaos.server import ServerOrder
 from twostroke.benchmarks.server_process import processes_named
+from twostroke.cluster.config.config import read_config
+from twostroke.cluster.deployments.proxies import haproxy_binary
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
-from twostroke.cluster.local.ray import free_ports
+from twostroke.cluster.local.ray import free_ports, local_ray
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = ("prefill", "decode")
@@ -38,6 +39,14 @@ SETTINGS: dict[str, Any] = {
 
 class NotUp(Exception):
     """The server did not come up, or did not get whole again; the message says where its words are."""
+
+
+class ServerOrder(msgspec.Struct, frozen=True):
+    """What to serve, and where the driver listens for the workers' agents."""
+
+    settings: dict[str, Any]  # the configuration, as YAML gives it
+    port: int
+    control: int
 
 
 class ServerUnderChaos:
@@ -107,7 +116,7 @@ class ServerUnderChaos:
     def _begin(self, order: ServerOrder) -> "subprocess.Popen[bytes]":
         self._output = self._log.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.server"],
+            [sys.executable, "-m", "tests.chaos.fleet"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -137,3 +146,28 @@ class ServerUnderChaos:
         end_descendants(IMPOLITE_S)
         if self._output is not None:
             self._output.close()
+
+
+def serve() -> None:
+    """Drive Ray for a chaos run: `twostroke serve`'s application, with workers that can be harmed.
+
+    Takes one line of JSON, a ServerOrder, on standard input, and serves until that ends.
+    """
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
+    config = read_config(order.settings)
+    ray = local_ray(host="127.0.0.1", port=order.port, num_cpus=config.num_ranks, haproxy=haproxy_binary() is not None)
+    with ray:
+        # Ray may be imported now: its switches are set.
+        from ray.serve import run
+
+        from tests.chaos.replicas import ChaosDecodeReplica, ChaosPrefillReplica
+        from twostroke.cluster.deployments.serve_app import WorkerClasses, application, cluster_secret
+
+        workers = WorkerClasses(ChaosPrefillReplica, ChaosDecodeReplica, (order.control,))
+        run(application(config, cluster_secret(), workers), name="twostroke", route_prefix="/")
+        while os.read(0, 4096):  # until our starter is gone
+            pass
+
+
+if __name__ == "__main__":
+    serve()

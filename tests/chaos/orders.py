@@ -11,8 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from tests.rigs.processes import process_state
-
 Harm = Literal["flip", "cut"]
 Side = Literal["routers", "workers"]  # whom a worker is joined to by token channels, and by transfers of KV
 
@@ -104,11 +102,6 @@ class Worker:
         self.reports[number] = report
         self.writer.write(msgspec.json.encode(Order(number, deed)) + b"\n")
         return await report
-
-    @property
-    def state(self) -> str:
-        """As process_state."""
-        return process_state(self.pid)
 
 
 class Control:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from tests.chaos.faulty_links import FaultyTransport, LinkFaults
-from tests.chaos.faulty_network import FaultyNetwork
+from tests.chaos.faulty import FaultyNetwork, FaultyTransport, LinkFaults
 from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.worker_parts import WorkerParts
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, _WorkerReplica
+from twostroke.cluster.ranks.worker_parts import WorkerParts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.link import Transport
 from twostroke.prefill_worker.config import PrefillConfig
@@ -93,7 +92,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Harmed(_WorkerReplica):
+class _Harmed(_WorkerReplica[Any]):
     """What both kinds have in common: the faulty network, and the agent."""
 
     _control: int  # the port that the driver listens on

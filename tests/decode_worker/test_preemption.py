@@ -10,54 +10,56 @@ from tests.simulation.worker_rig import LAYERS, a_request, begin, play
 from tests.simulation.worker_rig import Rig as WorkerRig
 from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
-from twostroke.decode_worker.preemption import PreemptionPolicy, Rate, Swapping
+from twostroke.decode_worker.jobs import DecodeJob
+from twostroke.decode_worker.preemption import Preemption, Swapping
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import WorkerLost
+from twostroke.worker.scheduler import ScheduledStep
 from twostroke.worker.sequence import Phase
 
 
+def a_job(rig: Rig, num_computed: int) -> DecodeJob:
+    job: DecodeJob = rig.add(41, 5)
+    job.sequence.reserve(rig.pool, 41)
+    job.sequence.num_computed = num_computed
+    return job
+
+
 @pytest.mark.parametrize(
-    ("mode", "num_tokens", "free", "expected"),
+    ("mode", "num_tokens", "host_blocks", "expected"),
     [
-        ("recompute", 100, 50, False),
-        ("swap", 100, 50, True),
-        ("swap", 100, 10, True),
-        ("swap", 100, 9, False),
+        ("recompute", 40, 50, False),
+        ("swap", 40, 50, True),
+        ("swap", 40, 10, True),
+        ("swap", 40, 9, False),
         ("swap", 0, 50, False),
-        ("auto", 100, 9, False),
+        ("auto", 40, 9, False),
     ],
 )
 def test_a_request_is_swapped_where_that_is_wanted_and_host_memory_has_room(
-    mode: str, num_tokens: int, free: int, expected: bool
+    mode: Preemption, num_tokens: int, host_blocks: int, expected: bool
 ):
-    policy = PreemptionPolicy(mode, block_bytes=1000)  # type: ignore[arg-type]
-    assert policy.should_swap(num_tokens, 10, free) is expected
+    swapping = Swapping(HostMemory(host_blocks), mode, BLOCK)
+    assert (swapping.swap_out(a_job(Rig(), num_tokens)) is not None) is expected
 
 
 @pytest.mark.parametrize(
-    ("computing", "copying", "expected"),
+    ("computed", "copied_bytes", "expected"),
     [
-        (Rate(), Rate(), False),  # nothing is known: computing it makes that known
-        (Rate(), Rate(1e6, 1.0), False),
-        (Rate(1000, 1.0), Rate(), True),  # and so does copying
-        (Rate(1000, 1.0), Rate(3e5, 1.0), True),  # 0.1 s against 2 x 10 blocks x 1000 bytes / 3e5 = 0.067 s
-        (Rate(1000, 1.0), Rate(1e5, 1.0), False),  # 0.2 s
-        (Rate(2000, 1.0), Rate(3e5, 1.0), False),  # 0.05 s
+        ([], 0, False),  # nothing is known: computing it makes that known
+        ([], 10**6, False),
+        ([(400, 1.0)], 0, True),  # and so does copying
+        ([(400, 1.0)], 300_000, True),  # 0.1 s against 2 x 10 blocks x 1000 bytes / 300,000 = 0.067 s
+        ([(400, 1.0)], 100_000, False),  # 0.2 s
+        ([(100, 0.5), (700, 0.5)], 300_000, False),  # 0.05 s, in all steps together
     ],
 )
-def test_auto_takes_what_costs_less(computing: Rate, copying: Rate, expected: bool):
-    policy = PreemptionPolicy("auto", block_bytes=1000)
-    policy.computing, policy.copying = computing, copying
-    assert policy.should_swap(100, 10, 50) is expected
-
-
-def test_a_rate_is_that_of_all_that_was_counted():
-    rate = Rate()
-    assert rate.time_for(5) is None
-    rate.count(10, 1.0)
-    rate.count(30, 1.0)
-    assert rate.time_for(5) == 0.25
+def test_auto_takes_what_costs_less(computed: list[tuple[int, float]], copied_bytes: int, expected: bool):
+    memory = HostMemory(50, block_bytes=1000, num_bytes=copied_bytes, seconds=1.0 if copied_bytes else 0.0)
+    swapping = Swapping(memory, "auto", BLOCK)
+    for step in computed:
+        swapping.step_ended(*step)
+    assert (swapping.swap_out(a_job(Rig(), 40)) is not None) is expected
 
 
 @pytest.mark.parametrize("settings", [{"swap_gib": -1.0}, {"preemption": "swap"}])
@@ -66,7 +68,7 @@ def test_settings_that_can_not_be_are_refused(settings):
         DecodeConfig(**settings)
 
 
-def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, DecodeStep]:
+def swap_out(rig: Rig) -> tuple[DecodeJob, DecodeJob, ScheduledStep[DecodeJob]]:
     """An old and a young job, and the step that takes the young one's blocks."""
     old, young = rig.add(7, 5), rig.add(7, 8)
     rig.run()
@@ -92,7 +94,7 @@ def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was
     rig = Rig(num_blocks=4, swap_blocks=8)
     old, young, step = swap_out(rig)
     rig.end(step)
-    assert rig.scheduler.num_waiting_tokens == 1, "nothing but its last token is to be computed"
+    assert rig.num_tokens_to_compute() == 1, "nothing but its last token is to be computed"
     while not old.has_ended:
         rig.run()
     step = rig.schedule()
@@ -113,9 +115,7 @@ def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was
 
 def test_one_whose_whole_prefix_is_cached_needs_no_copy():
     rig, swapping = Rig(), Swapping(HostMemory(8), "swap", BLOCK)
-    job = rig.add(9, 5)
-    job.sequence.reserve(rig.pool, 9)
-    job.sequence.num_computed = 8
+    job = a_job(rig, 8)
     assert swapping.swap_out(job) is not None
     assert swapping.pool.owned_blocks == 2
     assert swapping.swap_in(job) is None

@@ -3,17 +3,18 @@
 import pytest
 
 from tests.worker.scheduler_rig import STOP, Rig
-from twostroke.decode_worker.jobs import DecodeStep
+from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
+from twostroke.worker.scheduler import ScheduledStep
 from twostroke.worker.sequence import Phase
 
 
-def arrivals(rig: Rig, step: DecodeStep) -> list[int]:
+def arrivals(rig: Rig, step: ScheduledStep[DecodeJob]) -> list[int]:
     """Whose tokens a step has drawn."""
     return [one.job.arrival for one in rig.end(step)]
 
 
-def shape(step: DecodeStep) -> list[tuple[int, int, int | None]]:
+def shape(step: ScheduledStep[DecodeJob]) -> list[tuple[int, int, int | None]]:
     """(arrival, tokens, entry that it follows) of each entry."""
     return [(entry.job.arrival, len(entry.step.token_ids), entry.step.follows) for entry in step.entries]
 

@@ -1,16 +1,11 @@
 """The decode scheduler: who decodes, whose KV comes, who stands still or gives way, and blocks that come back."""
 
-import random
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.worker.scheduler_rig import STOP, TOKEN, Rig, idle, jobs, parts
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep
+from tests.worker.scheduler_rig import TOKEN, Rig, jobs, parts, receiving
+from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
+from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduler import DrawnToken
 from twostroke.worker.sequence import Phase
@@ -76,7 +71,7 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
     rig = Rig()
     job = rig.add(10, max_tokens=3, transfer=True)
     step = rig.schedule()
-    assert (step.admitted.receiving, step.entries, len(job.sequence.block_ids)) == ((job,), (), 3)
+    assert (receiving(step.admitted), step.entries, len(job.sequence.block_ids)) == ((job,), (), 3)
     assert rig.scheduler.verified(job, TOKEN) == DrawnToken(job, 0, TOKEN, None)
     assert rig.run() == [(job, 1)]
     assert rig.pool.lookup(job.sequence.block_hashes) == 2
@@ -89,39 +84,7 @@ def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up(
     assert rig.run() == [(other, 3)]
     assert (job.phase, rig.pool.owned_blocks) == (Phase.WAITING, 0)
     rig.scheduler.offered(job)
-    assert rig.schedule().admitted.receiving == (job,)
-
-
-def test_an_offered_request_reserves_its_blocks_while_a_step_is_under_way() -> None:
-    rig = Rig()
-    busy = rig.add(6, max_tokens=3)
-    step = rig.schedule()
-    job = rig.add(10, max_tokens=5, transfer=True)
-    assert rig.scheduler.admit_offered().receiving == (job,)
-    rig.end(step)
-    rig.scheduler.verified(job, TOKEN)
-    assert jobs(rig.run()) == [busy, job]
-
-
-def test_an_offered_request_does_not_overtake_one_that_is_to_be_computed_here() -> None:
-    rig = Rig(max_batch=1)
-    rig.add(6, max_tokens=3)
-    step = rig.schedule()
-    local, job = rig.add(10), rig.add(10, transfer=True)
-    assert rig.scheduler.admit_offered().jobs == ()
-    rig.end(step)
-    rig.scheduler.end(local)
-    assert rig.scheduler.admit_offered().receiving == (job,)
-
-
-def test_nobody_overtakes_a_transfer_that_waits_for_blocks() -> None:
-    rig = Rig(num_blocks=6)
-    first = rig.add(8, max_tokens=3)
-    rig.run()
-    job = rig.add(20, transfer=True)
-    rig.add(4)
-    assert [jobs(rig.run()) for _ in range(2)] == [[first], [first]]
-    assert rig.schedule().admitted.receiving == (job,)
+    assert receiving(rig.schedule().admitted) == (job,)
 
 
 def test_a_prefix_that_is_here_already_needs_no_transfer() -> None:
@@ -149,23 +112,6 @@ def test_after_a_failed_transfer_the_prompt_is_computed_here_before_later_reques
     rig.scheduler.transfer_failed(job)
     assert rig.pool.owned_blocks == 0
     assert [rig.run() for _ in range(2)] == [[(job, 10)], [(late, 4)]]
-
-
-def test_a_transfer_that_will_not_come_is_forgotten_before_it_began() -> None:
-    rig = Rig()
-    job = rig.add(10, transfer=True, is_offered=False)
-    rig.scheduler.compute_here(job)
-    assert rig.run() == [(job, 10)]
-
-
-def test_a_request_that_ends_in_its_transfer_gives_its_blocks_back_with_it() -> None:
-    rig = Rig()
-    job = rig.add(10, transfer=True)
-    rig.schedule()
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 3
-    assert rig.scheduler.verified(job, TOKEN) is None
-    assert rig.pool.owned_blocks == 0
 
 
 # --- who stands still ---
@@ -318,7 +264,7 @@ def test_an_offered_request_of_a_higher_class_gets_blocks_of_lower_ones_though_t
     if not is_whole:
         rig.scheduler.offered_prefix(high, 8)
     step = rig.schedule()
-    assert (jobs(step), step.admitted.receiving, low.phase) == ([first], (high,), Phase.WAITING)
+    assert (jobs(step), receiving(step.admitted), low.phase) == ([first], (high,), Phase.WAITING)
 
 
 def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() -> None:
@@ -330,7 +276,7 @@ def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() 
         rig.add(12, 1, promise=HIGH, transfer=True)  # one waits while another's KV comes
         step = rig.schedule()
         rig.end(step)
-        for high in step.admitted.receiving:
+        for high in receiving(step.admitted):
             rig.scheduler.verified(high, TOKEN)
         num_highs += 1
         assert num_highs < 10, "a tenth of 9 x 12 tokens is more than it needs"
@@ -400,108 +346,3 @@ def test_what_was_admitted_by_its_share_is_not_thrown_out_by_those_it_overtook()
     while not low.has_ended:
         step()
     assert low.num_preemptions == before
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_requests=st.integers(1, 20),
-    max_batch=st.integers(1, 6),
-    more_tokens=st.integers(0, 20),
-    watermark_blocks=st.integers(0, 3),
-    swap_blocks=st.sampled_from((0, 5, 20)),
-    costs=st.sampled_from((None, COSTS)),
-)
-def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_lost(
-    seed: int,
-    num_requests: int,
-    max_batch: int,
-    more_tokens: int,
-    watermark_blocks: int,
-    swap_blocks: int,
-    costs: StepCosts | None,
-) -> None:
-    """With classes, transfers, pulls, swapping and steps that run ahead; some requests are stopped or aborted."""
-    draw = random.Random(seed)
-    max_step_tokens = max_batch + more_tokens
-    rig = Rig(
-        num_blocks=14,
-        max_batch=max_batch,
-        max_step_tokens=max_step_tokens,
-        watermark_blocks=watermark_blocks,
-        swap_blocks=swap_blocks,
-        costs=costs,
-    )
-    scheduler, outputs = rig.scheduler, dict[Any, list[int]]()
-    receiving: list[DecodeJob] = []
-    in_flight: DecodeStep | None = None
-
-    def schedule(behind: DecodeStep | None = None) -> DecodeStep:
-        step: DecodeStep = scheduler.schedule(behind)
-        assert len(step.entries) <= max_batch
-        assert sum(num_tokens for _, num_tokens in parts(step)) <= max_step_tokens
-        assert len(set(jobs(step))) == len(step.entries)
-        assert not any(job.is_receiving or job.awaits_offer for job in jobs(step))
-        receiving.extend(step.admitted.receiving)
-        return step
-
-    def note(drawn: list[DrawnToken[DecodeJob]]) -> None:
-        for one in drawn:
-            assert one.index == len(outputs[one.job])
-            outputs[one.job].append(one.token.token_id)
-
-    num_steps = 0
-    while num_requests or not all(job.has_ended for job in outputs):
-        num_steps += 1
-        assert num_steps < 5000, "somebody starves"
-        if num_requests and (draw.random() < 0.3 or all(job.has_ended for job in outputs)):
-            num_requests -= 1
-            priority, transfer = draw.randrange(3), draw.random() < 0.4
-            tpot_s = draw.choice((None, 0.001, 0.05))
-            promise = Promise(str(priority), priority, draw.choice((0.0, 0.3)), draw.choice((None, -1.0, 5.0)), tpot_s)
-            job = rig.add(
-                draw.randint(1, 40),
-                draw.randint(1, 16),
-                draw.choice((None, 0, 0)),
-                promise=promise,
-                now=num_steps,
-                transfer=transfer,
-                is_offered=draw.random() < 0.5,
-                awaits_offer=not transfer and draw.random() < 0.4,
-                sampling=SamplingParams(presence_penalty=draw.choice((0.0, 0.0, 0.0, 0.5))),
-            )
-            outputs[job] = []
-        running, in_flight = in_flight or schedule(), None
-        if draw.random() < 0.6 and not (ahead := schedule(running)).is_empty:
-            in_flight = ahead
-        if draw.random() < 0.3:
-            receiving.extend(scheduler.admit_offered().receiving)
-        if draw.random() < 0.03:
-            scheduler.end(draw.choice(list(outputs)))
-        for job in outputs:
-            if job.wants_transfer and not job.is_offered and draw.random() < 0.3:
-                draw.choice((scheduler.offered, scheduler.compute_here))(job)
-            if job.awaits_offer and not job.has_ended and draw.random() < 0.3:
-                if draw.random() < 0.3:
-                    scheduler.no_prefix(job)
-                else:
-                    scheduler.offered_prefix(job, draw.randint(1, 40))
-        note(rig.end(running, SampledToken(STOP) if draw.random() < 0.05 else TOKEN))
-        while receiving and draw.random() < 0.5:
-            job = receiving.pop(draw.randrange(len(receiving)))
-            fails = draw.random() < 0.3
-            if not job.wants_transfer:
-                (scheduler.pull_failed if fails else scheduler.pulled)(job)
-            elif fails:
-                scheduler.transfer_failed(job)
-            elif (first := scheduler.verified(job, TOKEN)) is not None:
-                note([first])
-    for job in receiving:
-        (scheduler.transfer_failed if job.wants_transfer else scheduler.pull_failed)(job)
-    if in_flight is not None:
-        rig.end(in_flight)
-    assert rig.owned_blocks() == (0, 0)
-    assert idle(scheduler)
-    for job, tokens in outputs.items():
-        assert job.sequence.token_ids == [*job.request.token_ids, *tokens]
-        assert job.sequence.num_output_tokens <= job.request.max_tokens

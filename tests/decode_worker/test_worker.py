@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tests.decode_worker.answers import expected
-from tests.simulation.prefix_source import source_beside
-from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play
+from tests.simulation.worker_rig import Rig, a_moment, a_request, begin, play, source_beside
 from twostroke.protocol.errors import RequestError, TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
 from twostroke.protocol.stats import LEAST_STRETCH
@@ -72,10 +71,12 @@ def test_a_request_that_could_never_fit_is_refused(fields):
     play(script, role="decode", num_blocks=20)
 
 
-def test_a_ticket_of_another_request_is_refused():
+def test_tickets_that_cannot_be_are_refused():
     async def script(rig: Rig) -> None:
-        with pytest.raises(TicketRefused):
+        with pytest.raises(TicketRefused, match="for request another"):
             await rig.worker.decode(a_request(), rig.ticket("another"))
+        with pytest.raises(TicketRefused, match="from two workers"):
+            await rig.worker.decode(a_request(), rig.ticket(), rig.ticket())
 
     play(script, role="decode")
 
@@ -136,13 +137,11 @@ def test_a_step_behind_one_that_takes_long_has_its_own_time():
 @pytest.mark.parametrize("swap_blocks", [0, 32])
 def test_one_that_gives_way_after_its_pull_goes_on_with_the_same_tokens(swap_blocks: int):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             old = begin(rig.worker.decode(a_request(16, "old", max_tokens=40, cache_salt=b"x"), None))
             await asyncio.sleep(0)
-            ticket = source.ticket()
             request = a_request(41, max_tokens=30)
-            source.send(ticket, request)
+            ticket = source.offer(request)
             reply = await rig.worker.decode(request, None, ticket)
             await old
             assert await rig.is_right(request, reply)

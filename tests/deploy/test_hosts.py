@@ -25,8 +25,7 @@ from tests.deploy.programs import (
     text_of,
 )
 from twostroke.cluster.config.config import ClusterConfig, read_config
-from twostroke.cluster.deployments.proxies import BINARY_VARIABLE
-from twostroke.cluster.deployments.ray_switches import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
+from twostroke.cluster.deployments.proxies import BINARY_VARIABLE, HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.deployments.serve_app import build_app
 from twostroke.router.http.tenants import new_key
 

@@ -21,8 +21,8 @@ from tests.deploy.monitoring import (
 )
 from tests.deploy.programs import needed, run
 from twostroke.router.observe.metrics import RouterMetrics
-from twostroke.router.observe.scaling import ScalingCollector
-from twostroke.router.observe.worker_metrics import SLOMetrics, ejected_family, worker_families
+from twostroke.router.observe.scaling import planned_families
+from twostroke.router.observe.scrape import RouterReading, Scrape
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -31,13 +31,11 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 def families() -> list[Metric]:
     """All that a scrape may bring."""
-    metrics = RouterMetrics("tiny")
-    metrics.watch_fleet(lambda: True, dict)
     slo = SLOConfig()
     admission = Admission(config=slo, stats=lambda peer: None, clock=time.monotonic)
-    SLOMetrics(model="tiny", classes=slo.classes, admission=admission, clock=time.monotonic, registry=metrics.registry)
-    metrics.registry.register(ScalingCollector(lambda: None))
-    return [*metrics.registry.collect(), *worker_families([]), ejected_family([], ())]
+    metrics = RouterMetrics("tiny", slo.classes, admission, time.monotonic, is_ready=bool)
+    of_router = (*metrics.registry.collect(), *planned_families({}, None))
+    return list(Scrape([RouterReading("r", of_router, (), frozenset())]).collect())
 
 
 def promtool(*arguments: str) -> None:

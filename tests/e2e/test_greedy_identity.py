@@ -1,6 +1,6 @@
 """The same tokens whatever way they take: the engine alone, aggregated, disaggregated over each transport of CPUs.
 
-By TCP they go to a decode worker of two ranks, the second an actor in its replica's placement group.
+By TCP they go to a decode worker of two ranks, the second a process that its replica has started.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ def test_a_killed_rank_takes_its_replica_with_it_and_another_is_started(
     any_server: Server, expected: list[list[int]]
 ) -> None:
     (worker,) = [one["worker_id"] for one in any_server.workers("decode")]
-    (rank,) = processes_named("ray::RankActor", any_server.processes())
+    (rank,) = processes_named("ranks.rank_process", any_server.processes())
     replicas = processes_named("ServeReplica:twostroke:DecodeWorker", any_server.processes())
     os.kill(rank, signal.SIGKILL)
     eventually("the replica is gone", lambda: alive([rank, *replicas]) == {})
@@ -122,5 +122,5 @@ def test_a_killed_rank_takes_its_replica_with_it_and_another_is_started(
         lambda: [one["worker_id"] for one in any_server.workers("decode")] not in ([], [worker]),
         within_s=60,
     )
-    eventually("no rank is left over", lambda: len(processes_named("ray::RankActor", any_server.processes())) == 1)
+    eventually("no rank is left over", lambda: len(processes_named("ranks.rank_process", any_server.processes())) == 1)
     assert any_server.greedy_tokens(prompts()[-1], NEW_TOKENS)[0] == expected[-1]

@@ -11,20 +11,20 @@ from census import socket_inodes
 from faulty_network import FaultyNetwork
 from injection import Faults
 
+from tests.rigs.delegate import Delegate
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seal
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.requests import Peer
 
 
-class FaultyTransport:
+class FaultyTransport(Delegate):
     """A Transport whose links pass a point before and after each chunk."""
 
     def __init__(self, inner: Transport, faults: Faults, network: FaultyNetwork, own: Peer):
-        self.name = inner.name
+        super().__init__(inner)
         self.faults = faults
         self.network = network
         self.own = own
-        self._inner = inner
 
     async def prepare(self, host: str, cut: Cut) -> PendingLink:
         before = set(socket_inodes())
@@ -38,32 +38,22 @@ class FaultyTransport:
             self.faults.via_port = None
         return FaultyLink(await self._inner.join(params, cut), self, set(socket_inodes()) - before)
 
-    async def close(self) -> None:
-        await self._inner.close()
 
-
-class _FaultyPending:
+class _FaultyPending(Delegate):
     def __init__(self, inner: PendingLink, transport: FaultyTransport, sockets_before: set[int]):
-        self._inner = inner
+        super().__init__(inner)
         self._transport = transport
         self._before = sockets_before
-
-    @property
-    def params(self) -> LinkParams:
-        return self._inner.params
 
     async def established(self) -> DataLink:
         return FaultyLink(await self._inner.established(), self._transport, set(socket_inodes()) - self._before)
 
-    async def close(self) -> None:
-        await self._inner.close()
 
-
-class FaultyLink:
+class FaultyLink(Delegate):
     """A DataLink that passes a point before, during and after each chunk."""
 
     def __init__(self, inner: DataLink, transport: FaultyTransport, inodes: set[int]):
-        self._inner = inner
+        super().__init__(inner)
         self._transport = transport
         self._faults = transport.faults
         self._inodes = inodes
@@ -107,9 +97,6 @@ class FaultyLink:
         is_intact = await receiving
         await self._faults.passed("after receive")
         return is_intact
-
-    async def discard(self, num_units: int) -> None:
-        await self._inner.discard(num_units)
 
     async def close(self) -> None:
         for watch in self._watches:

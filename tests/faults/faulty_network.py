@@ -2,6 +2,7 @@
 
 from injection import Faults
 
+from tests.rigs.delegate import Delegate
 from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
@@ -27,19 +28,15 @@ class FaultyNetwork:
         return await self._inner.listen(host, handle)
 
 
-class FaultyConnection:
+class FaultyConnection(Delegate):
     """A Connection that passes a point before and after each message."""
 
     def __init__(self, inner: Connection, faults: Faults, network: FaultyNetwork, own: Peer):
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
         self._network = network
         self._own = own
         self._other = Peer("", 0)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._inner.unsent_bytes
 
     def send(self, message: Message) -> None:
         kind, transfer_id = type(message).__name__, transfer_of(message)
@@ -55,18 +52,12 @@ class FaultyConnection:
             self._inner.send(message)
         self._faults.due(f"after send {kind}", transfer_id)
 
-    async def drain(self) -> None:
-        await self._inner.drain()
-
     async def receive(self) -> Message:
         while True:
             message = await self._inner.receive()
             fault = self._faults.due(f"received {type(message).__name__}", transfer_of(message))
             if fault is None or fault.action != "drop":
                 return message
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 def transfer_of(message: Message) -> bytes | None:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from terms import LAYOUT, NUM_BLOCKS
 
-from twostroke.model.cache.shared_memory import SharedMemory
+from twostroke.model.cache.kv_cache import make_shared_memory
 
 
 class PatternStore:
@@ -16,21 +16,17 @@ class PatternStore:
 
     def __init__(self) -> None:
         self._layer_bytes = NUM_BLOCKS * LAYOUT.block_bytes
-        self._memory = SharedMemory(LAYOUT.num_layers * self._layer_bytes)
+        self.memory_fd, self._memory = make_shared_memory(LAYOUT.num_layers * self._layer_bytes)
         self._free = list(range(NUM_BLOCKS))
 
     # --- what kvtransfer sees ---
-
-    @property
-    def memory_fd(self) -> int:
-        return self._memory.fd
 
     def layer_offset(self, layer: int) -> int:
         return layer * self._layer_bytes
 
     def layer_bytes(self, layer: int) -> memoryview:
         start = self.layer_offset(layer)
-        return memoryview(self._memory.memory)[start : start + self._layer_bytes]
+        return memoryview(self._memory)[start : start + self._layer_bytes]
 
     # --- blocks ---
 

@@ -207,8 +207,8 @@ class WorkerProcess:
     async def numbers(self) -> Report:
         """The transfers' counters of this process, both ways."""
         return {
-            "sent": dataclasses.asdict(self._sender.stats),
-            "received": dataclasses.asdict(self._receiver.stats),
+            "sent": msgspec.structs.asdict(self._sender.stats),
+            "received": msgspec.structs.asdict(self._receiver.stats),
         }
 
     async def links(self) -> Report:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.encodings import encode
+from twostroke.kvtransfer.transports.host_units import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
 pytestmark = pytest.mark.gpu

@@ -71,7 +71,7 @@ def _agreeing(case: Case) -> Case:
     for field in ("model", "service_tier", *LACKING):
         body.pop(field, None)
     for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        if body.get(field):
+        if isinstance(body.get(field), int | float):  # what /detokenize does not know may be anything
             body[field] = int(body[field]) % LONGEST + 1
     if body.get("n") and body["n"] % 7:
         body["n"] = int(body["n"]) % MOST_CHOICES + 1

@@ -20,8 +20,7 @@ from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 from tests.http_fuzz.conftest import Ask
 from tests.http_fuzz.virtual_site import Answer
 from twostroke.router.http.app import build_app
-from twostroke.router.openai.chat import ChatChunk
-from twostroke.router.openai.completions import Completion
+from twostroke.router.openai.answers import ChatChunk, Completion
 
 SERVICE = Mock(tenants=None, config=Mock(version="fuzzed"))
 SCHEMA = schemathesis.openapi.from_dict(build_app(SERVICE, Mock()).openapi())

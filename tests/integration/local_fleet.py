@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.worker_parts import WorkerParts, load_parts
-from twostroke.cluster.ranks.rank_process import start_processes
+from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
@@ -185,13 +184,12 @@ async def _add_worker(
     peer, network = Peer(name, draw_epoch()), TcpNetwork(SECRET)
     ranks = shape.prefill_ranks if role == "prefill" else shape.decode_ranks
     settings = worker_settings(folder, shape, role, ranks)
-    parts = await load_parts(settings, peer, network, SECRET, host=HOST, start_ranks=start_processes)
+    parts = await load_parts(settings, peer, network, SECRET, host=HOST)
     stack.push_async_callback(parts.close)
-    equipment = parts.equipment(peer, network)
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config, equipment)
+        worker = PrefillWorker(config, parts.equipment)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
@@ -199,7 +197,7 @@ async def _add_worker(
             router_wait_s=shape.router_wait_s,
             **shape.decode,
         )
-        worker = DecodeWorker(decode_config, equipment, parts.rank.loaded.swap_space)
+        worker = DecodeWorker(decode_config, parts.equipment, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

@@ -9,7 +9,7 @@ decode, KV travels over lanes of every kind: heads shared out, gathered and copi
 import asyncio
 import os
 import random
-from collections.abc import Callable, Sequence
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,7 @@ from tests.integration.local_fleet import (
     worker_settings,
 )
 from tests.model.test_conformance import NEW_TOKENS, SEEDS, SHAPES, lengths_before_near_ties, random_prompts, reference
-from twostroke.cluster.deployments.worker_parts import load_parts
-from twostroke.cluster.ranks.led_ranks import LedRanks, RankOrder
-from twostroke.cluster.ranks.rank_process import ProcessRanks, start_processes
+from twostroke.cluster.ranks.worker_parts import LedRanks, load_parts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.protocol.errors import WorkerLost
@@ -207,8 +205,8 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
     async with serve(folder, replace(RANKED, prefill_ranks=2, prefill_step_tokens=32)) as served, asyncio.timeout(60):
         worker = served.fleet.worker("prefill")
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
-        assert isinstance(parts.led.processes, ProcessRanks)
-        (process,) = parts.led.processes.processes
+        assert parts.led is not None
+        (process,) = parts.led.processes
         step, num_steps = worker._equipment.engine.step, 0
 
         async def kill_and_step(*args: Any) -> Any:
@@ -229,32 +227,22 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
 
 async def test_ranks_that_still_load_end_when_rank_0_hangs_up(folder: Path) -> None:
     settings = worker_settings(folder, RANKED, "prefill", ranks=2)
-    led = await LedRanks.start(
-        settings, Peer("w", 1), TcpNetwork(SECRET), SECRET, host=HOST, start_ranks=start_processes
-    )
+    led = await LedRanks.start(settings, Peer("w", 1), TcpNetwork(SECRET), SECRET, host=HOST)
     try:
         async with asyncio.timeout(60):
             while not led.connections._connections:  # noqa: ASYNC110  # nobody else wants to know
                 await asyncio.sleep(0.01)
     finally:
         await led.close()
-    assert isinstance(led.processes, ProcessRanks)
-    assert [process.returncode for process in led.processes.processes] == [1], (
-        "it left by itself, out of a group that never formed"
-    )
+    assert [process.returncode for process in led.processes] == [1], "it left by itself, out of a group not formed"
 
 
-async def test_a_worker_whose_rank_never_comes_does_not_start_and_does_not_hang(folder: Path) -> None:
-    class Nobody:
-        async def close(self) -> None:
-            """There is no process."""
-
-    async def start_nobody(orders: Sequence[RankOrder], on_ended: Callable[[str], None]) -> Nobody:
-        asyncio.get_running_loop().call_later(1.0, on_ended, "rank 1 has ended with code 1")
-        return Nobody()
-
+async def test_a_worker_whose_rank_never_comes_does_not_start_and_does_not_hang(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     settings = worker_settings(folder, RANKED, "prefill", ranks=2)
     network, peer = TcpNetwork(SECRET), Peer("w", 1)
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match="can't start: rank 1 has ended with code 1"):
-            await load_parts(settings, peer, network, SECRET, host=HOST, start_ranks=start_nobody)
+            await load_parts(settings, peer, network, SECRET, host=HOST)

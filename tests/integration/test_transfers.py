@@ -17,7 +17,6 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, HOST, SECRET, VOCAB, Served, Shape, of_one_worker, serve
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.generate.config import PipelineConfig
@@ -172,18 +171,22 @@ def source_breaks_off(served: Served) -> None:
     exports.send = send_and_close  # type: ignore[method-assign,union-attr]
 
 
-def target_gives_up(served: Served) -> None:
-    """The pull is aborted right after it was granted."""
-    worker = served.fleet.worker("prefill")
-    assert isinstance(worker, PrefillWorker)
-    expect = worker._receiver.expect  # type: ignore[union-attr]
+def on_expect(served: Served, act: Callable[[Any], None]) -> None:
+    """Have `act` hear of each transfer that the prefill worker expects."""
+    receiver: Any = served.fleet.worker("prefill")._receiver
+    expect = receiver.expect
 
-    def expect_and_abort(*args: Any, **kwargs: Any) -> Any:
+    def expect_and_act(*args: Any, **kwargs: Any) -> Any:
         incoming = expect(*args, **kwargs)
-        incoming.abort("a test wants it")
+        act(incoming)
         return incoming
 
-    worker._receiver.expect = expect_and_abort  # type: ignore[method-assign,union-attr]
+    receiver.expect = expect_and_act
+
+
+def target_gives_up(served: Served) -> None:
+    """The pull is aborted right after it was granted."""
+    on_expect(served, lambda incoming: incoming.abort("a test wants it"))
 
 
 @pytest.mark.parametrize(
@@ -215,15 +218,8 @@ async def test_a_client_that_leaves_during_a_pull_leaves_no_block_behind(
         first = await served.generate(prompt, ANSWER, GREEDY)
         await served.idle()
         again = (*prompt, *first, *some_tokens(MORE, seed=2))
-        worker = served.fleet.worker("prefill")
         pulling = asyncio.Event()
-        expect = worker._receiver.expect  # type: ignore[union-attr]
-
-        def expect_and_tell(*args: Any, **kwargs: Any) -> Any:
-            pulling.set()
-            return expect(*args, **kwargs)
-
-        worker._receiver.expect = expect_and_tell  # type: ignore[method-assign,union-attr]
+        on_expect(served, lambda _: pulling.set())
         request = GenerateRequest("", "", again, len(again), GREEDY, REPLY)
         events = served.pipeline.generate(request, Stages(0.0))
         reading = asyncio.ensure_future(anext(events))

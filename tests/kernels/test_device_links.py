@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.kvtransfer.link import DataLink
+from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import DeviceStore
 from twostroke.kvtransfer.transports import cuda_ipc
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle
 from twostroke.kvtransfer.transports.device_units import DeviceUnits
@@ -171,8 +170,7 @@ async def test_units_that_the_peer_has_not_are_a_breach_of_the_protocol(shared: 
     source, target = Store(layout_of(), num_blocks=9, seed=1), Store(layout_of(), num_blocks=9)
     cut = Cut(source.layout, 0, 4, 4, "raw")
     async with linked(source, target, cut, cut) as (sender, receiver):
-        pool = receiver._pool  # type: ignore[attr-defined]
-        pool._num_units = 5
+        receiver._num_peer_units = 5  # type: ignore[attr-defined]
         await sender.send([Segment(0, (5,))], SEAL)
         with pytest.raises(ProtocolError, match="outside"):
             await receiver.receive([Segment(0, (0,))], SEAL)

@@ -22,13 +22,13 @@ FILTERS = [
 ]  # fmt: skip
 
 
-def parameters_of(batch: DrawBatch) -> DrawParameters:
+def parameters_of(batch: DrawBatch, device: str = "cpu") -> DrawParameters:
     return DrawParameters(
-        temperature=torch.tensor(batch.temperature, dtype=torch.float64),
-        top_k=torch.tensor(batch.top_k, dtype=torch.int32),
-        top_p=torch.tensor(batch.top_p, dtype=torch.float64),
-        log_min_p=torch.tensor(batch.min_p, dtype=torch.float64).log(),
-        keys=torch.from_numpy(batch.keys.view(np.int64)),
+        temperature=torch.tensor(batch.temperature, dtype=torch.float64, device=device),
+        top_k=torch.tensor(batch.top_k, dtype=torch.int32, device=device),
+        top_p=torch.tensor(batch.top_p, dtype=torch.float64, device=device),
+        log_min_p=torch.tensor(batch.min_p, dtype=torch.float64, device=device).log(),
+        keys=torch.from_numpy(batch.keys.view(np.int64)).to(device),
     )
 
 
@@ -108,8 +108,10 @@ def test_the_device_sampler_draws_what_the_other_one_does() -> None:
     draws = [Draw(sampling, [3, 5, 5, 9], 2, forbidden=(11,)) for sampling in REQUESTS]
     positions = [4 + i for i in range(len(REQUESTS))]
     expected = Sampler(200).sample(logits.clone(), draws, positions)
-    drawn = DeviceSampler(200, cpu).launch(logits.clone(), draws, positions)
-    assert drawn.wait() == ([token.token_id for token in expected], 0)
+    sampler = DeviceSampler(200, cpu)
+    drawn = sampler.launch(logits.clone(), draws, positions)
+    assert drawn.collect() == [token.token_id for token in expected]
+    assert sampler.num_broken_rows == 0
     assert drawn.tokens.tolist() == [token.token_id for token in expected]
 
 

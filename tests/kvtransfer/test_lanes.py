@@ -4,11 +4,9 @@ import asyncio
 
 from tests.rigs.kv_pair import TOKEN, D, P
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.incoming import IncomingLane, IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingLane, OutgoingTransfer
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, Commit, Verified
 from twostroke.protocol.requests import Address, Ticket
@@ -34,10 +32,7 @@ class Ends:
     def gave_up(self, lane: OutgoingLane | IncomingLane, reason: str) -> None:
         self.told.append(reason)
 
-    def ended(self, lane: OutgoingLane) -> None:
-        self.num_ends += 1
-
-    def lane_ended(self, lane: IncomingLane) -> None:
+    def lane_ended(self, lane: OutgoingLane | IncomingLane) -> None:
         self.num_ends += 1
 
     def watch(self, transfer: OutgoingTransfer | IncomingTransfer) -> None:
@@ -55,8 +50,8 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
     """Everything is ready."""
     transfer = OutgoingTransfer(
         TICKET,
-        NUM_TOKENS,
         BLOCKS,
+        NUM_TOKENS,
         NUM_TOKENS,
         num_layers=2,
         on_ended=lambda _: None,
@@ -64,7 +59,7 @@ async def offered(ends: Ends, progress_s: float = 20) -> OutgoingLane:
         progress_s=progress_s,
     )
     ends.watch(transfer)
-    lane = transfer.add_lane(ends)
+    lane = transfer.add_lane(0, ends)
     lane.offered()
     return lane
 
@@ -134,22 +129,7 @@ async def test_a_verified_senders_blocks_are_free_once_the_last_of_its_calls_has
     assert (ends.told, ends.failures, ends.num_ends) == ([], [], 1)
 
 
-def test_a_target_that_says_its_request_waits_for_room_has_all_the_time_to_grant() -> None:
-    async def script() -> None:
-        ends = Ends()
-        lane = await offered(ends, progress_s=2)
-        lane.awaited()
-        lane.awaited()
-        await asyncio.sleep(100)
-        assert (lane.state, ends.failures) == (SenderState.OFFERED, [])
-        lane.granted(CUT, 0)
-        assert lane.has_chunk
-        lane.abort("enough")
-
-    run_virtually(script())
-
-
-def test_a_target_that_says_so_too_late_has_not_all_the_time_to_verify() -> None:
+def test_a_target_that_says_too_late_that_its_request_waits_for_room_has_not_all_the_time_to_verify() -> None:
     async def script() -> None:
         ends = Ends()
         lane = await outgoing(ends, progress_s=2)

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_memory_transport import MemoryTransport
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, make_transport, reach
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.chunk_plan import ChunkPlan
-from twostroke.kvtransfer.rules.layout import Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, Segment, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
-from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Run
 from twostroke.protocol.network import TcpNetwork
@@ -186,23 +183,6 @@ def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None
 # --- the same with real senders and receivers, one for each rank ---
 
 
-class CutTransport(MemoryTransport):
-    """Memory links that pack and unpack units of any cut."""
-
-    def __init__(self, store: ArrayStore):
-        super().__init__(store)
-        self._array = store
-
-    def pack(self, segment: Segment, cut: Cut) -> bytes:
-        return b"".join(self._array.unit(segment.layer, unit, cut).tobytes() for unit in segment.unit_ids)
-
-    def unpack(self, segment: Segment, cut: Cut, data: bytes) -> None:
-        for index, unit in enumerate(segment.unit_ids):
-            place = self._array.unit(segment.layer, unit, cut)
-            piece = data[index * cut.unit_bytes : (index + 1) * cut.unit_bytes]
-            place[:] = np.frombuffer(piece, np.uint16).reshape(place.shape)
-
-
 class Fleet:
     """All ranks of a source and of a target."""
 
@@ -214,8 +194,7 @@ class Fleet:
         self._transports: list[Transports] = []
 
         def transports(store: ArrayStore) -> Transports:
-            made = CutTransport(store) if transport == "memory" else make_transport(transport, store)
-            self._transports.append(Transports({transport: made}, reach(transport)))
+            self._transports.append(Transports({transport: make_transport(transport, store)}, reach(transport)))
             return self._transports[-1]
 
         self.senders = [KVSender(peer=P, store=store, transports=transports(store), **common) for store in self.sources]
@@ -247,14 +226,13 @@ class Fleet:
         (4, 8, 8, 8, 2),
     ],
 )
-@pytest.mark.parametrize("transport", ["memory", "tcp"])
 async def test_ranks_of_unequal_workers_exchange_a_prompt(
-    transport: str, source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
+    source_tp: int, target_tp: int, heads: int, source_block: int, target_block: int
 ) -> None:
     num_tokens, num_skipped = 21, target_block
     source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
-    async with asyncio.timeout(30), Fleet(source, target, transport) as fleet:
+    async with asyncio.timeout(30), Fleet(source, target, "tcp") as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
         outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
@@ -280,8 +258,7 @@ async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches
         outs[0].commit(TOKEN)
         await outs[0].done()
         outs[1].abort("its engine died")
-        with pytest.raises(TransferFailed, match="its engine died"):
-            await incoming.verified()
+        await fails(incoming.verified(), match="its engine died")
         assert incoming.ended
 
 
@@ -290,10 +267,8 @@ async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() ->
         (out,) = (sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
         first = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
         fleet.receivers[1].refuse(fleet.ticket)
-        with pytest.raises(TransferFailed, match="given the request up already"):
-            await out.done()
-        with pytest.raises(TransferFailed):
-            await first.verified()
+        await fails(out.done(), match="given the request up already")
+        await fails(first.verified())
 
 
 async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None:
@@ -302,15 +277,13 @@ async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None
         incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
         for token, out in enumerate(outs):
             out.commit(SampledToken(token))
-        with pytest.raises(TransferFailed, match="different first tokens"):
-            await incoming.verified()
+        await fails(incoming.verified(), match="different first tokens")
 
 
 async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
         odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
-        with pytest.raises(TransferFailed, match="counts 2 ranks, and this worker has 1"):
-            await fleet.senders[0].open(odd, 8, (0, 1), 8).done()
+        await fails(fleet.senders[0].open(odd, 8, (0, 1), 8).done(), match="counts 2 ranks, and this worker has 1")
 
 
 async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None:
@@ -323,5 +296,4 @@ async def test_a_rank_whose_heads_a_copy_sends_is_done_with_its_commit() -> None
         again = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_ranks=2)
         given_up = fleet.senders[1].open(again, 8, (0, 1), 8)
         await fleet.senders[1].close()
-        with pytest.raises(TransferFailed, match="the source is closing"):
-            await given_up.done()
+        await fails(given_up.done(), match="the source is closing")

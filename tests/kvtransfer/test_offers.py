@@ -8,18 +8,18 @@ KV whose request waits for room at the target: it is kept, for as long as somebo
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tests.rigs.kv_pair import fails
+from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.memory_transport import KINDS, LinkFabric
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, Parts, make_parts
-from twostroke.kvtransfer.offers import AwaitedOffers, UsedTickets
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
-from twostroke.protocol.errors import TransferFailed
+from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
+from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 
@@ -45,88 +45,50 @@ class FakeReceiver:
         self.refused.append(ticket)
 
 
-def told_of(script: Callable[[FakeReceiver, AwaitedOffers, Callable[[], None]], Any]) -> list[tuple[str, float]]:
-    """What `script` hears, and when, if an offer is waited for 2 s. It is given a function that begins to wait."""
-    told: list[tuple[str, float]] = []
+Steps = list[tuple[float, str]]
+"""After so many seconds: what happens to the offer, or to who waits for it."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        pytest.param([(0, "comes"), (0, "wait")], [("came", 0.0)], id="here already"),
+        pytest.param([(0, "wait"), (1, "comes"), (0, "comes")], [("came", 1.0)], id="told once"),
+        pytest.param([(0, "wait"), (0, "another comes"), (1, "comes")], [("came", 1.0)], id="and no other"),
+        pytest.param([(0, "wait"), (0, "declined"), (1, "comes")], [("came", 1.0)], id="declined by somebody else"),
+        pytest.param([(0, "wait"), (3, "comes")], [("missing", 2.0)], id="too late"),
+        pytest.param([(0, "wait"), (0, "refuse"), (0, "comes"), (0, "refuse")], [], id="refused"),
+        pytest.param([(0, "wait for ever"), (1000, "comes"), (0, "comes")], [("came", 1000.0)], id="without a limit"),
+    ],
+)
+def test_who_waits_two_seconds_for_an_offer_is_told_once_what_became_of_it(
+    steps: Steps, told: list[tuple[str, float]]
+) -> None:
+    heard: list[tuple[str, float]] = []
 
     async def main() -> None:
         loop, receiver = asyncio.get_running_loop(), FakeReceiver()
         offers = AwaitedOffers(receiver)  # type: ignore[arg-type]
 
-        def wait() -> None:
-            offers.wait(
-                TICKET,
-                2.0,
-                came=lambda: told.append(("came", loop.time())),
-                missing=lambda: told.append(("missing", loop.time())),
-            )
+        def hear(what: str) -> Callable[[], None]:
+            return lambda: heard.append((what, loop.time()))
 
-        await script(receiver, offers, wait)
+        happens: dict[str, Callable[[], None]] = {
+            "comes": lambda: receiver.offer(TICKET.transfer_id),
+            "another comes": lambda: receiver.offer(b"another"),
+            "declined": lambda: receiver.on_offer(TICKET.transfer_id),
+            "refuse": lambda: offers.refuse(TICKET),
+            "wait": lambda: offers.wait(TICKET, 2.0, came=hear("came"), missing=hear("missing")),
+            "wait for ever": lambda: offers.wait(TICKET, came=hear("came")),
+        }
+        for after_s, what in steps:
+            await asyncio.sleep(after_s)
+            happens[what]()
         await asyncio.sleep(10.0)
+        assert len(receiver.refused) == sum(what == "refuse" for _, what in steps)
 
     run_virtually(main())
-    return told
-
-
-def test_an_offer_that_is_here_is_told_at_once():
-    async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
-        receiver.offers.add(TICKET.transfer_id)
-        wait()
-
-    assert told_of(script) == [("came", 0.0)]
-
-
-def test_an_offer_that_comes_is_told_once_and_no_other_is():
-    async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
-        wait()
-        receiver.offer(b"another")
-        await asyncio.sleep(1.0)
-        receiver.offer(TICKET.transfer_id)
-        receiver.offer(TICKET.transfer_id)
-
-    assert told_of(script) == [("came", 1.0)]
-
-
-def test_what_somebody_else_declines_is_still_waited_for():
-    async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
-        wait()
-        receiver.on_offer(TICKET.transfer_id)
-        await asyncio.sleep(1.0)
-        receiver.offer(TICKET.transfer_id)
-
-    assert told_of(script) == [("came", 1.0)]
-
-
-def test_an_offer_that_does_not_come_is_missing_and_comes_too_late():
-    async def script(receiver: FakeReceiver, _: AwaitedOffers, wait: Callable[[], None]) -> None:
-        wait()
-        await asyncio.sleep(3.0)
-        receiver.offer(TICKET.transfer_id)
-
-    assert told_of(script) == [("missing", 2.0)]
-
-
-def test_after_a_refusal_nothing_is_told_and_the_receiver_refuses_too():
-    async def script(receiver: FakeReceiver, offers: AwaitedOffers, wait: Callable[[], None]) -> None:
-        wait()
-        offers.refuse(TICKET)
-        receiver.offer(TICKET.transfer_id)
-        offers.refuse(TICKET)
-        assert receiver.refused == [TICKET, TICKET]
-
-    assert told_of(script) == []
-
-
-def test_without_a_limit_an_offer_is_waited_for_however_long_it_takes():
-    async def script(receiver: FakeReceiver, offers: AwaitedOffers, _: Callable[[], None]) -> None:
-        came: list[float] = []
-        offers.wait(TICKET, came=lambda: came.append(asyncio.get_running_loop().time()))
-        await asyncio.sleep(1000.0)
-        receiver.offer(TICKET.transfer_id)
-        receiver.offer(TICKET.transfer_id)
-        assert came == [1000.0]
-
-    assert told_of(script) == []
+    assert heard == told
 
 
 def test_a_ticket_is_good_once() -> None:
@@ -193,6 +155,14 @@ class Ends:
         await asyncio.sleep(0.5)
         return transfer
 
+    async def keep(self) -> tuple[Ticket, OutgoingTransfer]:
+        """An offer whose request waits for room, and has done so for long."""
+        ticket = self.ticket()
+        out = await self.offer(ticket)
+        self.target.receiver.keep(ticket)
+        await asyncio.sleep(LONG_S)
+        return ticket, out
+
     async def assert_arrives(self, ticket: Ticket, out: OutgoingTransfer) -> None:
         assert await self.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified() == TOKEN
         await out.done()
@@ -219,135 +189,101 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("first", ["offer", "request"])
-def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(first: str):
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        if first == "request":  # as it is on a target of several ranks, and where a source has several
-            ends.target.receiver.keep(ticket)
-        out = await ends.offer(ticket)
+@played_by(play)
+async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(ends: Ends, first: str) -> None:
+    ticket = ends.ticket()
+    if first == "request":  # as it is on a target of several ranks, and where a source has several
         ends.target.receiver.keep(ticket)
-        await asyncio.sleep(LONG_S)
-        assert not out.ended
-        assert ends.target.receiver.offered_tokens(ticket.transfer_id) == NUM_TOKENS
-        await ends.assert_arrives(ticket, out)
-
-    play(script)
-
-
-def test_an_offer_whose_request_never_comes_is_not():
-    async def script(ends: Ends) -> None:
-        out = await ends.offer(ends.ticket())
-        with pytest.raises(TransferFailed, match=r"no request came|did not grant"):
-            await out.done()
-        assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
-
-    play(script)
+    out = await ends.offer(ticket)
+    ends.target.receiver.keep(ticket)
+    await asyncio.sleep(LONG_S)
+    assert not out.ended
+    assert ends.target.receiver.offered_tokens(ticket.transfer_id) == NUM_TOKENS
+    await ends.assert_arrives(ticket, out)
 
 
-def test_a_kept_offer_ends_when_its_request_is_given_up():
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        out = await ends.offer(ticket)
-        ends.target.receiver.keep(ticket)
-        await asyncio.sleep(LONG_S)
-        ends.target.receiver.refuse(ticket)
-        with pytest.raises(TransferFailed, match="has given the request up"):
-            await out.done()
-
-    play(script)
+@played_by(play)
+async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
+    out = await ends.offer(ends.ticket())
+    await fails(out.done(), match=r"no request came|did not grant")
+    assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
 
 
-def test_a_kept_offer_ends_when_its_source_gives_it_up():
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        out = await ends.offer(ticket)
-        ends.target.receiver.keep(ticket)
-        await asyncio.sleep(LONG_S)
-        out.abort("its blocks are needed")
-        await asyncio.sleep(0.5)
-        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-        with pytest.raises(TransferFailed, match="has given the transfer up already"):
-            await ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified()
+@played_by(play)
+async def test_a_kept_offer_ends_when_its_request_is_given_up(ends: Ends) -> None:
+    ticket, out = await ends.keep()
+    ends.target.receiver.refuse(ticket)
+    await fails(out.done(), match="has given the request up")
 
-    play(script)
+
+@played_by(play)
+async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None:
+    ticket, out = await ends.keep()
+    out.abort("its blocks are needed")
+    await asyncio.sleep(0.5)
+    assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+    await fails(
+        ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified(), match="has given the transfer up already"
+    )
 
 
 @pytest.mark.parametrize("lost", ["source", "target"])
-def test_a_kept_offer_ends_with_its_connection(lost: str):
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        out = await ends.offer(ticket)
+@played_by(play)
+async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> None:
+    ticket, out = await ends.keep()
+    await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
+    await fails(out.done())
+    await asyncio.sleep(0.5)
+    assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+    ends.target.receiver.refuse(ticket)
+
+
+@played_by(play)
+async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged(ends: Ends) -> None:
+    ticket, out = await ends.keep()
+    forged = replace(ticket, mac=bytes(16))
+    await fails(ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
+    await fails(out.done(), match="no request came")
+
+
+@played_by(play)
+async def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept(ends: Ends) -> None:
+    stranger = await ends.connect_rank(1)
+    ticket = ends.ticket()
+    stranger.send(Offer(ticket, NUM_TOKENS))
+    out = await ends.offer(ticket)
+    ends.target.receiver.keep(ticket)
+    await ends.assert_arrives(ticket, out)
+    assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
+    while not isinstance(message := await stranger.receive(), Abort):
+        pass
+    assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
+    await stranger.close()
+
+
+@played_by(play)
+async def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same(ends: Ends) -> None:
+    ticket = ends.ticket()
+    out = await ends.offer(ticket)
+    for _ in range(2):
         ends.target.receiver.keep(ticket)
-        await asyncio.sleep(LONG_S)
-        await (ends.source.sender.close() if lost == "source" else ends.target.receiver.close())
-        with pytest.raises(TransferFailed):
-            await out.done()
-        await asyncio.sleep(0.5)
-        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-        ends.target.receiver.refuse(ticket)
-
-    play(script)
+    incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
+    assert await incoming.verified() == TOKEN
+    await out.done()
 
 
-def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged():
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        out = await ends.offer(ticket)
-        ends.target.receiver.keep(ticket)
-        await asyncio.sleep(LONG_S)
-        forged = replace(ticket, mac=bytes(16))
-        with pytest.raises(TransferFailed, match="signature"):
-            await ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified()
-        with pytest.raises(TransferFailed, match="no request came"):
-            await out.done()
-
-    play(script)
-
-
-def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept():
-    async def script(ends: Ends) -> None:
-        stranger = await ends.connect_rank(1)
-        ticket = ends.ticket()
-        stranger.send(Offer(ticket, NUM_TOKENS))
-        out = await ends.offer(ticket)
-        ends.target.receiver.keep(ticket)
-        await ends.assert_arrives(ticket, out)
-        assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-        while not isinstance(message := await stranger.receive(), Abort):
+@played_by(play)
+async def test_all_ranks_offers_of_one_transfer_are_kept_as_one(ends: Ends) -> None:
+    ends.target.receiver.config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
+    ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
+    ranks = [await ends.connect_rank(rank) for rank in range(2)]
+    for rank in ranks:
+        rank.send(Offer(ticket, NUM_TOKENS))
+    await asyncio.sleep(0.5)
+    ends.target.receiver.keep(ticket)
+    for rank in ranks:
+        while not isinstance(message := await rank.receive(), Abort | Awaited):
             pass
-        assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
-        await stranger.close()
-
-    play(script)
-
-
-def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_same():
-    async def script(ends: Ends) -> None:
-        ticket = ends.ticket()
-        out = await ends.offer(ticket)
-        for _ in range(2):
-            ends.target.receiver.keep(ticket)
-        incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
-        assert await incoming.verified() == TOKEN
-        await out.done()
-
-    play(script)
-
-
-def test_all_ranks_offers_of_one_transfer_are_kept_as_one():
-    async def script(ends: Ends) -> None:
-        ends.target.receiver._config = TRANSFERS.model_copy(update={"max_pending_offers": 1})
-        ticket = mint_ticket(SECRET, "r", PREFILL, DECODE, (ends.address,), source_ranks=2)
-        ranks = [await ends.connect_rank(rank) for rank in range(2)]
-        for rank in ranks:
-            rank.send(Offer(ticket, NUM_TOKENS))
-        await asyncio.sleep(0.5)
-        ends.target.receiver.keep(ticket)
-        for rank in ranks:
-            while not isinstance(message := await rank.receive(), Abort | Awaited):
-                pass
-            assert message == Awaited(ticket.transfer_id)
-            await rank.close()
-        ends.target.receiver.refuse(ticket)
-
-    play(script)
+        assert message == Awaited(ticket.transfer_id)
+        await rank.close()
+    ends.target.receiver.refuse(ticket)

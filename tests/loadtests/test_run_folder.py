@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import Record, append, line_of, read_records
 
 RECORD = Record(0, 0, 1.0, 1.01, 3.0, "ok", output_tokens=5, token_s=(1.5, 2.0, 2.5))

@@ -59,11 +59,23 @@ def runner() -> FakeRunner:
 
 
 @pytest.fixture
-def engine(runner: FakeRunner) -> Any:
-    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
-    yield engine
+def engine_of() -> Any:
+    """Makes engines of runners, and closes them."""
+    engines: list[ThreadEngine] = []
+
+    def make(runner: Any) -> ThreadEngine:
+        engines.append(ThreadEngine(lambda: runner, threads=1))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(runner: FakeRunner, engine_of: Any) -> Any:
+    yield engine_of(runner)
     runner.gate.set()
-    engine.close()
 
 
 async def test_layers_are_announced_on_the_loop_while_the_step_runs(engine: ThreadEngine, runner: FakeRunner) -> None:
@@ -150,33 +162,27 @@ class LaunchingRunner:
         return self._steps[index]
 
 
-async def test_a_step_is_launched_while_the_device_has_still_to_end_the_one_before() -> None:
+async def test_a_step_is_launched_while_the_device_has_still_to_end_the_one_before(engine_of: Any) -> None:
     runner = LaunchingRunner([5, 6])
-    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
-    try:
-        steps = [asyncio.create_task(engine.step(BATCH)) for _ in range(2)]
-        assert await asyncio.to_thread(runner.launched[1].wait, 30)
-        assert not steps[0].done()
-        assert runner.earlier[0] is None
-        assert isinstance(runner.earlier[1], UnderWay)
-        runner.ends[1].set()
-        runner.ends[0].set()
-        assert await asyncio.gather(*steps) == [[SampledToken(5)], [SampledToken(6)]]
-    finally:
-        engine.close()
+    engine = engine_of(runner)
+    steps = [asyncio.create_task(engine.step(BATCH)) for _ in range(2)]
+    assert await asyncio.to_thread(runner.launched[1].wait, 30)
+    assert not steps[0].done()
+    assert runner.earlier[0] is None
+    assert isinstance(runner.earlier[1], UnderWay)
+    runner.ends[1].set()
+    runner.ends[0].set()
+    assert await asyncio.gather(*steps) == [[SampledToken(5)], [SampledToken(6)]]
 
 
-async def test_a_step_that_fails_on_the_device_ends_the_engine() -> None:
+async def test_a_step_that_fails_on_the_device_ends_the_engine(engine_of: Any) -> None:
     runner = LaunchingRunner([-1, 6])
-    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
-    try:
-        runner.ends[0].set()
-        with pytest.raises(WorkerLost, match="illegal memory access"):
-            await engine.step(BATCH)
-        with pytest.raises(WorkerLost, match="dead since"):
-            await engine.step(BATCH)
-    finally:
-        engine.close()
+    engine = engine_of(runner)
+    runner.ends[0].set()
+    with pytest.raises(WorkerLost, match="illegal memory access"):
+        await engine.step(BATCH)
+    with pytest.raises(WorkerLost, match="dead since"):
+        await engine.step(BATCH)
 
 
 async def test_a_step_behind_one_that_fails_does_nothing(engine: ThreadEngine, runner: FakeRunner) -> None:
@@ -197,8 +203,9 @@ def test_a_step_that_follows_where_nothing_was_drawn_is_refused() -> None:
             with_drawn_tokens([step], drawn)
 
 
-async def test_closing_waits_for_the_step_under_way_and_ends_the_thread(runner: FakeRunner) -> None:
-    engine = ThreadEngine(lambda: runner, threads=1)  # type: ignore[arg-type, return-value]
+async def test_closing_waits_for_the_step_under_way_and_ends_the_thread(
+    engine: ThreadEngine, runner: FakeRunner
+) -> None:
     step = asyncio.create_task(engine.step(BATCH))
     await asyncio.to_thread(runner.entered.wait, 30)
     closing = asyncio.create_task(asyncio.to_thread(engine.close))

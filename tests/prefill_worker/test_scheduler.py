@@ -1,13 +1,10 @@
 """The prefill scheduler: who gives blocks back to a higher class, and KV that waits to be sent."""
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.worker.scheduler_rig import Rig, idle, jobs, parts
+from tests.worker.scheduler_rig import Rig, parts
 from twostroke.protocol.requests import Promise
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
@@ -122,75 +119,3 @@ def test_what_is_left_to_higher_classes_is_taken_when_no_kv_waits() -> None:
     while not huge.has_ended:
         assert rig.run()
     assert rig.pool.owned_blocks == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 40), st.integers(1, 6))
-def test_whatever_happens_every_prompt_is_computed_once_and_no_block_is_lost(
-    seed: int, num_prompts: int, max_step_tokens: int, max_batch: int
-) -> None:
-    """With classes, transfers, pulls, abortions and steps that fail."""
-    draw = random.Random(seed)
-    rig = Rig("prefill", 14, max_step_tokens=max_step_tokens, max_batch=max_batch)
-    scheduler = rig.scheduler
-    live: list[Any] = []
-    sending: list[Any] = []
-    pulling: list[Any] = []
-    num_steps = 0
-    while num_prompts or live:
-        num_steps += 1
-        assert num_steps < 2000, "somebody starves"
-        if num_prompts and (draw.random() < 0.4 or not live):
-            num_prompts -= 1
-            priority = draw.randrange(3)
-            promise = Promise(str(priority), priority, 0.1, draw.choice((None, -1.0, 5.0)))
-            live.append(
-                rig.add(
-                    draw.randint(1, 48),
-                    5,
-                    draw.choice((None, 0, 0)),
-                    promise=promise,
-                    now=num_steps,
-                    awaits_offer=draw.random() < 0.4,
-                )
-            )
-        for job in live:
-            if job.awaits_offer and draw.random() < 0.5:
-                if draw.random() < 0.7:
-                    scheduler.offered_prefix(job, draw.randint(1, 50))
-                else:
-                    scheduler.no_prefix(job)
-        step = rig.schedule()
-        assert sum(num_tokens for _, num_tokens in parts(step)) <= max_step_tokens
-        assert len(set(jobs(step))) == len(step.entries) <= max_batch
-        assert not any(job.is_receiving for job in jobs(step))
-        admitted = [*step.admitted.jobs, *(scheduler.admit_offered().jobs if draw.random() < 0.3 else ())]
-        for job in admitted:
-            assert not job.awaits_offer
-            if job.is_receiving:
-                pulling.append(job)
-            if draw.random() < 0.4:
-                scheduler.begin_sending(job)
-                sending.append(job)
-        if live and draw.random() < 0.05:
-            scheduler.end(live.pop(draw.randrange(len(live))))
-        if draw.random() < 0.03:
-            scheduler.abandon(step)  # as if the engine had failed, but only the accounting is of interest here
-            for job in jobs(step):
-                scheduler.end(job)
-            live = [job for job in live if not job.has_ended]
-        else:
-            for one in rig.end(step):
-                assert one.index == 0
-                live.remove(one.job)
-        while pulling and draw.random() < 0.5:
-            draw.choice((scheduler.pulled, scheduler.pull_failed))(pulling.pop(draw.randrange(len(pulling))))
-        while sending and draw.random() < 0.4:
-            scheduler.end_sending(sending.pop(draw.randrange(len(sending))))
-        rig.check()
-    for job in pulling:
-        scheduler.pull_failed(job)
-    for job in sending:
-        scheduler.end_sending(job)
-    assert rig.pool.owned_blocks == 0
-    assert idle(scheduler)

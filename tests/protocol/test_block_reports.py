@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import run_virtually
 from twostroke.protocol import blocks as block_reports
@@ -128,143 +129,133 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
     run_virtually(main())
 
 
-def test_a_router_that_asks_is_told_all_names_in_pieces_each_time_and_one_that_does_not_none():
-    async def script(scene: Scene) -> None:
-        router, other = await scene.connect(), await scene.connect("router-1")
+@played_by(play)
+async def test_a_router_that_asks_is_told_all_names_in_pieces_each_time_and_one_that_does_not_none(
+    scene: Scene,
+) -> None:
+    router, other = await scene.connect(), await scene.connect("router-1")
+    router.ask()
+    await asyncio.sleep(0.2)
+    assert (router.names, router.pieces, router.is_whole) == (set(), 2, True)  # the cache is empty
+    cache(scene.pool, *range(NUM_BLOCKS))
+    await asyncio.sleep(0.2)
+    assert router.names == set(range(NUM_BLOCKS)) == scene.truth()
+    pieces, router.names = router.pieces, {999}
+    router.ask()
+    await asyncio.sleep(0.2)
+    assert (router.names, router.pieces - pieces, router.is_whole) == (scene.truth(), 5, True)
+    assert (other.pieces, other.changes) == (0, 0)
+
+
+@played_by(play)
+async def test_changes_are_gathered_and_told_to_all_who_asked_under_one_number(scene: Scene) -> None:
+    routers = [await scene.connect(f"router-{index}") for index in range(2)]
+    for router in routers:
         router.ask()
-        await asyncio.sleep(0.2)
-        assert (router.names, router.pieces, router.is_whole) == (set(), 2, True)  # the cache is empty
-        cache(scene.pool, *range(NUM_BLOCKS))
-        await asyncio.sleep(0.2)
-        assert router.names == set(range(NUM_BLOCKS)) == scene.truth()
-        pieces, router.names = router.pieces, {999}
-        router.ask()
-        await asyncio.sleep(0.2)
-        assert (router.names, router.pieces - pieces, router.is_whole) == (scene.truth(), 5, True)
-        assert (other.pieces, other.changes) == (0, 0)
-
-    play(script)
+    await asyncio.sleep(0.1)
+    for number in range(10):
+        cache(scene.pool, number)
+    await asyncio.sleep(0.2)
+    cache(scene.pool, 10)
+    await asyncio.sleep(0.2)
+    for router in routers:
+        assert (router.changes, router.sequence, router.gaps) == (2, 2, 0)
+        assert router.names == scene.truth() == set(range(11))
 
 
-def test_changes_are_gathered_and_told_to_all_who_asked_under_one_number():
-    async def script(scene: Scene) -> None:
-        routers = [await scene.connect(f"router-{index}") for index in range(2)]
-        for router in routers:
-            router.ask()
-        await asyncio.sleep(0.1)
-        for number in range(10):
-            cache(scene.pool, number)
-        await asyncio.sleep(0.2)
-        cache(scene.pool, 10)
-        await asyncio.sleep(0.2)
-        for router in routers:
-            assert (router.changes, router.sequence, router.gaps) == (2, 2, 0)
-            assert router.names == scene.truth() == set(range(11))
-
-    play(script)
-
-
-def test_nothing_is_recorded_while_nobody_listens():
-    async def script(scene: Scene) -> None:
-        cache(scene.pool, 1)
-        with pytest.raises(ValueError, match="no changes"):
-            scene.pool.take_changes()
-        router = await scene.connect()
-        router.ask()
-        await asyncio.sleep(0.1)
-        cache(scene.pool, 2)
-        await router.connection.close()
-        await asyncio.sleep(0.1)
-        with pytest.raises(ValueError, match="no changes"):
-            scene.pool.take_changes()
-
-    play(script)
+@played_by(play)
+async def test_nothing_is_recorded_while_nobody_listens(scene: Scene) -> None:
+    cache(scene.pool, 1)
+    with pytest.raises(ValueError, match="no changes"):
+        scene.pool.take_changes()
+    router = await scene.connect()
+    router.ask()
+    await asyncio.sleep(0.1)
+    cache(scene.pool, 2)
+    await router.connection.close()
+    await asyncio.sleep(0.1)
+    with pytest.raises(ValueError, match="no changes"):
+        scene.pool.take_changes()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is_told(seed: int):
+@played_by(play)
+async def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is_told(scene: Scene, seed: int) -> None:
     draw = random.Random(seed)
-
-    async def script(scene: Scene) -> None:
-        cache(scene.pool, *range(NUM_BLOCKS))
-        slow = await scene.connect()
-        routers = [slow, await scene.connect("router-1")]
-        for _ in range(60):
-            match draw.randrange(8):
-                case 0:
-                    draw.choice(routers).ask()
-                case 1:
-                    await asyncio.sleep(draw.choice((0.0, 0.001, 0.1)))
-                case _:
-                    cache(scene.pool, *draw.sample(range(2 * NUM_BLOCKS), draw.choice((1, 3, NUM_BLOCKS))))
-                    await asyncio.sleep(0)
-        for router in routers:
-            router.ask()
-        await asyncio.sleep(0.001)
-        cache(scene.pool, *draw.sample(range(2 * NUM_BLOCKS), 3))
-        await asyncio.sleep(1.0)
-        for router in routers:
-            assert router.is_whole
-            assert router.gaps == 0
-            assert router.names == scene.truth()
-
-    play(script)
-
-
-def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(monkeypatch: pytest.MonkeyPatch):
-    async def script(scene: Scene) -> None:
-        router = await scene.connect()
+    cache(scene.pool, *range(NUM_BLOCKS))
+    slow = await scene.connect()
+    routers = [slow, await scene.connect("router-1")]
+    for _ in range(60):
+        match draw.randrange(8):
+            case 0:
+                draw.choice(routers).ask()
+            case 1:
+                await asyncio.sleep(draw.choice((0.0, 0.001, 0.1)))
+            case _:
+                cache(scene.pool, *draw.sample(range(2 * NUM_BLOCKS), draw.choice((1, 3, NUM_BLOCKS))))
+                await asyncio.sleep(0)
+    for router in routers:
         router.ask()
-        await asyncio.sleep(0.1)
-        before = router.pieces
-        cache(scene.pool, *range(21))
-        await asyncio.sleep(0.2)
-        assert router.changes == 0
-        assert router.pieces > before
-        assert router.names == scene.truth() == set(range(21))
-        cache(scene.pool, 30)
-        await asyncio.sleep(0.2)
-        assert (router.changes, router.gaps) == (1, 0)
+    await asyncio.sleep(0.001)
+    cache(scene.pool, *draw.sample(range(2 * NUM_BLOCKS), 3))
+    await asyncio.sleep(1.0)
+    for router in routers:
+        assert router.is_whole
+        assert router.gaps == 0
         assert router.names == scene.truth()
 
-    monkeypatch.setattr("twostroke.worker.block_pool.BlockChanges.__init__.__kwdefaults__", {"most": 20})
-    play(script)
+
+@played_by(play)
+async def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.worker.block_pool.MOST_CHANGES", 20)
+    router = await scene.connect()
+    router.ask()
+    await asyncio.sleep(0.1)
+    before = router.pieces
+    cache(scene.pool, *range(21))
+    await asyncio.sleep(0.2)
+    assert router.changes == 0
+    assert router.pieces > before
+    assert router.names == scene.truth() == set(range(21))
+    cache(scene.pool, 30)
+    await asyncio.sleep(0.2)
+    assert (router.changes, router.gaps) == (1, 0)
+    assert router.names == scene.truth()
 
 
-def test_all_names_of_a_large_cache_drop_no_router_and_pass_by_its_tokens(monkeypatch: pytest.MonkeyPatch):
+@played_by(play, num_blocks=40_000)
+async def test_all_names_of_a_large_cache_drop_no_router_and_pass_by_its_tokens(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block_reports, "PIECE_BLOCKS", 1000)
-
-    async def script(scene: Scene) -> None:
-        cache(scene.pool, *range(40_000))  # 320 kB of names, where 100 kB unread get a router dropped
-        router = await scene.connect(reads=False)
-        router.ask()
-        await asyncio.sleep(0.5)
-        tokens_after: list[int] = []
-        event = TokenEvent("request", 0, (SampledToken(5),))
-        while not router.is_whole:
-            scene.server.emit("router-0", [event])
-            await asyncio.sleep(0.01)
-            heard = await router.connection.receive()
-            router.hear(heard)
-            if isinstance(heard, TokenFrame):
-                tokens_after.append(router.pieces)
-        assert scene.lost == []
-        assert router.names == scene.truth()
-        assert min(tokens_after) < 20, "tokens wait for a part of the names only"
-
-    play(script, num_blocks=40_000)
+    cache(scene.pool, *range(40_000))  # 320 kB of names, where 100 kB unread get a router dropped
+    router = await scene.connect(reads=False)
+    router.ask()
+    await asyncio.sleep(0.5)
+    tokens_after: list[int] = []
+    event = TokenEvent("request", 0, (SampledToken(5),))
+    while not router.is_whole:
+        scene.server.emit("router-0", [event])
+        await asyncio.sleep(0.01)
+        heard = await router.connection.receive()
+        router.hear(heard)
+        if isinstance(heard, TokenFrame):
+            tokens_after.append(router.pieces)
+    assert scene.lost == []
+    assert router.names == scene.truth()
+    assert min(tokens_after) < 20, "tokens wait for a part of the names only"
 
 
-def test_a_router_that_asks_and_never_reads_is_dropped_for_what_else_it_leaves_unread():
-    async def script(scene: Scene) -> None:
-        cache(scene.pool, *range(NUM_BLOCKS))
-        router = await scene.connect(reads=False)
-        router.ask()
-        await asyncio.sleep(0.1)
-        event = TokenEvent("request", 0, (SampledToken(5),) * 500)
-        for _ in range(1000):
-            scene.server.emit("router-0", [event])
-        assert scene.lost == ["router-0"]
-        cache(scene.pool, 100)
-
-    play(script)
+@played_by(play)
+async def test_a_router_that_asks_and_never_reads_is_dropped_for_what_else_it_leaves_unread(scene: Scene) -> None:
+    cache(scene.pool, *range(NUM_BLOCKS))
+    router = await scene.connect(reads=False)
+    router.ask()
+    await asyncio.sleep(0.1)
+    event = TokenEvent("request", 0, (SampledToken(5),) * 500)
+    for _ in range(1000):
+        scene.server.emit("router-0", [event])
+    assert scene.lost == ["router-0"]
+    cache(scene.pool, 100)

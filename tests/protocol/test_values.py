@@ -188,18 +188,15 @@ def test_a_changed_ticket_is_refused(change: dict[str, object]):
         verify_ticket(b"secret", ticket, source=ticket.source, target=ticket.target)
 
 
-def test_a_ticket_of_another_cluster_is_refused():
-    with pytest.raises(TicketRefused):
-        verify_ticket(b"ours", mint_ticket(b"theirs", "r", P, D, HOME), source=P, target=D)
-
-
-def test_a_ticket_for_another_worker_is_refused():
-    ticket = mint_ticket(b"s", "r", P, D, HOME)
-    with pytest.raises(TicketRefused, match="the ticket's source is p, not q"):
-        verify_ticket(b"s", ticket, source=Peer("q", 1), target=D)
-
-
-def test_a_ticket_from_before_a_restart_is_refused():
-    ticket = mint_ticket(b"s", "r", P, D, HOME)
-    with pytest.raises(EpochMismatch, match="the ticket's target is d in its epoch 2"):
-        verify_ticket(b"s", ticket, source=P, target=Peer("d", 3))
+@pytest.mark.parametrize(
+    ("secret", "source", "target", "error", "text"),
+    [
+        (b"theirs", P, D, TicketRefused, "signature"),
+        (b"ours", Peer("q", 1), D, TicketRefused, "the ticket's source is p, not q"),
+        (b"ours", P, Peer("d", 3), EpochMismatch, "the ticket's target is d in its epoch 2"),
+    ],
+    ids=["another cluster's", "another worker's", "from before a restart"],
+)
+def test_a_ticket_for_others_is_refused(secret: bytes, source: Peer, target: Peer, error: Any, text: str):
+    with pytest.raises(error, match=text):
+        verify_ticket(b"ours", mint_ticket(secret, "r", P, D, HOME), source=source, target=target)

@@ -8,19 +8,15 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
-from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, D, P, Pair, make_pair, reach, settle
+from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.incoming import IncomingTransfer
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.rules.lifecycle import SenderState
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.messages import Hello, KVHello
-from twostroke.protocol.requests import Peer
 
 
 class Gate:
@@ -64,7 +60,14 @@ class FaultyTransport:
         if self.prepare_refusals:
             self.prepare_refusals -= 1
             raise ConnectionLost("it can't be prepared here")
-        return _FaultyPending(await self.inner.prepare(host, cut), self)
+        pending: Any = await self.inner.prepare(host, cut)
+        established = pending.established
+
+        async def faulty() -> DataLink:
+            return FaultyLink(await established(), self)
+
+        pending.established = faulty
+        return pending  # type: ignore[no-any-return]
 
     async def join(self, params: LinkParams, cut: Cut) -> DataLink:
         await self.join_gate.passed()
@@ -76,22 +79,6 @@ class FaultyTransport:
 
     async def close(self) -> None:
         await self.inner.close()
-
-
-class _FaultyPending:
-    def __init__(self, inner: PendingLink, transport: FaultyTransport):
-        self._inner = inner
-        self._transport = transport
-
-    @property
-    def params(self) -> LinkParams:
-        return self._inner.params
-
-    async def established(self) -> DataLink:
-        return FaultyLink(await self._inner.established(), self._transport)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 class FaultyLink:
@@ -192,12 +179,6 @@ async def assert_a_transfer_works(pair: Pair, blocks: tuple[int, int] = (20, 21)
     assert await incoming.verified() == TOKEN
     await out.done()
     assert_whole(pair, blocks)
-
-
-def hello(pair: Pair, *, receiver: Peer = D, names: Sequence[str] = ("memory",), **fields: Any) -> Hello:
-    """As the pair's sender says it; `fields` replace those of its layout."""
-    layout = msgspec.structs.replace(pair.source.layout, **fields)
-    return Hello(P, receiver, KVHello(layout, 0, "raw", reach(*names)))
 
 
 async def get_to(sender: OutgoingTransfer, state: SenderState) -> None:

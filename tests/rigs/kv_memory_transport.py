@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import xxhash
 
-from twostroke.kvtransfer.link import LinkParams
+from twostroke.kvtransfer.link import HostStore, LinkParams
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.store import HostStore
+from twostroke.kvtransfer.transports.host_units import HostUnits, count_units
 from twostroke.protocol.errors import ConnectionLost
 
 
@@ -17,7 +17,7 @@ class Wire:
     """What is between two ends: chunks in order, each with its digest; None once either end is closed."""
 
     def __init__(self) -> None:
-        self.chunks: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue()
+        self.chunks: asyncio.Queue[tuple[bytearray, int] | None] = asyncio.Queue()
         self.joined = asyncio.Event()
         self.is_broken = False
 
@@ -27,29 +27,28 @@ class Wire:
 
 
 class MemoryLink:
-    """A DataLink; how units become bytes is its transport's."""
+    """A DataLink."""
 
-    def __init__(self, wire: Wire, transport: "MemoryTransport", cut: Cut):
+    def __init__(self, wire: Wire, store: HostStore, cut: Cut):
         self.wire = wire
-        self._transport = transport
+        self._units = HostUnits(store, cut)
         self._cut = cut
         self._turn = asyncio.Lock()  # calls are carried out in order
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         async with self._turn:
             self._check()
-            data = b"".join(self._transport.pack(segment, self._cut) for segment in segments)
+            data = bytearray(count_units(segments) * self._cut.unit_bytes)
+            self._units.pack(segments, memoryview(data))
             self.wire.chunks.put_nowait((data, xxhash.xxh3_128_intdigest(data, seal)))
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         async with self._turn:
             data, digest = await self._next()
-            at = 0
-            for segment in segments:
-                end = at + len(segment.unit_ids) * self._cut.unit_bytes
-                self._transport.unpack(segment, self._cut, data[at:end])
-                at = end
-            return at == len(data) and xxhash.xxh3_128_intdigest(data, seal) == digest
+            if len(data) == count_units(segments) * self._cut.unit_bytes:
+                self._units.unpack(segments, memoryview(data))
+                return xxhash.xxh3_128_intdigest(data, seal) == digest
+            return False
 
     async def discard(self, num_units: int) -> None:
         async with self._turn:
@@ -64,7 +63,7 @@ class MemoryLink:
         if self.wire.is_broken:
             raise ConnectionLost("the link is closed")
 
-    async def _next(self) -> tuple[bytes, int]:
+    async def _next(self) -> tuple[bytearray, int]:
         chunk = await self.wire.chunks.get()
         if chunk is None:
             self.wire.chunks.put_nowait(None)
@@ -92,8 +91,9 @@ class MemoryTransport:
     _wires: ClassVar[dict[int, Wire]] = {}
     _numbers: ClassVar["itertools.count[int]"] = itertools.count()
 
-    def __init__(self, store: HostStore, name: str = "memory"):
+    def __init__(self, store: HostStore, name: str = "memory", link_type: type[MemoryLink] = MemoryLink):
         self.name = name
+        self.link_type = link_type
         self._store = store
 
     async def prepare(self, host: str, cut: Cut) -> MemoryPendingLink:
@@ -107,18 +107,7 @@ class MemoryTransport:
         return self.make_link(wire, cut)
 
     def make_link(self, wire: Wire, cut: Cut) -> MemoryLink:
-        return MemoryLink(wire, self, cut)
+        return self.link_type(wire, self._store, cut)
 
     async def close(self) -> None:
         pass
-
-    def pack(self, segment: Segment, cut: Cut) -> bytes:
-        """The units' bytes: whole blocks."""
-        layer, size = self._store.layer_bytes(segment.layer), cut.unit_bytes
-        return b"".join(layer[unit * size : (unit + 1) * size] for unit in segment.unit_ids)
-
-    def unpack(self, segment: Segment, cut: Cut, data: bytes) -> None:
-        """Put them into place."""
-        layer, size = self._store.layer_bytes(segment.layer), cut.unit_bytes
-        for index, unit in enumerate(segment.unit_ids):
-            layer[unit * size : (unit + 1) * size] = data[index * size : (index + 1) * size]

@@ -7,17 +7,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+import pytest
 
 from tests.rigs.kv_memory_transport import MemoryTransport
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.link import HostStore, Transport
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.store import HostStore
 from twostroke.kvtransfer.transports import Transports
+from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Reach
 from twostroke.protocol.network import Network, TcpNetwork
@@ -209,6 +211,13 @@ def open_descriptors() -> int:
 def link_threads() -> int:
     """Threads of links; the event loop's own, for names of hosts, come and stay."""
     return sum(thread.name.startswith("kv-") for thread in threading.enumerate())
+
+
+async def fails(*transfers: Awaitable[object], match: str | None = None) -> None:
+    """Each of these, a transfer's `done` or `verified`, ends in TransferFailed, for a reason like this."""
+    for transfer in transfers:
+        with pytest.raises(TransferFailed, match=match):
+            await transfer
 
 
 async def settle(condition: Callable[[], bool], limit_s: float = 10.0) -> None:

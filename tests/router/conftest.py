@@ -45,14 +45,14 @@ from twostroke.protocol.requests import (
     verify_ticket,
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.worker_channel import TokenChannelConfig
+from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.observe.scaling import never_scaled
+from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.text.tokenizer import TextTokenizer
 
 SECRET = b"the cluster's secret"
@@ -400,7 +400,7 @@ def site_of(fleet_of, tokenizer):
         num_decode: int,
         *,
         listen: bool = False,
-        slo=None,
+        slo=SLOConfig(),  # noqa: B008  (frozen)
         tenants=None,
         scaling=never_scaled,
         **config,

@@ -4,12 +4,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from tests.simulation.fault_plan import Fault
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.scenario import ROUTER_LEASE_S
-from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
+from tests.simulation.scenario import ROUTER_LEASE_S, Fault
+from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
+from tests.simulation.virtual_loop import virtual_loop
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
 from twostroke.protocol.stats import Role
 
@@ -19,6 +19,10 @@ LONG_S = (
     7.0,
     15.0,
 )  # beyond a transfer's lease, a router's patience with a silent channel, a token channel's lease
+
+
+_MOST_CALLS = {"refuse_prefill": 3, "lose_prefill_reply": 2, "late_calls": 4, "repeat_calls": 4}
+"""That such a fault spoils."""
 
 
 class Injector:
@@ -70,17 +74,8 @@ class Injector:
             case "damage":
                 self._links.damage = _damage_next(1 + which % 2)
                 return 1
-            case "refuse_prefill":
-                fleet.prefills_to_refuse += 1 + which % 3
-                return 1
-            case "lose_prefill_reply":
-                fleet.prefill_replies_to_lose += 1 + which % 2
-                return 1
-            case "late_calls":
-                fleet.calls_to_delay += 1 + which % 4
-                return 1
-            case "repeat_calls":
-                fleet.calls_to_repeat += 1 + which % 4
+            case "refuse_prefill" | "lose_prefill_reply" | "late_calls" | "repeat_calls":
+                fleet.calls_to_spoil[fault.kind] += 1 + which % _MOST_CALLS[fault.kind]
                 return 1
             case "lose_block_news":
                 return self._lose_block_news(1 + which % 3)

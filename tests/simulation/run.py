@@ -8,36 +8,74 @@ two at most; and, taken for such, one that two other faults have met on two work
 """
 
 import asyncio
-import logging
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.arrivals import Arrival
 from tests.simulation.fake_model import expected_tokens
-from tests.simulation.fault_plan import DEADLY_FAULTS
 from tests.simulation.injector import Injector
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.report import Report
-from tests.simulation.scenario import Scenario
-from tests.simulation.sim_fleet import SimFleet, SimProcess, virtual_loop
+from tests.simulation.replay import Counts
+from tests.simulation.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
+from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import SimRouter
-from tests.simulation.virtual_loop import describe, run_virtually
+from tests.simulation.virtual_loop import describe, run_virtually, virtual_loop
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import TokenEvent
+from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.observe.stages import Stages
 
+
+@dataclass
+class Report(Counts):
+    """What scenarios did."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    refused: int = 0  # with 429, in an overload
+    poisonous: int = 0  # that killed engines, and failed
+    mistaken: int = 0  # for poisonous, having met two faults in a row
+    orphaned: int = 0  # whose router was lost
+    tokens: int = 0
+    retries: int = 0
+    prefill_failures: int = 0
+    fired: Counter[str] = field(default_factory=Counter)  # faults that hit something, by kind
+    preemptions: int = 0
+    swaps: int = 0
+    prefix_hits: int = 0
+    transfers_done: int = 0
+    transfers_failed: int = 0
+    digest_failures: int = 0
+    links_lost: int = 0
+    pulled_tokens: int = 0
+    pulled_by_decode: int = 0  # of them, by decode workers alone
+    steps: int = 0
+    steps_ahead: int = 0
+    virtual_s: float = 0.0
+
+    def count(self, role: Role, stats: WorkerStats) -> None:
+        """Add a worker's own counters."""
+        self.preemptions += stats.preemptions
+        self.swaps += stats.swaps
+        self.prefix_hits += stats.prefix_hits
+        self.transfers_done += stats.transfers_done
+        self.transfers_failed += stats.transfers_failed
+        self.digest_failures += stats.transfer_digest_failures
+        self.links_lost += stats.transfer_links_lost
+        self.pulled_tokens += stats.pulled_tokens
+        self.pulled_by_decode += stats.pulled_tokens if role == "decode" else 0
+        self.steps += stats.steps
+
+
 MOST_WAIT_S = 45.0
 """Nobody waits longer for an answer, faults included: the longest of those lasts 15 s."""
-MOST_POISONED = 3
-"""Engines that requests which kill them may have, over all their repetitions; two but for rare cases."""
-
-
-class InvariantBroken(Exception):
-    """What must hold does not."""
+MOST_POISONED = 2
+"""Engines that requests which kill them may have, over all their repetitions."""
 
 
 @dataclass
@@ -56,8 +94,13 @@ class _Answer:
 
 
 def run_scenario(scenario: Scenario, trace: Trace | None = None) -> Report:
-    """Raises InvariantBroken, SimulationStuck, or whatever a part raises that it should not."""
+    """Raises AssertionError where something does not hold, SimulationStuck, or what a part raises and should not."""
     return run_virtually(_Simulation(scenario, trace).run(), limit_s=600.0)
+
+
+def run_seed(seed: int, trace: Trace | None = None, *, with_faults: bool = False) -> Report:
+    """The same for a seed's scenario."""
+    return run_scenario(make_scenario(seed, with_faults=with_faults), trace)
 
 
 class _Simulation:
@@ -72,6 +115,7 @@ class _Simulation:
         loop.set_exception_handler(self._on_exception)
         self._clock = loop.time
         scenario = self._scenario
+        self._trace(str(scenario))
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
         self._fleet = SimFleet(scenario, self._fabric, self._links, self._trace)
@@ -98,7 +142,7 @@ class _Simulation:
         ]
         results = await asyncio.gather(*clients, return_exceptions=True)
         await faults
-        self._report.fired = dict(injector.fired)
+        self._report.fired = injector.fired
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -116,8 +160,7 @@ class _Simulation:
         patience_s = MOST_WAIT_S if arrival.cancel_after_s is None else arrival.cancel_after_s
         done, _ = await asyncio.wait({reading, router.lost}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            if arrival.cancel_after_s is None:
-                raise InvariantBroken(f"{name} has waited for {patience_s} s: {describe(reading)}")
+            assert arrival.cancel_after_s is not None, f"{name} has waited for {patience_s} s: {describe(reading)}"
             self._trace(f"{name}: the client leaves")
             reading.cancel()
             await asyncio.wait({reading, router.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,8 +177,8 @@ class _Simulation:
         name, tokens = arrival.request.request_id, answer.tokens
         error = reading.exception() if reading.done() and not reading.cancelled() else None
         if arrival.is_poison:
-            if not isinstance(error, TwostrokeError) or tokens:
-                raise InvariantBroken(f"{name} kills engines, and yet got {tokens}, and {error!r}")
+            assert isinstance(error, TwostrokeError), f"{name} kills engines, and yet got {error!r}"
+            assert not tokens, f"{name} kills engines, and yet got {tokens}"
             self._report.poisonous += 1
             return
         if error is not None:
@@ -146,37 +189,35 @@ class _Simulation:
             if isinstance(error, PoisonRequest) and (num_deaths > 1 or is_poisoned):
                 self._report.mistaken += 1
                 return
-            if not (is_refusal and self._scenario.is_overload):
-                raise InvariantBroken(f"{name}: failed with {error!r} after {len(tokens)} tokens") from error
+            is_rightly_so = is_refusal and self._scenario.is_overload
+            assert is_rightly_so, f"{name}: failed with {error!r} after {len(tokens)} tokens"
             self._report.refused += 1
             return
         expected = expected_tokens(arrival.request, self._scenario.num_layers)
         if not reading.done() or reading.cancelled():
             self._report.cancelled += reading.done()
-            if tokens != expected[: len(tokens)]:
-                raise InvariantBroken(f"{name}: {tokens} came before the client left, expected {expected}")
+            assert tokens == expected[: len(tokens)], f"{name}: {tokens} before the client left, expected {expected}"
             return
         self._report.finished += 1
-        if tokens != expected:
-            raise InvariantBroken(f"{name}: got {tokens}, expected {expected}")
+        assert tokens == expected, f"{name}: got {tokens}, expected {expected}"
         stopped = expected[-1] in arrival.request.stop_token_ids and len(expected) > arrival.request.min_tokens
-        if answer.ends != ["stop" if stopped else "length"] or answer.events[-1].finish_reason is None:
-            raise InvariantBroken(f"{name}: ends {answer.ends} in {len(answer.events)} events")
+        assert answer.ends == ["stop" if stopped else "length"], f"{name}: ends {answer.ends}"
+        assert answer.events[-1].finish_reason is not None, f"{name}: goes on after its end"
 
     def _check_computed_once(self, arrival: Arrival, stages: Stages) -> None:
         """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
         scenario = self._scenario
         is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
-        if is_calm and any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries):
-            raise InvariantBroken(f"{arrival.request.request_id}: its prompt was computed twice")
+        was_twice = any(tried.prefill is not None and tried.transfer_s == 0.0 for tried in stages.tries)
+        assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
     async def _read(self, arrival: Arrival, router: SimRouter, answer: _Answer, stages: Stages) -> None:
         next_index = 0
         async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
             async for event in events:
                 self._trace(f"{arrival.request.request_id} gets {event}")
-                if event.index != next_index or event.error is not None:
-                    raise InvariantBroken(f"{arrival.request.request_id}: {event} in place of token {next_index}")
+                is_next = event.index == next_index and event.error is None
+                assert is_next, f"{arrival.request.request_id}: {event} in place of token {next_index}"
                 next_index += len(event.tokens)
                 answer.events.append(event)
 
@@ -189,7 +230,7 @@ class _Simulation:
                     async with asyncio.timeout(30.0):
                         await process.worker.drain()
                 except TimeoutError as error:
-                    raise InvariantBroken(f"{process.host} does not become idle: {process.worker.stats()}") from error
+                    raise AssertionError(f"{process.host} does not become idle: {process.worker.stats()}") from error
             await asyncio.sleep(0.1)
         await self._fleet.close()
         for process in self._fleet.processes.values():
@@ -202,20 +243,16 @@ class _Simulation:
         processes = (*self._fleet.processes.values(), *self._fleet.departed)
         for process in processes:
             self._check_ended(process)
-        if (num_poisoned := sum(process.engine.was_poisoned for process in processes)) > MOST_POISONED:
-            raise InvariantBroken(f"{num_poisoned} engines died of one request")
-        self._report.third_deaths += num_poisoned == 3
+        num_poisoned = sum(process.engine.was_poisoned for process in processes)
+        assert num_poisoned <= MOST_POISONED, f"{num_poisoned} engines died of one request"
         await asyncio.sleep(1.0)  # closing messages are still under way
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        if tasks:
-            raise InvariantBroken("tasks are left: " + "; ".join(describe(task) for task in tasks))
-        if self._fleet.num_calls or self._fabric.connections or self._fabric.listeners or self._links.pending:
-            raise InvariantBroken(
-                f"left: {self._fleet.num_calls} calls, {len(self._fabric.connections)} connections, "
-                f"{len(self._fabric.listeners)} listeners, {len(self._links.pending)} links"
-            )
-        if errors := [*self._errors, *self._injector.violations]:
-            raise InvariantBroken("; ".join(errors))
+        assert not tasks, "tasks are left: " + "; ".join(describe(task) for task in tasks)
+        assert not self._fleet.num_calls, f"{self._fleet.num_calls} calls are left"
+        for left in (self._fabric.connections, self._fabric.listeners, self._links.pending):
+            assert not left, f"{len(left)} are left of {left}"
+        errors = [*self._errors, *self._injector.violations]
+        assert not errors, "; ".join(errors)
         self._report.virtual_s = self._clock()
 
     async def _settle_routers(self) -> None:
@@ -225,12 +262,13 @@ class _Simulation:
                     self._fabric.end_silence(router.host, process.host)
                 virtual_loop().continue_process(router.host)
                 await router.ended()
-            if self._scenario.is_overload and not self._scenario.faults and (ejected := router.pipeline.ejected()):
-                raise InvariantBroken(
-                    f"{router.host} has ejected {ejected}, which only refused what they had no room for"
-                )
-            if router.pipeline.in_flight:
-                raise InvariantBroken(f"{router.host} counts {router.pipeline.in_flight} calls after all have ended")
+            is_only_overload = self._scenario.is_overload and not self._scenario.faults
+            holds_nothing = router.pipeline._records._ejection.is_empty
+            assert holds_nothing or not is_only_overload, (
+                f"{router.host} holds refusals for want of room against workers"
+            )
+            in_flight = router.pipeline.in_flight
+            assert not in_flight, f"{router.host} counts {in_flight} calls after all have ended"
 
     async def _check_known_blocks(self) -> None:
         """When all is quiet, routers that have a channel to a worker know exactly what its cache holds.
@@ -245,34 +283,29 @@ class _Simulation:
                 continue
             known = router.known_blocks(process.info.peer)
             held = {short_name(name) for name in process.pool.names(0, process.pool.num_blocks)}
-            if known is not None and known != held:
-                raise InvariantBroken(
-                    f"{router.host} knows {len(known)} blocks of {process.host}, which holds {len(held)}; "
-                    f"{len(known & held)} are the same"
-                )
+            assert known is None or known == held, (
+                f"{router.host} knows {len(known)} blocks of {process.host}, which holds {len(held)}; "
+                f"{len(known & held)} are the same"
+            )
 
     def _check_idle(self, process: SimProcess) -> None:
         process.pool.check_integrity()
         stats = process.worker.stats()
         busy = stats.num_waiting, stats.num_running, stats.num_waiting_tokens, stats.num_transfers
-        if process.pool.owned_blocks or any(busy):
-            raise InvariantBroken(f"{process.host} is not idle: {stats}")
-        if stats.free_blocks != stats.total_blocks:
-            raise InvariantBroken(f"{process.host} lost blocks: {stats}")
+        assert not process.pool.owned_blocks, f"{process.host} is not idle: {stats}"
+        assert not any(busy), f"{process.host} is not idle: {stats}"
+        assert stats.free_blocks == stats.total_blocks, f"{process.host} lost blocks: {stats}"
         receiver = process.parts.receiver
-        if receiver is not None:
-            offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
-            if receiver._kept or any(pending.deadline._due is None for pending in offers):
-                raise InvariantBroken(f"{process.host} keeps offers for requests that have ended")
+        offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
+        keeps_some = receiver._kept or any(pending.deadline._due is None for pending in offers)
+        assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
 
     def _check_ended(self, process: SimProcess) -> None:
         process.pool.check_integrity()
-        if process.pool.owned_blocks:
-            raise InvariantBroken(f"{process.pool.owned_blocks} blocks of {process.host} outlive it")
-        if process.worker.stats().swapped_blocks:
-            raise InvariantBroken(f"{process.host} leaves swapped KV behind: {process.worker.stats()}")
-        if violations := [*process.store.violations, *process.violations]:
-            raise InvariantBroken(f"{process.host}: " + "; ".join(violations))
+        assert not process.pool.owned_blocks, f"{process.pool.owned_blocks} blocks of {process.host} outlive it"
+        stats, violations = process.worker.stats(), [*process.store.violations, *process.violations]
+        assert not stats.swapped_blocks, f"{process.host} leaves swapped KV behind: {stats}"
+        assert not violations, f"{process.host}: " + "; ".join(violations)
         self._report.count(process.info.role, process.worker.stats())
         self._report.steps_ahead += process.engine.num_steps_ahead
 
@@ -282,8 +315,3 @@ class _Simulation:
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._errors.append(f"{context.get('message')}: {context.get('exception')!r}")
-
-
-def quiet_logs() -> None:
-    """Warnings of aborted transfers and lost routers are what a simulation is made of."""
-    logging.getLogger("twostroke").setLevel(logging.CRITICAL)

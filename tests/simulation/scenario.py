@@ -1,14 +1,222 @@
 """What a seed means: workers, pools, requests, cancels and faults. Pure; the same seed gives the same scenario."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.simulation.arrivals import Arrival, asked_again, make_arrivals, poisoned
-from tests.simulation.fault_plan import DECODE_FAULTS, Fault, make_faults
+from msgspec import structs
+
+from tests.simulation.fake_model import POISON, VOCAB, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
+from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.worker.token_server import TokenServerConfig
+
+# --- requests, and what their clients do ---
+
+
+MAX_PROMPT = 200
+
+PROMISES = (
+    Promise(),
+    Promise(),
+    Promise("interactive", priority=1, share=0.2, ttft_left_s=0.5, tpot_s=0.05),
+    Promise("batch", priority=-1, share=0.1),
+)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and what its client does. Times in virtual seconds."""
+
+    at_s: float
+    router: int
+    request: GenerateRequest
+    cancel_after_s: float | None  # the client leaves so long after it came, unless it has its answer by then
+
+    @property
+    def is_poison(self) -> bool:
+        """Whether it kills the engine that computes it."""
+        return POISON in self.request.token_ids
+
+
+def make_arrivals(
+    draw: random.Random, num_routers: int, num_layers: int, *, is_crowded: bool, is_overload: bool
+) -> tuple[Arrival, ...]:
+    """`is_crowded`: many short prompts with long answers. `is_overload`: more of all kinds, and all at once."""
+    stems = [_tokens(draw, draw.randint(1, 120)) for _ in range(2)]
+    spread_s = 0.0 if is_overload else draw.choice((0.0, 0.02, 0.2))
+    arrivals: list[Arrival] = []
+    for _ in range(draw.randint(2, 4) * (2 if is_overload else 1)):
+        prompt = (draw.choice(stems) if draw.random() < 0.6 else ()) + _tokens(draw, draw.choice((1, 5, 20, 80)))
+        prompt = prompt[: draw.choice((8, 16) if is_crowded else (MAX_PROMPT, MAX_PROMPT, 48, 16))]
+        at_s = draw.random() * spread_s
+        max_tokens = 40 if is_crowded else draw.choice((1, 2, 5, 12, 40))
+        stop = tuple(draw.sample(range(VOCAB), draw.choice((0, 1) if is_crowded else (0, 1, 4))))
+        promise = draw.choice(PROMISES)
+        for _ in range(draw.choice((1, 1, 1, 2))):  # choices of one prompt
+            arrivals.append(
+                Arrival(
+                    at_s=at_s,
+                    router=draw.randrange(num_routers),
+                    request=GenerateRequest(
+                        request_id=f"template-{len(arrivals)}",
+                        router_id="",
+                        token_ids=prompt,
+                        num_prompt_tokens=len(prompt),
+                        sampling=SamplingParams(
+                            seed=draw.randrange(1000), presence_penalty=draw.choice((0.0, 0.0, 0.0, 0.5))
+                        ),
+                        max_tokens=max_tokens,
+                        min_tokens=draw.choice((0, 0, min(3, max_tokens))),
+                        stop_token_ids=stop,
+                        cache_salt=draw.choice((b"", b"", b"tenant")),
+                        promise=promise,
+                    ),
+                    cancel_after_s=draw.choice((0.002, 0.02, 0.1)) * draw.random() if draw.random() < 0.3 else None,
+                )
+            )
+    for first in arrivals[:2] if draw.random() < 0.5 else ():
+        arrivals.append(_next_turn(draw, first, num_layers, f"template-{len(arrivals)}"))
+    return tuple(arrivals)
+
+
+def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...], num_routers: int) -> tuple[Arrival, ...]:
+    """`arrivals` and one that kills engines, which comes again later, by another router if there is one."""
+    prompt = _tokens(draw, draw.choice((0, 5, 40)))
+    poison = replace(
+        arrivals[0],
+        at_s=draw.random() * 0.05,
+        request=structs.replace(
+            arrivals[0].request,
+            request_id="poison-0",
+            token_ids=(*prompt, POISON, 1),
+            num_prompt_tokens=len(prompt) + 2,
+        ),
+        cancel_after_s=None,
+    )
+    again = replace(
+        poison,
+        at_s=5.0,
+        router=(poison.router + 1) % num_routers,
+        request=structs.replace(poison.request, request_id="poison-1"),
+    )
+    return (*arrivals, poison, again)
+
+
+def asked_again(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """`arrivals` and some of them once more, when somebody has their KV."""
+    again = [
+        replace(
+            first,
+            at_s=first.at_s + 0.02 + 0.3 * draw.random(),
+            request=structs.replace(first.request, request_id=f"again-{number}"),
+        )
+        for number, first in enumerate(arrivals[:5])
+    ]
+    return (*arrivals, *again)
+
+
+def _next_turn(draw: random.Random, first: Arrival, num_layers: int, name: str) -> Arrival:
+    """A request that goes on from another's answer, perhaps before that has come to its end."""
+    said = (*first.request.token_ids, *expected_tokens(first.request, num_layers))
+    prompt = (*said, *_tokens(draw, draw.choice((1, 10))))[:MAX_PROMPT]
+    return replace(
+        first,
+        at_s=first.at_s + draw.choice((0.05, 0.2, 0.5)),
+        request=structs.replace(
+            first.request, request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), max_tokens=5, min_tokens=0
+        ),
+    )
+
+
+def _tokens(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(VOCAB) for _ in range(length))
+
+
+# --- faults ---
+
+
+FAULTS = (
+    "cut_transfers",  # control connections and data links between two workers break, of both roles where there are both
+    "cut_links",  # the data links alone break, perhaps in the middle of a chunk
+    "part_transfers",  # the two can't reach each other for some time
+    "block_transfers",  # the same from the beginning, so that no offer is ever seen
+    "silence_transfers",  # control messages between the two get stuck for some time, and nobody is told
+    "damage",  # a byte of the next chunks changes under way
+    "refuse_prefill",  # the next prefill calls fail before they begin
+    "lose_prefill_reply",  # the next prefill calls fail after they have run
+    "late_calls",  # the next calls come late, overtaken by what the token channel carries, and by their own end
+    "repeat_calls",  # the next calls come twice
+    "lose_block_news",  # a router misses what workers tell of their caches, as it can't over TCP, but guards against
+    "slow_worker",  # a worker's steps take ten to fifty times as long for some time
+    "kill_prefill",  # a prefill worker crashes; another starts later
+    "stop_prefill",  # a prefill worker stands still (SIGSTOP), shorter or longer than anybody waits for it, and goes on
+    "silence_prefill",  # nothing passes between a router and a prefill worker for some time, and nobody is told
+    "drain_prefill",  # a prefill worker drains, perhaps for too short a time, and is replaced
+    "kill_decode",  # the same of decode workers
+    "stop_decode",
+    "silence_decode",
+    "drain_decode",
+    "fail_engine",  # an engine raises; the worker is replaced
+    "cut_channel",  # a router loses its token channel to a worker
+    "lose_router",  # a router stands still for ever, and its connections break, or fall silent
+)
+
+DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode", "fail_engine", "cut_channel")
+"""There is one decode worker more than these in a run: with none left, requests fail, and rightly so."""
+
+DEADLY_FAULTS = ("kill_prefill", "kill_decode", "drain_prefill", "drain_decode", "fail_engine")
+"""Two of these may take down both workers that a request was on, which then can't be told from one that does so."""
+
+_OF_PREFILL = (
+    "refuse_prefill",
+    "lose_prefill_reply",
+    "kill_prefill",
+    "stop_prefill",
+    "silence_prefill",
+    "drain_prefill",
+)
+_WITHOUT_PREFILL = tuple(kind for kind in FAULTS[:-1] if kind not in _OF_PREFILL)
+
+_AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}
+"""How much earlier these come, to find requests that have just begun."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong. `which` picks the workers, and how long it lasts."""
+
+    at_s: float
+    kind: str
+    which: int
+
+
+def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_overload: bool) -> tuple[Fault, ...]:
+    """Up to three, of which two at most may cost a decode worker, and one a router where there are others.
+
+    None costs a decode worker in an overload: who was refused by all others fails with it, and rightly so.
+    """
+    faults: list[Fault] = []
+    kinds = FAULTS[:-1] if num_prefill else _WITHOUT_PREFILL
+    if is_overload:
+        kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
+    if num_routers > 1:
+        kinds = (*kinds, "lose_router")
+    for _ in range(draw.choice((0, 1) if is_overload else (1, 1, 1, 2, 2, 3))):
+        if sum(fault.kind in DECODE_FAULTS for fault in faults) == 2:
+            kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
+        if any(fault.kind == "lose_router" for fault in faults):
+            kinds = tuple(kind for kind in kinds if kind != "lose_router")
+        at_s, kind = draw.random() * draw.choice((0.01, 0.1, 0.3)), draw.choice(kinds)
+        if kind in _AT_ONCE:
+            at_s *= _AT_ONCE[kind]
+        faults.append(Fault(at_s, kind, which=draw.randrange(1000)))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+# --- all of it ---
+
 
 MAX_CONTEXT = 240
 ROUTER_LEASE_S = 4.0

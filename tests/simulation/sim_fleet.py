@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -11,15 +12,13 @@ import msgspec
 
 from tests.simulation.fake_model import FakeEngine
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
-from tests.simulation.memory_network import MemoryFabric, MemoryNetwork, Trace
-from tests.simulation.memory_transport import LinkFabric, memory_transports
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.parts import Parts, parts_around
 from tests.simulation.scenario import Scenario
-from tests.simulation.virtual_loop import PROCESS, VirtualLoop
+from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import Transports
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
@@ -33,19 +32,6 @@ RESTART_S = 0.05
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a worker's process is made of."""
-
-    worker: PrefillWorker | DecodeWorker
-    receiver: KVReceiver | None
-    store: FakeStore
-    pool: SpoilingPool
-    engine: FakeEngine
-    network: MemoryNetwork
-    transports: Transports
-
-
 @dataclass(eq=False)
 class SimProcess:
     """One worker with all that its process holds. Its tasks run in its own context, so that it can be stopped."""
@@ -53,15 +39,13 @@ class SimProcess:
     host: str
     info: WorkerInfo
     context: Context
+    worker: PrefillWorker | DecodeWorker
+    engine: FakeEngine
     parts: Parts
     died: "asyncio.Future[None]"
     is_draining: bool = False
     violations: list[str] = field(default_factory=list)
     calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
-
-    @property
-    def worker(self) -> PrefillWorker | DecodeWorker:
-        return self.parts.worker
 
     @property
     def store(self) -> FakeStore:
@@ -70,10 +54,6 @@ class SimProcess:
     @property
     def pool(self) -> SpoilingPool:
         return self.parts.pool
-
-    @property
-    def engine(self) -> FakeEngine:
-        return self.parts.engine
 
 
 class SimFleet:
@@ -96,26 +76,23 @@ class SimFleet:
         self.processes: dict[Peer, SimProcess] = {}
         self.departed: list[SimProcess] = []
         self.lost_routers: set[str] = set()  # nobody cancels their calls
-        self.prefills_to_refuse = 0  # the next calls fail before they begin
-        self.prefill_replies_to_lose = 0  # the next calls fail after they have run
-        self.calls_to_delay = 0  # the next calls come late, also where they have been given up meanwhile
-        self.calls_to_repeat = 0  # the next calls come twice
+        self.calls_to_spoil: Counter[str] = Counter()  # of the next, by the kind of fault
         self._endings: dict[asyncio.Task[None], None] = {}
 
     async def start(self, role: Role) -> SimProcess:
         """Start a worker; the fleet knows it from then on."""
         host = f"{role}-{self._num_started}"
         self._num_started += 1
-        context, parts = process_context(host), self._make(role, host)
-        info = await _in(context, parts.worker.start(host))
-        process = SimProcess(host, info, context, parts, asyncio.get_running_loop().create_future())
+        own = VirtualProcess(host)
+        worker, engine, parts = self._make(role, host)
+        info = await own.spawn(worker.start(host))
+        process = SimProcess(host, info, own.context, worker, engine, parts, asyncio.get_running_loop().create_future())
         self.processes[info.peer] = process
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
 
-    def _make(self, role: Role, host: str) -> Parts:
+    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, FakeEngine, Parts]:
         scenario = self._scenario
-        loop = asyncio.get_running_loop()
         is_prefill = role == "prefill"
         block_size = scenario.prefill_block_size if is_prefill else scenario.decode_block_size
         store = FakeStore(
@@ -125,29 +102,16 @@ class SimFleet:
         swap_space = None
         if not is_prefill and scenario.swap_blocks:
             swap_space = FakeSwapSpace(store, num_blocks=scenario.swap_blocks)
-        pool, engine, network = SpoilingPool(store), self.engine_type(store, swap_space), self._fabric.at(host)
-        transports = memory_transports(self._links, host, store, scenario.transports)
-        peer = Peer(host, self._draw.getrandbits(63))
+        engine, peer = self.engine_type(store, swap_space), Peer(host, self._draw.getrandbits(63))
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=scenario.max_chunk_bytes)
-        sender = KVSender(
-            peer=peer, store=store, network=network, transports=transports, config=transfers, clock=loop.time
+        parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, scenario.transports)
+        clock = asyncio.get_running_loop().time
+        equipment = Equipment(
+            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, scenario.max_context
         )
-        receiver = KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=transfers,
-            clock=loop.time,
-            secret=SECRET,
-        )
-        equipment = Equipment(peer, engine, store, pool, network, sender, receiver, loop.time, scenario.max_context)
-        worker: PrefillWorker | DecodeWorker
         if is_prefill:
-            worker = PrefillWorker(scenario.prefill, equipment)
-        else:
-            worker = DecodeWorker(scenario.decode, equipment, swap_space)
-        return Parts(worker, receiver, store, pool, engine, network, transports)
+            return PrefillWorker(scenario.prefill, equipment), engine, parts
+        return DecodeWorker(scenario.decode, equipment, swap_space), engine, parts
 
     def crash(self, process: SimProcess) -> None:
         """Take a worker away at once."""
@@ -213,8 +177,7 @@ class SimFleet:
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        if self.prefills_to_refuse > 0:
-            self.prefills_to_refuse -= 1
+        if self._spoils("refuse_prefill"):  # before it begins
             await asyncio.sleep(self._latency())
             raise WorkerLost("the simulation refuses this prefill")
 
@@ -224,8 +187,7 @@ class SimFleet:
             return process.worker.prefill(_copy(request), _copy(ticket), _copy(pull))
 
         reply = await self._call(worker, request.router_id, method)
-        if self.prefill_replies_to_lose > 0:
-            self.prefill_replies_to_lose -= 1
+        if self._spoils("lose_prefill_reply"):
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
@@ -245,10 +207,15 @@ class SimFleet:
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
         raise NotImplementedError("no simulation tries links out")
 
+    def _spoils(self, kind: str) -> bool:
+        """Whether such a fault hits this call."""
+        is_hit = self.calls_to_spoil[kind] > 0
+        self.calls_to_spoil[kind] -= is_hit
+        return is_hit
+
     async def _call(self, worker: Peer, router_id: str, method: Callable[[SimProcess], Coroutine[Any, Any, T]]) -> T:
-        is_late, is_twice = self.calls_to_delay > 0, self.calls_to_repeat > 0
-        self.calls_to_delay -= is_late
-        self.calls_to_repeat -= is_twice
+        is_late = self._spoils("late_calls")  # it may come although it has been given up meanwhile
+        is_twice = self._spoils("repeat_calls")
         try:
             await asyncio.sleep(self._latency() + (1.0 if is_late else 0.0) * self._draw.random())
             await self._fabric.audible(router_id, worker.worker_id)
@@ -320,25 +287,6 @@ class SimFleet:
 
     def _latency(self) -> float:
         return 0.0005 + 0.002 * self._draw.random() + (0.05 if self._draw.random() < 0.02 else 0.0)
-
-
-def process_context(name: str) -> Context:
-    """What tasks of a process of this name run in."""
-    context = Context()
-    context.run(PROCESS.set, name)
-    return context
-
-
-def virtual_loop() -> VirtualLoop:
-    """The loop that runs this simulation."""
-    loop = asyncio.get_running_loop()
-    if not isinstance(loop, VirtualLoop):
-        raise TypeError("only virtual processes can be stopped")
-    return loop
-
-
-async def _in(context: Context, work: Coroutine[Any, Any, T]) -> T:
-    return await asyncio.get_running_loop().create_task(work, context=context.copy())
 
 
 def _forget(process: SimProcess, call: "asyncio.Task[Any]", *, may_take: bool) -> None:

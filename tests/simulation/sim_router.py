@@ -1,25 +1,93 @@
-"""A router replica as a process of a simulation: the real pipeline and token channels."""
+"""x"""
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from tests.simulation.blind_pulls import BlindPulls
 from tests.simulation.memory_network import MemoryFabric
-from tests.simulation.sim_fleet import SECRET, SimFleet, process_context, virtual_loop
+from tests.simulation.sim_fleet import SECRET, SimFleet
+from tests.simulation.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.protocol.blocks import ShortName
-from twostroke.protocol.requests import Peer
+from twostroke.protocol.messages import ProbeTimes, SendPrefix
+from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
+from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
+
+class BlindPulls:
+    """A `Fleet` in which a share of the prompts that decode workers read alone are pulled from others.
+
+    Mostly from one that has been sent the same beginning, whatever has become of it there. `secret` signs the tickets.
+    What a router's own index finds is pulled as ever.
+    """
+
+    def __init__(self, fleet: Fleet, channels: TokenChannels, *, secret: bytes, share: float, draw: random.Random):
+        self._fleet = fleet
+        self._channels = channels
+        self._secret = secret
+        self._share = share
+        self._draw = draw
+        self._readers: dict[tuple[bytes, tuple[int, ...]], list[Peer]] = {}  # by salt and the prompt's beginning
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return self._fleet.workers()
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        self._reads(worker, request)
+        return await self._fleet.prefill(worker, request, ticket, pull)
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        if ticket is None and pull is None and self._draw.random() < self._share:
+            pull = self._ask(worker, request)
+        self._reads(worker, request)
+        return await self._fleet.decode(worker, request, ticket, pull)
+
+    async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
+        return await self._fleet.probe_source(worker, tickets, num_tokens)
+
+    async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        await self._fleet.probe_target(worker, tickets, num_tokens)
+
+    def _reads(self, worker: Peer, request: GenerateRequest) -> None:
+        self._readers.setdefault(_beginning(request), []).append(worker)
+
+    def _ask(self, worker: Peer, request: GenerateRequest) -> Ticket | None:
+        infos = self._fleet.workers()
+        target = next((info for info in infos if info.peer == worker), None)
+        others = [info for info in infos if info.peer != worker and self._channels.is_connected(info.peer)]
+        if target is None or not others:
+            return None
+        readers = self._readers.get(_beginning(request), ())
+        source = self._draw.choice([info for info in others if info.peer in readers] or others)
+        ticket = mint_ticket(
+            self._secret,
+            request.request_id,
+            source.peer,
+            target.peer,
+            target.transfer_addresses,
+            source_ranks=source.layout.tp_size,
+        )
+        self._channels.send(source.peer, SendPrefix(ticket, request.token_ids, request.cache_salt))
+        return ticket
+
+
+def _beginning(request: GenerateRequest) -> tuple[bytes, tuple[int, ...]]:
+    return request.cache_salt, request.token_ids[:8]
+
+
 PROMISE_NOTHING = SLOConfig(admission=False)
 
 
-class SimRouter:
+class SimRouter(VirtualProcess):
     """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
 
     def __init__(
@@ -33,14 +101,13 @@ class SimRouter:
         blind_pulls: float = 0.0,
     ):
         self.host = f"router-{index}"
+        super().__init__(self.host)
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._context = process_context(self.host)
         self._index = index
         self._fleet = fleet
         self._fabric = fabric
         self._blind_pulls = blind_pulls
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.channels, self.admission, self.pipeline = self._context.run(self._make, config, slo)
+        self.channels, self.admission, self.pipeline = self.context.run(self._make, config, slo)
 
     def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
         clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
@@ -62,13 +129,6 @@ class SimRouter:
         )
         return channels, admission, pipeline
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run a task in this process."""
-        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
-        return task
-
     def lose(self) -> None:
         """Nothing of this process runs any more."""
         if not self.lost.done():
@@ -78,14 +138,14 @@ class SimRouter:
     def known_blocks(self, worker: Peer) -> set[ShortName] | None:
         """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
         cached = self.pipeline._chooser._cached
-        if cached is None or not self.channels.is_connected(worker) or worker not in cached._index._workers:
+        if cached is None or not self.channels.is_connected(worker) or worker not in cached._workers:
             return None
-        bit = 1 << cached._index._workers[worker].column
-        return {name for name, holders in cached._index._held.items() if holders & bit}
+        bit = 1 << cached._workers[worker].column
+        return {name for name, holders in cached._held.items() if holders & bit}
 
     async def ended(self) -> None:
         """Return when its requests' tasks have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """End what is left of it."""

@@ -14,15 +14,14 @@ from msgspec.structs import replace
 
 from tests.simulation.run import run_scenario
 from tests.simulation.scenario import Scenario, make_scenario
-from twostroke.decode_worker.jobs import DecodeJob, DecodeStep, Swap
+from twostroke.decode_worker.jobs import DecodeJob
 from twostroke.decode_worker.preemption import Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.kvtransfer.incoming import IncomingLane
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
 from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
 from twostroke.model.step import BlockCopy
 from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
-from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.verdicts import Verdict
@@ -30,11 +29,12 @@ from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Case, Suspects
+from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.life import WorkerLife
-from twostroke.worker.scheduler import Scheduler
+from twostroke.worker.scheduler import Scheduler, Swap
 from twostroke.worker.sequence import SequenceState
 from twostroke.worker.token_server import TokenServer
 
@@ -62,10 +62,6 @@ class Sabotage:
             case "poison":
                 return any(arrival.is_poison for arrival in scenario.arrivals)
         return any(fault.kind == self.only for fault in scenario.faults)
-
-
-def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
-    return _end_chunk(lane, chunk, is_intact=True)
 
 
 def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
@@ -97,7 +93,7 @@ def _believe_in_a_failed_pull(scheduler: Scheduler[Any], job: DecodeJob) -> None
     scheduler.pulled(job)
 
 
-def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob) -> Swap | None:
+def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob) -> Swap[DecodeJob] | None:
     swap = _swap_in(swapping, job)
     if swap is None:
         return None
@@ -109,7 +105,7 @@ def _never_give_host_blocks_back(swapping: Swapping, job: DecodeJob) -> None:
     """Nor those of requests that have ended."""
 
 
-def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: DecodeStep, decodes: Sequence[DecodeJob]) -> bool:
+def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: Any, decodes: Sequence[DecodeJob]) -> bool:
     return True
 
 
@@ -203,7 +199,13 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
     server._routers.pop(router_id, None)
 
 
-_end_chunk = IncomingLane.end_chunk
+def _hold_refusals_against_workers(records: WorkerRecords, case: Case, worker: Peer, error: TwostrokeError) -> None:
+    _failed(records, case, worker, error)
+    if isinstance(error, RequestError):
+        records._ejection.failed(worker)
+
+
+_failed = WorkerRecords.failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
@@ -214,7 +216,6 @@ _swap_in = Swapping.swap_in
 _release_decode = DecodeScheduler._release_if_unused
 
 SABOTAGES = [
-    Sabotage("digests are not checked", IncomingLane, "end_chunk", _believe_every_digest, with_faults=True),
     Sabotage("chunks go to the table's start", IncomingLane, "begin_chunk", _ignore_first_unit),
     Sabotage(
         "blocks are freed before the transfer into them is cancelled",
@@ -305,6 +306,14 @@ SABOTAGES = [
         _take_all_requests,
         with_faults=True,
         only="drain_decode",
+    ),
+    Sabotage(
+        "refusals count as a worker's failures",
+        WorkerRecords,
+        "failed",
+        _hold_refusals_against_workers,
+        with_faults=True,
+        only="overload",
     ),
     Sabotage(
         "missed news of blocks are not asked for",

@@ -161,6 +161,32 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return task
 
 
+def virtual_loop() -> VirtualLoop:
+    """The loop that runs this simulation."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualLoop):
+        raise TypeError("only virtual processes can be stopped")
+    return loop
+
+
+class VirtualProcess:
+    """A simulated process: the tasks that run in its context, all of which can be stopped and continued."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.context = Context()
+        self.context.run(PROCESS.set, name)
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, T], what: str | None = None) -> "asyncio.Task[T]":
+        """Run a task in this process."""
+        name = None if what is None else f"{what} at {self.name}"
+        task = asyncio.get_running_loop().create_task(work, name=name, context=self.context.copy())
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
+        return task
+
+
 def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float = 3600.0) -> T:
     """Run `main` on a fresh VirtualLoop to its end. Raises SimulationStuck, with the waiting tasks' places."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:

@@ -1,26 +1,25 @@
-"""One worker alone on virtual time, with a router's connection: for the workers' own tests."""
+"""One worker alone on virtual time, with a router's connection, and another to pull from: for the workers' tests."""
 
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
-from tests.simulation.memory_transport import KINDS, LinkFabric, memory_transports
+from tests.simulation.memory_transport import KINDS, LinkFabric
+from tests.simulation.parts import Parts, parts_around
 from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.transports import Transports
+from twostroke.kvtransfer.sides import Outgoing
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
-from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
     Convicted,
     Hello,
@@ -32,8 +31,19 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams, Ticket, mint_ticket
+from twostroke.protocol.network import Connection
+from twostroke.protocol.requests import (
+    Address,
+    GenerateRequest,
+    Peer,
+    SampledToken,
+    SamplingParams,
+    Ticket,
+    mint_ticket,
+)
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.worker.pulls import PrefixExports, Transfers
+from twostroke.worker.sequence import SequenceState
 from twostroke.worker.worker import Equipment
 
 SECRET = b"a secret of tests"
@@ -54,39 +64,12 @@ def a_request(length: int = 10, name: str = "r", **fields: Any) -> GenerateReque
     )
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A worker's blocks and both sides of its transfers."""
-
-    store: FakeStore
-    pool: SpoilingPool
-    transports: Transports
-    sender: KVSender
-    receiver: KVReceiver
-
-
 def make_parts(
     peer: Peer, fabric: MemoryFabric, links: LinkFabric, *, num_blocks: int = 32, block_size: int = BLOCK
 ) -> Parts:
-    """All that a worker named `peer` needs besides an engine. Sender, receiver and transports are to be closed."""
+    """All that a worker named `peer` needs besides an engine."""
     store = FakeStore(fake_layout(num_layers=LAYERS, block_size=block_size), num_blocks=num_blocks)
-    transports = memory_transports(links, peer.worker_id, store)
-    network, clock = fabric.at(peer.worker_id), asyncio.get_running_loop().time
-    return Parts(
-        store,
-        SpoilingPool(store),
-        transports,
-        KVSender(peer=peer, store=store, network=network, transports=transports, config=TRANSFERS, clock=clock),
-        KVReceiver(
-            peer=peer,
-            store=store,
-            network=network,
-            transports=transports,
-            config=TRANSFERS,
-            clock=clock,
-            secret=SECRET,
-        ),
-    )
+    return parts_around(store, peer, fabric.at(peer.worker_id), links, TRANSFERS, SECRET)
 
 
 @dataclass
@@ -153,6 +136,16 @@ class Rig:
         await asyncio.sleep(0.1)
         return ticket
 
+    async def silent_peer(self, worker_id: str) -> Address:
+        """Where somebody listens who never says a word: transfers to it end by their lease."""
+
+        async def say_nothing(connection: Connection) -> None:
+            with suppress(ConnectionLost):
+                while True:
+                    await connection.receive()
+
+        return (await self.fabric.at(worker_id).listen("", say_nothing)).address
+
     async def _listen(self, connection: MemoryConnection) -> None:
         while True:
             try:
@@ -192,9 +185,10 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     peer = PREFILL if role == "prefill" else DECODE
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
-    store, pool, network = parts.store, parts.pool, fabric.at(peer.worker_id)
-    engine = FakeEngine(store, swap_space)
-    equipment = Equipment(peer, engine, store, pool, network, parts.sender, parts.receiver, clock, max_context=100)
+    pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
+    equipment = Equipment(
+        peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
+    )
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         worker = PrefillWorker(PrefillConfig(**config), equipment)
@@ -221,3 +215,86 @@ def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 async def a_moment() -> None:
     """Until frames under way have arrived."""
     await asyncio.sleep(0.1)
+
+
+# --- a worker beside the rig's, whose prefix cache holds what it is told to ---
+
+
+SOURCE = Peer("source-9", 99)
+
+
+@dataclass
+class Source:
+    """Another worker, with nothing but a cache and the sending side of its transfers."""
+
+    rig: Rig
+    peer: Peer
+    parts: Parts
+    exports: PrefixExports
+    transfers: Transfers
+
+    async def compute(self, request: GenerateRequest) -> None:
+        """Have the request's whole blocks in the cache."""
+        sequence = SequenceState(request, self.parts.store.layout.block_size)
+        sequence.reserve(self.parts.pool, sequence.num_uncomputed)
+        await FakeEngine(self.parts.store).step([sequence.step(sequence.num_uncomputed)])
+        sequence.num_computed = len(request.token_ids)
+        sequence.publish_full_blocks(self.parts.pool)
+        sequence.reset(self.parts.pool)
+
+    def ticket(self, name: str = "r", target: Peer | None = None, secret: bytes = SECRET) -> Ticket:
+        """Permission for a transfer from here to the rig's worker, or `target`."""
+        info = self.rig.info
+        return mint_ticket(secret, name, self.peer, target or info.peer, info.transfer_addresses)
+
+    def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
+        """As PrefixExports.send."""
+        return self.exports.send(ticket, request.token_ids, request.cache_salt)
+
+    def offer(self, request: GenerateRequest) -> Ticket:
+        """Send what is cached of a request to the rig's worker, which is to be told so with this ticket."""
+        ticket = self.ticket(request.request_id)
+        self.send(ticket, request)
+        return ticket
+
+    async def hand_over(self, ticket: Ticket, request: GenerateRequest) -> tuple[Outgoing, SampledToken | None]:
+        """Compute a prompt, and offer all of it as a prefill worker does; the first token is to be committed."""
+        sequence = SequenceState(request, self.parts.store.layout.block_size)
+        num_tokens = sequence.num_uncomputed
+        sequence.reserve(self.parts.pool, num_tokens)
+        (token,) = await FakeEngine(self.parts.store).step([sequence.step(num_tokens)])
+        transfer = self.parts.sender.open(ticket, num_tokens, sequence.block_ids, num_tokens)
+
+        async def see_off() -> None:
+            with suppress(TransferFailed):
+                await transfer.done()
+            sequence.reset(self.parts.pool)
+
+        self.transfers.see(see_off(), "hand over")
+        return transfer, token
+
+    def vanish(self) -> None:
+        """Nothing of this worker reaches anybody any more."""
+        self.rig.fabric.cut(self.peer.worker_id)
+        self.rig.links.cut(self.peer.worker_id)
+
+
+@asynccontextmanager
+async def source_beside(
+    rig: Rig, num_cached: int = 0, *, peer: Peer = SOURCE, block_size: int = BLOCK
+) -> AsyncIterator[Source]:
+    """It has the blocks of so many tokens of a request cached. Afterwards nothing of it may be left."""
+    parts = make_parts(peer, rig.fabric, rig.links, block_size=block_size)
+    transfers = Transfers(lambda: None)
+    exports = PrefixExports(sender=parts.sender, pool=parts.pool, transfers=transfers)
+    try:
+        source = Source(rig, peer, parts, exports, transfers)
+        if num_cached:
+            await source.compute(a_request(num_cached))
+        yield source
+    finally:
+        await parts.sender.close()
+        await transfers.ended()
+        await parts.transports.close()
+        assert parts.pool.owned_blocks == 0
+        parts.pool.check_integrity()

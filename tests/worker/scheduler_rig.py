@@ -4,27 +4,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.preemption import Preemption, Swapping
 from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.scheduler import PrefillScheduler
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.queue_order import QueuePolicy
-from twostroke.worker.scheduler import DrawnToken, ScheduledStep, Scheduler
+from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep, Scheduler
 
 BLOCK = 4
+MAX_CONTEXT = 200
 TOKEN = SampledToken(7)
 STOP = 9
 NOTHING = Promise()
 ROLES = ("prefill", "decode")
 
 
-def a_step_budget(max_step_tokens: int = 512, costs: StepCosts | None = None, **bounds: Any) -> StepBudget:
+def a_step_budget(max_step_tokens: int = 512, costs: StepCosts | None = None, **settings: Any) -> StepBudget:
     """Without costs only `max_step_tokens` counts, up to 64 tokens."""
-    values = {"tpot_safety": 1.0, "stall_factor": 2.0, "min_chunk_tokens": 1} | bounds
-    return StepBudget(max_step_tokens, lambda: costs, **values)
+    values = {"max_batch": 1, "tpot_safety": 1.0, "stall_factor": 2.0, "min_chunk_tokens": 1} | settings
+    return StepBudget(DecodeConfig(max_step_tokens=max_step_tokens, **values), lambda: costs)
 
 
 @dataclass
@@ -59,7 +62,6 @@ class Rig:
         self.swapping = Swapping(HostMemory(swap_blocks) if swap_blocks else None, preemption, BLOCK)
         self.scheduler: Any
         common: dict[str, Any] = {
-            "max_context": 200,
             "max_batch": max_batch,
             "max_waiting": max_waiting,
             "min_pull_tokens": min_pull_tokens,
@@ -67,15 +69,12 @@ class Rig:
         }
         self._is_decode = role == "decode"
         if self._is_decode:
-            self.scheduler = DecodeScheduler(
-                self.pool,
-                budget=a_step_budget(max_step_tokens, costs),
-                watermark_blocks=watermark_blocks,
-                swapping=self.swapping,
-                **common,
-            )
+            watermark = watermark_blocks and (watermark_blocks + 0.5) / num_blocks
+            budget = a_step_budget(max_step_tokens, costs, watermark=watermark, **common)
+            self.scheduler = DecodeScheduler(self.pool, budget.config, MAX_CONTEXT, budget, self.swapping)
         else:
-            self.scheduler = PrefillScheduler(self.pool, max_step_tokens=max_step_tokens, **common)
+            config = PrefillConfig(max_step_tokens=max_step_tokens, **common)
+            self.scheduler = PrefillScheduler(self.pool, config, MAX_CONTEXT)
         self._num_requests = 0
 
     def add(
@@ -133,6 +132,10 @@ class Rig:
         self.end(step)
         return parts(step)
 
+    def num_tokens_to_compute(self) -> int:
+        """Before those who wait for it decode."""
+        return sum(num_tokens for _, num_tokens in self.scheduler.waiting_work())
+
     def check(self) -> None:
         """The books are right."""
         self.pool.check_integrity()
@@ -154,6 +157,11 @@ def jobs(step: ScheduledStep[Any] | Sequence[tuple[Any, int]]) -> list[Any]:
     return [job for job, _ in (parts(step) if isinstance(step, ScheduledStep) else step)]
 
 
+def receiving(admitted: Admitted[Any]) -> tuple[Any, ...]:
+    """Whose transfer is to begin now."""
+    return tuple(job for job in admitted.jobs if job.is_receiving)
+
+
 def idle(scheduler: Scheduler[Any]) -> bool:
     """Whether nobody is left."""
-    return scheduler.num_waiting == scheduler.num_running == scheduler.num_waiting_tokens == 0
+    return scheduler.num_waiting == scheduler.num_running == 0 == len(list(scheduler.waiting_work()))

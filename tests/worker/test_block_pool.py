@@ -15,155 +15,10 @@ def name(number: int) -> BlockHash:
     return number.to_bytes(16, "little")
 
 
-def names(count: int, chain: int = 0) -> list[BlockHash]:
-    return [name(1000 * chain + index) for index in range(count)]
-
-
-def cached_chain(pool: BlockPool, count: int, chain: int = 0) -> list[int]:
-    """Allocate, publish and release `count` blocks."""
-    blocks = pool.allocate(count)
-    for block, hashed in zip(blocks, names(count, chain), strict=True):
-        pool.publish(block, hashed)
-    pool.release(blocks)
-    return blocks
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])
 def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="a pool needs blocks"):
         BlockPool(num_blocks, block_size)
-
-
-def test_allocated_blocks_are_distinct_and_counted() -> None:
-    pool = BlockPool(5, 16)
-    blocks = pool.allocate(3)
-    assert len(set(blocks)) == 3
-    assert (pool.free_blocks, pool.owned_blocks) == (2, 3)
-    pool.release(blocks)
-    assert (pool.free_blocks, pool.owned_blocks) == (5, 0)
-
-
-def test_too_large_an_allocation_changes_nothing() -> None:
-    pool = BlockPool(4, 16)
-    pool.allocate(1)
-    cached_chain(pool, 2)
-    with pytest.raises(OutOfBlocks, match="4 blocks wanted, 3 of 4 free"):
-        pool.allocate(4)
-    assert (pool.free_blocks, pool.owned_blocks) == (3, 1)
-    assert pool.lookup(names(2)) == 2
-    pool.check_integrity()
-
-
-def test_nothing_and_everything_can_be_allocated() -> None:
-    pool = BlockPool(3, 16)
-    assert pool.allocate(0) == []
-    assert sorted(pool.allocate(3)) == [0, 1, 2]
-    assert pool.allocate(0) == []
-    with pytest.raises(ValueError, match="can't allocate -1"):
-        pool.allocate(-1)
-
-
-def test_a_released_published_block_is_found_again() -> None:
-    pool = BlockPool(4, 16)
-    blocks = cached_chain(pool, 3)
-    assert pool.owned_blocks == 0
-    assert pool.match(names(3)) == blocks
-    assert pool.owned_blocks == 3
-    assert [pool.references(block) for block in blocks] == [1, 1, 1]
-
-
-def test_a_match_ends_at_the_first_unknown_name() -> None:
-    pool = BlockPool(4, 16)
-    blocks = cached_chain(pool, 3)
-    known = names(3)
-    assert pool.lookup([known[0], name(77), known[2]]) == 1
-    assert pool.match([known[0], name(77), known[2]]) == blocks[:1]
-    assert pool.match([name(77), *known]) == []
-    assert pool.owned_blocks == 1
-
-
-def test_a_matched_block_can_have_several_holders_and_is_kept_from_eviction() -> None:
-    pool = BlockPool(2, 16)
-    (block,) = cached_chain(pool, 1)
-    assert pool.match(names(1)) == pool.match(names(1)) == [block]
-    pool.release([block])
-    assert pool.allocate(1) != [block]
-    with pytest.raises(OutOfBlocks):
-        pool.allocate(1)
-    pool.release([block])
-    assert pool.allocate(1) == [block]
-    assert pool.lookup(names(1)) == 0
-
-
-def test_never_used_blocks_are_taken_before_cached_ones() -> None:
-    pool = BlockPool(3, 16)
-    cached = cached_chain(pool, 1)
-    assert set(pool.allocate(2)).isdisjoint(cached)
-    assert pool.lookup(names(1)) == 1
-
-
-def test_a_chain_is_evicted_from_its_end() -> None:
-    pool = BlockPool(3, 16)
-    blocks = cached_chain(pool, 3)
-    for left in (2, 1, 0):
-        assert pool.allocate(1) == [blocks[left]]
-        assert pool.lookup(names(3)) == left
-
-
-def test_the_least_recently_used_chain_is_evicted_first() -> None:
-    pool = BlockPool(4, 16)
-    first = cached_chain(pool, 2, chain=1)
-    second = cached_chain(pool, 2, chain=2)
-    pool.release(pool.match(names(2, chain=1)))
-    assert pool.allocate(2) == second[::-1]
-    assert pool.lookup(names(2, chain=1)) == 2
-    assert pool.allocate(2) == first[::-1]
-
-
-def test_the_first_block_of_a_name_keeps_it() -> None:
-    pool = BlockPool(3, 16)
-    first, second = pool.allocate(2)
-    pool.publish(first, name(1))
-    pool.publish(second, name(1))
-    assert (pool.names(first, first + 1), pool.names(second, second + 1)) == ([name(1)], [])
-    pool.release([second])
-    assert pool.match([name(1)]) == [first]
-    pool.check_integrity()
-
-
-def test_a_block_can_be_published_twice_by_one_name_only() -> None:
-    pool = BlockPool(2, 16)
-    (block,) = pool.allocate(1)
-    pool.publish(block, name(1))
-    pool.publish(block, name(1))
-    with pytest.raises(ValueError, match="already holds other tokens"):
-        pool.publish(block, name(2))
-    pool.check_integrity()
-
-
-@pytest.mark.parametrize("block", [0, 7, -1])
-def test_blocks_without_an_owner_are_refused(block: int) -> None:
-    pool = BlockPool(4, 16)
-    owned = pool.allocate(1)
-    pool.release(owned)
-    with pytest.raises(ValueError, match="has no owner"):
-        pool.release([block])
-    with pytest.raises(ValueError, match="has no owner"):
-        pool.share([block])
-    with pytest.raises(ValueError, match="has no owner"):
-        pool.publish(block, name(1))
-    pool.check_integrity()
-
-
-def test_a_bad_release_changes_nothing() -> None:
-    pool = BlockPool(4, 16)
-    first, second = pool.allocate(2)
-    pool.share([first])
-    for bad in ([first, second, 3], [first, first]):
-        with pytest.raises(ValueError, match=r"no owner|listed twice"):
-            pool.release(bad)
-        assert (pool.references(first), pool.references(second)) == (2, 1)
-    pool.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +40,10 @@ def test_damaged_books_are_noticed(damage) -> None:  # type: ignore[no-untyped-d
     pool = BlockPool(6, 16)
     owned = pool.allocate(1)
     assert owned == [0]
-    cached_chain(pool, 2)
+    cached = pool.allocate(2)
+    for block_id in cached:
+        pool.publish(block_id, name(block_id))
+    pool.release(cached)
     pool.check_integrity()
     damage(pool)
     with pytest.raises(BlockPoolCorrupted):
@@ -249,13 +107,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.release(table)
         self.drop(table)
 
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        self.pool.share(table)
-        self.tables.append(list(table))
-
     @precondition(lambda self: self.counts())
     @rule(data=st.data(), number=st.integers(0, 5))
     def publish(self, data: st.DataObject, number: int) -> None:
@@ -270,11 +121,19 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: len(self.counts()) < self.NUM_BLOCKS)
     @rule(data=st.data())
     def refuse_strangers(self, data: st.DataObject) -> None:
-        unowned = sorted(set(range(self.NUM_BLOCKS)) - set(self.counts()))
+        unowned = sorted(set(range(-1, self.NUM_BLOCKS + 1)) - set(self.counts()))
         stranger = data.draw(st.sampled_from(unowned))
-        for operation in (self.pool.release, self.pool.share):
-            with pytest.raises(ValueError, match="has no owner"):
-                operation([*self.counts(), stranger])
+        with pytest.raises(ValueError, match="has no owner"):
+            self.pool.release([*self.counts(), stranger])
+        with pytest.raises(ValueError, match="has no owner"):
+            self.pool.publish(stranger, name(0))
+
+    @precondition(lambda self: self.counts())
+    @rule()
+    def refuse_a_block_that_is_listed_twice(self) -> None:
+        owned = [*self.counts()]
+        with pytest.raises(ValueError, match="listed twice"):
+            self.pool.release([*owned, owned[0]])
 
     @invariant()
     def books_agree(self) -> None:
@@ -368,8 +227,9 @@ def test_the_beginning_of_each_window_is_announced_once() -> None:
     assert len(begun) == 2
 
 
-def test_too_many_changes_are_not_kept() -> None:
-    changes = BlockChanges(lambda: None, most=3)
+def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.worker.block_pool.MOST_CHANGES", 3)
+    changes = BlockChanges(lambda: None)
     for number in range(3):
         changes.published(name(number))
     changes.published(name(0))

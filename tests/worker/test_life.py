@@ -1,6 +1,6 @@
-"""A worker's life: it sleeps until woken, dies visibly, and does not wait for ever for a step that hangs.
+"""A worker's life: what it waits for where steps hang, end late or never begin.
 
-How it drains and stops is tested with the workers themselves.
+How it steps, drains, stops and dies is tested with the workers themselves (test_workers.py).
 """
 
 import asyncio
@@ -11,199 +11,114 @@ import pytest
 
 from tests.simulation.virtual_loop import run_virtually
 from twostroke.model.step import SequenceStep
+from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import StepsUnderWay, WorkerCallbacks, WorkerLife
+from twostroke.worker.life import StepsUnderWay, WorkerLife
 
 
-def make_life(
-    step: Callable[[], Awaitable[bool]],
-    died: Callable[[str], None] = lambda _: None,
-    is_ahead: Callable[[], bool] = lambda: False,
-    is_busy: Callable[[], bool] = lambda: False,
-) -> WorkerLife:
-    """Must be called inside a running event loop, whose time it goes by."""
+class Scene:
+    """A life whose steps take `step_s` each, and what it told. `is_ahead` is asked after each."""
 
-    async def hang_up() -> None:
+    def __init__(self, step_s: float, is_ahead: Callable[[int], bool] = lambda _: False):
+        self.ended: list[float] = []
+        self.told: list[str] = []
+        self.failure: Exception | None = None  # of the steps that end from now on
+        self._step_s = step_s
+        clock = asyncio.get_running_loop().time
+        self.life = WorkerLife(
+            worker_id="w",
+            pools=(BlockPool(4, 4),),
+            clock=clock,
+            config=PrefillConfig(max_step_s=5.0, integrity_interval_s=1.0),
+            step=self._step,
+            is_busy=lambda: True,
+            is_ahead=lambda: is_ahead(len(self.ended)),
+            died=self.told.append,
+            hang_up=self._hang_up,
+        )
+
+    async def _step(self) -> bool:
+        if not self._step_s:
+            return False
+        await asyncio.sleep(self._step_s)
+        self.ended.append(asyncio.get_running_loop().time())
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+    async def _hang_up(self) -> None:
         """There is no token channel."""
 
-    return WorkerLife(
-        worker_id="w",
-        pools=(BlockPool(4, 4),),
-        clock=asyncio.get_running_loop().time,
-        integrity_interval_s=1.0,
-        max_step_s=5.0,
-        callbacks=WorkerCallbacks(step=step, is_busy=is_busy, is_ahead=is_ahead, died=died, hang_up=hang_up),
-    )
 
-
-def test_it_steps_while_there_is_work_and_again_when_woken():
+def play(script: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
-        work = [True, True, False, True, False]
-
-        async def step() -> bool:
-            return work.pop(0)
-
-        life = make_life(step)
-        life.start()
-        await asyncio.sleep(1.0)
-        assert len(work) == 2
-        life.wake()
-        await asyncio.sleep(1.0)
-        assert work == []
-        life.check_health()
-        await life.stop()
-        with pytest.raises(WorkerLost, match="not running"):
-            life.check_health()
-
-    run_virtually(main())
-
-
-def test_an_exception_ends_it_and_is_told():
-    async def main() -> None:
-        told: list[str] = []
-
-        async def step() -> bool:
-            raise RuntimeError("broken")
-
-        life = make_life(step, told.append)
-        life.start()
-        await asyncio.sleep(0.1)
-        assert told == ["the engine of worker w died: RuntimeError('broken')"]
-        with pytest.raises(WorkerLost, match="has died"):
-            life.check_health()
-        await life.stop()
-
-    run_virtually(main())
-
-
-def test_a_lost_engine_ends_it_though_it_sleeps():
-    async def main() -> None:
-        told: list[str] = []
-
-        async def step() -> bool:
-            return False
-
-        life = make_life(step, told.append)
-        life.start()
-        await asyncio.sleep(0.1)
-        life.engine_lost("a rank is gone")
-        await asyncio.sleep(0.1)
-        assert told == ["the engine of worker w died: WorkerLost('a rank is gone')"]
-        with pytest.raises(WorkerLost, match="a rank is gone"):
-            life.check_health()
-        await life.stop()
-
-    run_virtually(main())
-
-
-def test_a_step_begun_ahead_of_an_engines_loss_is_seen_to_its_end():
-    async def main() -> None:
-        told: list[str] = []
-        steps: list[float] = []
-
-        async def step() -> bool:
-            await asyncio.sleep(1.0)
-            steps.append(asyncio.get_running_loop().time())
-            if len(steps) == 2:
-                raise WorkerLost("an engine step failed: a rank is gone")
-            return True
-
-        life = make_life(step, told.append, is_ahead=lambda: True)
-        life.start()
-        await asyncio.sleep(0.5)
-        life.engine_lost("a rank is gone")
-        await asyncio.sleep(5.0)
-        assert told == ["the engine of worker w died: WorkerLost('an engine step failed: a rank is gone')"]
-        assert steps == [1.0, 2.0]
-        await life.stop()
-
-    run_virtually(main())
-
-
-def test_idle_time_is_no_step_time():
-    async def main() -> None:
-        async def step() -> bool:
-            return False
-
-        life = make_life(step)
-        life.start()
-        await asyncio.sleep(100.0)
-        life.check_health()
-        await life.stop()
-
-    run_virtually(main())
-
-
-def test_a_stuck_step_is_told_by_the_health_check_and_does_not_hold_up_the_stop():
-    async def main() -> None:
-        async def step() -> bool:
-            await asyncio.Event().wait()
-            return True
-
-        life = make_life(step)
-        life.start()
-        await asyncio.sleep(4.9)
-        life.check_health()
-        await asyncio.sleep(0.2)
-        with pytest.raises(WorkerLost, match="has not ended"):
-            life.check_health()
-        await life.stop()
-        await life.stop()
-        assert asyncio.get_running_loop().time() < 5.2
+        await script()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtually(main())
 
 
-def test_a_step_under_way_at_the_stop_may_still_end():
-    async def main() -> None:
-        ended: list[float] = []
-
-        async def step() -> bool:
-            await asyncio.sleep(4.0)
-            ended.append(asyncio.get_running_loop().time())
-            return True
-
-        life = make_life(step)
-        life.start()
+def test_a_step_begun_ahead_of_an_engines_loss_is_seen_to_its_end():
+    async def script() -> None:
+        scene = Scene(1.0, is_ahead=lambda _: True)
+        scene.life.start()
+        await asyncio.sleep(0.5)
+        scene.life.engine_lost("a rank is gone")
         await asyncio.sleep(1.0)
-        await life.stop()
-        assert len(ended) == 1
+        scene.failure = WorkerLost("an engine step failed: a rank is gone")
+        await asyncio.sleep(4.0)
+        assert scene.told == ["the engine of worker w died: WorkerLost('an engine step failed: a rank is gone')"]
+        assert scene.ended == [1.0, 2.0]
+        await scene.life.stop()
 
-    run_virtually(main())
+    play(script)
 
 
-def test_a_step_begun_ahead_at_the_stop_may_still_end_in_its_own_time():
-    async def main() -> None:
-        ended: list[float] = []
+def test_idle_time_is_no_step_time():
+    async def script() -> None:
+        scene = Scene(0.0)
+        scene.life.start()
+        await asyncio.sleep(100.0)
+        scene.life.check_health()
+        await scene.life.stop()
 
-        async def step() -> bool:
-            await asyncio.sleep(4.0)
-            ended.append(asyncio.get_running_loop().time())
-            return True
+    play(script)
 
-        life = make_life(step, is_ahead=lambda: len(ended) == 1)
-        life.start()
+
+@pytest.mark.parametrize(("num_ahead", "ended"), [(0, [4.0]), (1, [4.0, 8.0])])
+def test_steps_under_way_at_the_stop_may_still_end_each_in_its_own_time(num_ahead: int, ended: list[float]):
+    async def script() -> None:
+        scene = Scene(4.0, is_ahead=lambda num_ended: 0 < num_ended <= num_ahead)
+        scene.life.start()
         await asyncio.sleep(1.0)
-        await life.stop()
-        assert ended == [4.0, 8.0]
+        await scene.life.stop()
+        assert scene.ended == ended
 
-    run_virtually(main())
+    play(script)
+
+
+def test_a_stuck_step_does_not_hold_up_the_stop():
+    async def script() -> None:
+        scene = Scene(100.0)
+        scene.life.start()
+        await asyncio.sleep(5.1)
+        await scene.life.stop()
+        await scene.life.stop()
+        assert asyncio.get_running_loop().time() < 5.2
+
+    play(script)
 
 
 def test_what_never_started_drains_and_stops_at_once():
-    async def no_step() -> bool:
-        raise AssertionError("never called")
-
-    async def main() -> None:
-        life = make_life(no_step, is_busy=lambda: True)
-        await life.drain()
-        await life.stop()
+    async def script() -> None:
+        scene = Scene(1.0)
+        await scene.life.drain()
+        await scene.life.stop()
         assert asyncio.get_running_loop().time() == 0.0
 
-    run_virtually(main())
+    play(script)
 
 
 class SlowEngine:
@@ -221,7 +136,7 @@ class SlowEngine:
 
 
 def test_a_steps_time_is_its_own_without_what_it_waited_behind_another():
-    async def main() -> None:
+    async def script() -> None:
         steps = StepsUnderWay[str](SlowEngine(), asyncio.get_running_loop().time)
         batch = [SequenceStep((1, 2), 0, (0,), None)]
         for name in ("a", "b", "c"):
@@ -233,4 +148,4 @@ def test_a_steps_time_is_its_own_without_what_it_waited_behind_another():
         await steps.begin("d", batch)
         assert (await steps.first_ended()).seconds == pytest.approx(2.0), "the engine had nothing to do before"
 
-    run_virtually(main())
+    play(script)

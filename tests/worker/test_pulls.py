@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from tests.simulation.prefix_source import SOURCE, source_beside
 from tests.simulation.worker_rig import (
     BLOCK,
     DECODE,
@@ -15,12 +14,14 @@ from tests.simulation.worker_rig import (
     PREFILL,
     ROUTER,
     SECRET,
+    SOURCE,
     Rig,
     a_moment,
     a_request,
     begin,
     make_parts,
     play,
+    source_beside,
 )
 from tests.worker.scheduler_rig import ROLES
 from twostroke.protocol.errors import EpochMismatch, RequestError, TicketRefused, WorkerLeaving
@@ -34,9 +35,8 @@ pytestmark = pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("is_early", [True, False])
 def test_what_another_worker_holds_is_not_computed(role: str, block_size: int, is_early: bool):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig, block_size) as source:
+        async with source_beside(rig, 40, block_size=block_size) as source:
             request, ticket = a_request(42), source.ticket()
-            await source.compute(a_request(40))
             if is_early:
                 source.send(ticket, request)
                 await a_moment()
@@ -58,11 +58,9 @@ def test_what_another_worker_holds_is_not_computed(role: str, block_size: int, i
 
 def test_only_what_is_missing_here_is_pulled(role: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             await rig.ask(a_request(21, "before"))
-            ticket = source.ticket()
-            source.send(ticket, a_request(41))
+            ticket = source.offer(a_request(41))
             reply = await rig.ask(a_request(41), None, ticket)
             assert await rig.is_right(a_request(41), reply)
             assert (reply.num_cached_tokens, rig.worker.stats().pulled_tokens) == (40, 20)
@@ -73,10 +71,8 @@ def test_only_what_is_missing_here_is_pulled(role: str):
 
 def test_the_last_token_is_computed_even_where_the_whole_prompt_is_held(role: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
-            ticket = source.ticket()
-            source.send(ticket, a_request(40))
+        async with source_beside(rig, 40) as source:
+            ticket = source.offer(a_request(40))
             reply = await rig.ask(a_request(40), None, ticket)
             assert await rig.is_right(a_request(40), reply)
             assert reply.num_cached_tokens == 36
@@ -115,8 +111,7 @@ def test_an_offer_that_never_comes_is_waited_for_a_while_and_holds_nobody_up(rol
 @pytest.mark.parametrize("why", ["it comes too late", "it spares too little"])
 def test_an_offer_that_is_not_taken_is_refused(role: str, why: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             is_late, ticket = why == "it comes too late", source.ticket()
             if not is_late:
                 await rig.ask(a_request(36, "before"))
@@ -136,10 +131,8 @@ def test_an_offer_that_is_not_taken_is_refused(role: str, why: str):
 def test_a_source_lost_in_the_middle_costs_nothing_but_time(role: str, moment: float):
     async def script(rig: Rig) -> None:
         rig.links.bytes_per_s = 1e4
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
-            ticket = source.ticket()
-            source.send(ticket, a_request(41))
+        async with source_beside(rig, 40) as source:
+            ticket = source.offer(a_request(41))
             call = begin(rig.ask(a_request(41), None, ticket))
             await asyncio.sleep(moment)
             source.vanish()
@@ -158,8 +151,7 @@ def test_a_request_that_ends_on_its_way_gives_all_blocks_back(role: str, where: 
 
     async def script(rig: Rig) -> None:
         rig.links.bytes_per_s = 1e4
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             request, ticket = a_request(70, max_tokens=20), source.ticket()
             if where != "awaiting the offer":
                 source.send(ticket, request)
@@ -199,12 +191,10 @@ def test_a_request_that_ends_on_its_way_gives_all_blocks_back(role: str, where: 
 
 def test_where_blocks_are_short_a_pull_is_given_up_so_that_workers_never_wait_in_a_circle(role: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             first = begin(rig.ask(a_request(60, "first", cache_salt=b"x")))
             await asyncio.sleep(0)
-            ticket = source.ticket("second")
-            source.send(ticket, a_request(41))
+            ticket = source.offer(a_request(41, "second"))
             second = begin(rig.ask(a_request(41, "second"), None, ticket))
             await source.transfers.ended()
             assert not first.done(), "the source has its blocks back before the target has any"
@@ -221,13 +211,11 @@ def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decode_work
         (address,) = await target.receiver.start("elsewhere")
         ticket = rig.ticket(target_address=address) if role == "prefill" else None
         incoming = target.receiver.expect(ticket, target.pool.allocate(11), 43, 0) if ticket else None
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             rig.engine.released.clear()
             busy = begin(rig.ask(a_request(9, "busy")))
             await asyncio.sleep(0)
-            pull = source.ticket()
-            source.send(pull, a_request(43))
+            pull = source.offer(a_request(43))
             call = begin(rig.ask(a_request(43), ticket, pull))
             await asyncio.sleep(1.0)
             stats = rig.worker.stats()
@@ -248,10 +236,8 @@ def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decode_work
 def test_a_draining_worker_waits_for_a_pull_though_its_request_has_ended(role: str, is_cancelled: bool):
     async def script(rig: Rig) -> None:
         rig.links.bytes_per_s = 1e4
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
-            ticket = source.ticket()
-            source.send(ticket, a_request(41))
+        async with source_beside(rig, 40) as source:
+            ticket = source.offer(a_request(41))
             call = begin(rig.ask(a_request(41), None, ticket))
             await asyncio.sleep(0.02)
             if is_cancelled:
@@ -291,8 +277,7 @@ def test_a_worker_that_is_told_to_leave_gives_back_what_waits_for_a_prefix_and_k
 ):
     async def script(rig: Rig) -> None:
         rig.links.bytes_per_s = 1e4
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             ticket = source.ticket()
             if is_offered:
                 source.send(ticket, a_request(41))
@@ -331,8 +316,7 @@ def test_a_pull_ticket_for_somebody_else_is_refused(
 
 def test_a_forged_pull_ticket_pulls_nothing(role: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(40))
+        async with source_beside(rig, 40) as source:
             forged = source.ticket(secret=b"guessed")
             source.send(forged, a_request(41))
             assert await rig.is_right(a_request(41), await rig.ask(a_request(41), None, forged))
@@ -343,8 +327,7 @@ def test_a_forged_pull_ticket_pulls_nothing(role: str):
 
 def test_a_request_that_is_refused_keeps_no_blocks_at_its_source(role: str):
     async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            await source.compute(a_request(99))
+        async with source_beside(rig, 99) as source:
             early, late = source.ticket(), source.ticket("late")
             source.send(early, a_request(100))
             await a_moment()

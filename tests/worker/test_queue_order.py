@@ -193,6 +193,8 @@ def test_no_more_give_way_than_it_takes_and_nobody_where_it_helps_nobody(missing
 def test_blocks_that_others_hold_too_would_not_come_free() -> None:
     pool = BlockPool(20, 1)
     one = holder(pool, 3)
-    pool.share(one.sequence.block_ids[:2])
+    for number, block_id in enumerate(one.sequence.block_ids[:2]):
+        pool.publish(block_id, bytes([number]))
+    pool.match([b"\0", b"\1"])
     assert who_gives_way([one], 1, pool) == [one]
     assert who_gives_way([one], 2, pool) == []

@@ -1,10 +1,17 @@
 """What the schedulers of both roles decide alike: who steps, who waits, and blocks that come back on every path."""
 
-import pytest
+import random
+from typing import Any
 
-from tests.worker.scheduler_rig import ROLES, Rig, jobs, parts
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import Promise
+from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduler import Admitted, DrawnToken, ScheduledStep
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
 
@@ -155,10 +162,10 @@ def test_an_offered_beginning_is_pulled_and_the_rest_is_computed(role: str) -> N
     rig = Rig(role)
     job = rig.add(20, awaits_offer=True)
     rig.scheduler.offered_prefix(job, 13)
-    assert rig.scheduler.num_waiting_tokens == 20
+    assert rig.num_tokens_to_compute() == 20
     step = rig.schedule()
-    assert (step.entries, step.admitted.receiving, step.admitted.declined) == ((), (job,), ())
-    assert (len(job.sequence.block_ids), rig.scheduler.num_waiting, rig.scheduler.num_waiting_tokens) == (5, 1, 7)
+    assert (step.entries, receiving(step.admitted), step.admitted.declined) == ((), (job,), ())
+    assert (len(job.sequence.block_ids), rig.scheduler.num_waiting, rig.num_tokens_to_compute()) == (5, 1, 7)
     assert rig.run() == [], "nothing is computed of it meanwhile"
     assert rig.scheduler.pulled(job) == 13
     assert rig.pool.lookup(job.sequence.block_hashes) == 3, "others find it before the next step has ended"
@@ -172,7 +179,7 @@ def test_what_is_cached_here_is_not_pulled(role: str) -> None:
     rig.cache(10)
     job = rig.add(20, first=0, awaits_offer=True)
     rig.scheduler.offered_prefix(job, 16)
-    assert rig.scheduler.admit_offered().receiving == (job,)
+    assert receiving(rig.scheduler.admit_offered()) == (job,)
     assert job.sequence.num_computed == 8
     assert rig.scheduler.pulled(job) == 8
     assert (rig.scheduler.prefix_hits, job.num_cached_tokens) == (8, 16)
@@ -192,7 +199,7 @@ def test_an_offer_is_taken_where_it_spares_enough_and_leaves_a_token_to_compute(
     admitted = admitted or step.admitted
     if is_step_under_way and offered in (0, 20):
         assert admitted.jobs == (), "without an offer its turn comes with the step"
-    assert admitted.receiving == ((job,) if is_taken else ())
+    assert receiving(admitted) == ((job,) if is_taken else ())
     assert admitted.declined == (() if is_taken or not offered else (job,))
     assert parts(step) == ([] if is_taken else [(job, 12)])
 
@@ -214,11 +221,11 @@ def test_a_pull_begins_although_a_step_is_under_way_or_its_batch_is_full(role: s
     step = rig.schedule()
     job, late = rig.add(20, awaits_offer=True), rig.add(20, awaits_offer=True)
     rig.scheduler.offered_prefix(job, 16)
-    assert rig.scheduler.admit_offered().receiving == (job,)
+    assert receiving(rig.scheduler.admit_offered()) == (job,)
     rig.end(step)
     rig.scheduler.offered_prefix(late, 16)
     step = rig.schedule()
-    assert (step.admitted.receiving, jobs(step)) == ((late,), [busy])
+    assert (receiving(step.admitted), jobs(step)) == ((late,), [busy])
     rig.end(step)
     rig.scheduler.pulled(job)
     assert [rig.run() for _ in range(2)] == [[(busy, 8)], [(job, 4)]], "and the first goes on"
@@ -233,7 +240,7 @@ def test_nobody_with_an_offer_overtakes_one_that_has_none(role: str) -> None:
     rig.scheduler.offered_prefix(job, 16)
     assert rig.scheduler.admit_offered().jobs == ()
     rig.end(step)
-    assert rig.schedule().admitted.receiving == ()
+    assert receiving(rig.schedule().admitted) == ()
 
 
 def test_where_blocks_are_short_every_offer_that_waits_is_given_up(role: str) -> None:
@@ -265,3 +272,137 @@ def test_a_prompt_that_ends_before_it_is_computed_frees_its_blocks_once_nothing_
         assert rig.scheduler.pulled(job) == 0
     assert rig.pool.owned_blocks == rig.pool.lookup(job.sequence.block_hashes) == 0
     assert rig.run() == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 20),
+    max_batch=st.integers(1, 6),
+    more_tokens=st.integers(0, 20),
+    watermark_blocks=st.integers(0, 3),
+    swap_blocks=st.sampled_from((0, 5, 20)),
+    costs=st.sampled_from((None, StepCosts(0.010, 0.001, 0.0, 0.010, 0.0))),
+)
+def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_lost(
+    role: str,
+    seed: int,
+    num_requests: int,
+    max_batch: int,
+    more_tokens: int,
+    watermark_blocks: int,
+    swap_blocks: int,
+    costs: StepCosts | None,
+) -> None:
+    """With classes, transfers both ways, pulls, swapping and steps that run ahead or fail; some stop or are aborted."""
+    draw, is_decode = random.Random(seed), role == "decode"
+    rig = Rig(
+        role,
+        14,
+        max_batch=max_batch,
+        max_step_tokens=max_batch + more_tokens,
+        watermark_blocks=watermark_blocks,
+        swap_blocks=swap_blocks,
+        costs=costs,
+    )
+    scheduler, outputs = rig.scheduler, dict[Any, list[int]]()
+    coming: list[Any] = []  # whose KV is on its way here
+    leaving: list[Any] = []  # whose KV is being sent
+
+    def add() -> None:
+        priority, transfer = draw.randrange(3), is_decode and draw.random() < 0.4
+        ttft_s, tpot_s = draw.choice((None, -1.0, 5.0)), draw.choice((None, 0.001, 0.05))
+        job = rig.add(
+            draw.randint(1, 40),
+            draw.randint(1, 16),
+            draw.choice((None, 0, 0)),
+            promise=Promise(str(priority), priority, draw.choice((0.0, 0.3)), ttft_s, tpot_s),
+            now=num_steps,
+            transfer=transfer,
+            is_offered=draw.random() < 0.5,
+            awaits_offer=not transfer and draw.random() < 0.4,
+            sampling=SamplingParams(presence_penalty=draw.choice((0.0, 0.0, 0.0, 0.5))),
+        )
+        outputs[job] = []
+
+    def admit(admitted: Admitted[Any]) -> None:
+        assert not any(job.awaits_offer for job in admitted.jobs)
+        coming.extend(receiving(admitted))
+        for job in admitted.jobs:
+            if not is_decode and draw.random() < 0.4:
+                scheduler.begin_sending(job)
+                leaving.append(job)
+
+    def schedule(*behind: ScheduledStep[Any]) -> ScheduledStep[Any]:
+        step: ScheduledStep[Any] = scheduler.schedule(*behind)
+        assert len(set(jobs(step))) == len(step.entries) <= max_batch
+        assert sum(num_tokens for _, num_tokens in parts(step)) <= max_batch + more_tokens
+        assert not any(job.is_receiving or job.awaits_offer for job in jobs(step))
+        admit(step.admitted)
+        return step
+
+    def hear_of_offers() -> None:
+        for job in outputs:
+            if is_decode and job.wants_transfer and not job.is_offered and draw.random() < 0.3:
+                draw.choice((scheduler.offered, scheduler.compute_here))(job)
+            if job.awaits_offer and not job.has_ended and draw.random() < 0.3:
+                if draw.random() < 0.3:
+                    scheduler.no_prefix(job)
+                else:
+                    scheduler.offered_prefix(job, draw.randint(1, 40))
+
+    def end_transfer(job: Any) -> None:
+        fails = draw.random() < 0.3
+        if not (is_decode and job.wants_transfer):
+            (scheduler.pull_failed if fails else scheduler.pulled)(job)
+        elif fails:
+            scheduler.transfer_failed(job)
+        elif (first := scheduler.verified(job, TOKEN)) is not None:
+            note([first])
+
+    def note(drawn: list[DrawnToken[Any]]) -> None:
+        for one in drawn:
+            assert one.index == len(outputs[one.job])
+            outputs[one.job].append(one.token.token_id)
+
+    num_steps = 0
+    under_way: list[ScheduledStep[Any]] = []
+    while num_requests or not all(job.has_ended for job in outputs):
+        num_steps += 1
+        assert num_steps < 5000, "somebody starves"
+        if num_requests and (draw.random() < 0.3 or all(job.has_ended for job in outputs)):
+            num_requests -= 1
+            add()
+        if not under_way:
+            under_way.append(schedule())
+        if is_decode and draw.random() < 0.6 and not (ahead := schedule(under_way[0])).is_empty:
+            under_way.append(ahead)
+        if draw.random() < 0.3:
+            admit(scheduler.admit_offered())
+        if draw.random() < 0.03:
+            scheduler.end(draw.choice(list(outputs)))
+        hear_of_offers()
+        if draw.random() < 0.01:  # the engine dies, and all requests with it
+            for step in under_way:
+                scheduler.abandon(step)
+            under_way = []
+            for job in outputs:
+                scheduler.end(job)
+        else:
+            note(rig.end(under_way.pop(0), SampledToken(STOP) if draw.random() < 0.05 else TOKEN))
+        while coming and draw.random() < 0.5:
+            end_transfer(coming.pop(draw.randrange(len(coming))))
+        while leaving and draw.random() < 0.4:
+            scheduler.end_sending(leaving.pop(draw.randrange(len(leaving))))
+        rig.check()
+    for job in coming:
+        end_transfer(job)
+    for job in leaving:
+        scheduler.end_sending(job)
+    for step in under_way:
+        rig.end(step)
+    assert rig.owned_blocks() == (0, 0)
+    assert idle(scheduler)
+    for job, tokens in outputs.items():
+        assert job.sequence.token_ids == [*job.request.token_ids, *tokens]
+        assert job.sequence.num_output_tokens <= job.request.max_tokens

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.worker.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.sequence import SequenceState
 
 BLOCK_SIZE = 4
@@ -42,44 +42,12 @@ def compute(sequence: SequenceState, pool: BlockPool, num_tokens: int) -> None:
     sequence.publish_full_blocks(pool)
 
 
-def test_a_resumed_request_counts_the_outputs_it_was_given() -> None:
-    sequence = SequenceState(request(10, num_prompt_tokens=7), BLOCK_SIZE)
-    assert sequence.num_output_tokens == 3
-    sequence.append(1)
-    assert (sequence.num_output_tokens, sequence.num_uncomputed) == (4, 11)
-
-
-@pytest.mark.parametrize(
-    ("num_computed", "num_blocks", "num_tokens", "needed"),
-    [(0, 0, 1, 1), (0, 0, 4, 1), (0, 0, 5, 2), (4, 1, 1, 1), (5, 2, 3, 0), (5, 2, 4, 1), (8, 4, 3, 0)],
-)
-def test_blocks_are_needed_for_what_the_table_does_not_cover(
-    num_computed: int, num_blocks: int, num_tokens: int, needed: int
-) -> None:
-    sequence = SequenceState(request(), BLOCK_SIZE)
-    sequence.num_computed = num_computed
-    sequence.block_ids = list(range(num_blocks))
-    assert sequence.blocks_needed(num_tokens) == needed
-
-
 def test_hashes_grow_with_the_tokens_as_the_whole_chain_would() -> None:
     sequence = SequenceState(request(3, salt=b"tenant"), BLOCK_SIZE)
     assert sequence.block_hashes == []
     for token in range(20):
         sequence.append(token)
         assert sequence.block_hashes == chain_hashes(sequence.token_ids, BLOCK_SIZE, b"tenant")
-
-
-def test_the_last_token_is_never_matched() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    first = SequenceState(request(8), BLOCK_SIZE)
-    compute(first, pool, 8)
-    second = SequenceState(request(8), BLOCK_SIZE)
-    assert second.match_prefix(pool) == 4
-    third = SequenceState(request(9), BLOCK_SIZE)
-    assert third.match_prefix(pool) == 8
-    assert third.block_ids == first.block_ids
-    assert third.num_uncomputed == 1
 
 
 def test_a_tenant_does_not_match_what_another_cached() -> None:
@@ -97,68 +65,6 @@ def test_matching_into_a_table_with_blocks_is_refused() -> None:
         sequence.match_prefix(pool)
 
 
-def test_only_computed_full_blocks_are_published() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    sequence = SequenceState(request(10), BLOCK_SIZE)
-    sequence.reserve(pool, 10)
-    for num_computed, published in [(0, 0), (3, 0), (4, 1), (7, 1), (10, 2)]:
-        sequence.num_computed = num_computed
-        sequence.publish_full_blocks(pool)
-        assert pool.lookup(sequence.block_hashes) == published
-    for token in (1, 2):
-        sequence.append(token)
-    sequence.publish_full_blocks(pool)
-    assert pool.lookup(sequence.block_hashes) == 2
-    sequence.num_computed = 12
-    sequence.publish_full_blocks(pool)
-    assert pool.lookup(sequence.block_hashes) == 3
-
-
-def test_two_requests_that_compute_the_same_prompt_keep_their_own_blocks() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    first, second = (SequenceState(request(8), BLOCK_SIZE) for _ in range(2))
-    for sequence in (first, second):
-        sequence.reserve(pool, 8)
-    for sequence in (first, second):
-        compute(sequence, pool, 8)
-    assert set(first.block_ids).isdisjoint(second.block_ids)
-    second.reset(pool)
-    assert pool.owned_blocks == 2
-    first.reset(pool)
-    assert (pool.owned_blocks, pool.names(0, 8)) == (0, first.block_hashes)
-    pool.check_integrity()
-
-
-def test_reserving_too_much_leaves_the_sequence_as_it_was() -> None:
-    pool = BlockPool(2, BLOCK_SIZE)
-    sequence = SequenceState(request(10), BLOCK_SIZE)
-    with pytest.raises(OutOfBlocks):
-        sequence.reserve(pool, 10)
-    assert sequence.block_ids == []
-    assert pool.owned_blocks == 0
-
-
-def test_a_preempted_sequence_starts_over_and_finds_its_own_blocks() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    sequence = SequenceState(request(6), BLOCK_SIZE)
-    compute(sequence, pool, 6)
-    for token in (7, 8, 9):
-        sequence.append(token)
-        compute(sequence, pool, 1)
-    blocks = sequence.block_ids
-    sequence.reset(pool)
-    assert (sequence.block_ids, sequence.num_computed, pool.owned_blocks) == ([], 0, 0)
-    assert len(blocks) == 3
-    sequence.reset(pool)
-    assert sequence.token_ids[6:] == [7, 8, 9]
-    assert sequence.match_prefix(pool) == 8
-    sequence.reserve(pool, 1)
-    step = sequence.step(1)
-    assert (list(step.token_ids), step.start) == ([9], 8)
-    sequence.reset(pool)
-    pool.check_integrity()
-
-
 def test_a_preempted_sequence_publishes_again_what_was_evicted_meanwhile() -> None:
     pool = BlockPool(3, BLOCK_SIZE)
     sequence = SequenceState(request(9), BLOCK_SIZE)
@@ -170,22 +76,6 @@ def test_a_preempted_sequence_publishes_again_what_was_evicted_meanwhile() -> No
     assert pool.lookup(sequence.block_hashes) == 2
     (last,) = sequence.block_ids[2:]
     assert pool.names(last, last + 1) == []
-
-
-def test_a_chunk_draws_only_at_the_end_of_the_tokens() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    sequence = SequenceState(request(10, num_prompt_tokens=9), BLOCK_SIZE)
-    sequence.reserve(pool, 10)
-    chunk = sequence.step(6)
-    assert (list(chunk.token_ids), chunk.start, chunk.draw) == (list(range(100, 106)), 0, None)
-    sequence.num_computed = 6
-    last = sequence.step(4)
-    assert (list(last.token_ids), last.start) == (list(range(106, 110)), 6)
-    assert list(last.block_ids) == sequence.block_ids
-    assert last.draw is not None
-    assert last.draw.sampling == sequence.request.sampling
-    assert list(last.draw.history) == list(range(100, 110))
-    assert last.draw.num_prompt_tokens == 9
 
 
 def test_stop_tokens_are_forbidden_until_the_minimum_is_out() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.model.step import SequenceStep
@@ -285,6 +285,7 @@ def test_steps_that_seem_to_have_taken_no_time_leave_nothing_that_lasts(kind: Dr
         assert found[len(found) // 2] < 0.3
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_costs_are_finite_and_never_negative_whatever_the_steps(seed: int) -> None:
     draw = random.Random(seed)
@@ -305,6 +306,7 @@ def test_costs_are_finite_and_never_negative_whatever_the_steps(seed: int) -> No
         assert value >= 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_the_least_is_that_of_the_best_choice_of_what_is_zero(seed: int) -> None:
     draw = np.random.default_rng(seed)

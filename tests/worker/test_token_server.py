@@ -10,20 +10,16 @@ from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
-    Cancel,
     Convicted,
-    Drain,
     Hello,
     Message,
     Ping,
-    PrefillFailed,
     Refuse,
-    SendPrefix,
     StatsFrame,
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent, mint_ticket
+from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.worker.block_pool import BlockPool
@@ -135,33 +131,6 @@ def test_whoever_looks_for_somebody_else_is_refused(hello: Message, reason: str)
             await connection.receive()
         assert not scene.server.is_connected("router-0")
         assert scene.heard == []
-
-    play(script)
-
-
-def test_all_events_of_a_step_travel_in_one_frame_to_their_own_router():
-    async def script(scene: Scene) -> None:
-        connections = {name: await scene.welcomed(name) for name in ("router-0", "router-1")}
-        scene.server.emit("router-0", [event(0), event(1)])
-        scene.server.emit("router-1", [event(2)])
-        scene.server.emit("nobody", [event(3)])
-        assert await next_but_stats(connections["router-0"]) == TokenFrame((event(0), event(1)))
-        assert await next_but_stats(connections["router-1"]) == TokenFrame((event(2),))
-
-    play(script)
-
-
-def test_the_worker_hears_of_cancels_failed_prefills_prefixes_to_send_and_its_end():
-    async def script(scene: Scene) -> None:
-        connection = await scene.welcomed()
-        connection.send(Cancel("a"))
-        connection.send(Ping())
-        connection.send(PrefillFailed("b"))
-        ticket = mint_ticket(b"secret", "c", WORKER, Peer("prefill-0", 1), (Address("host", 1),))
-        connection.send(SendPrefix(ticket, (1, 2), b"salt"))
-        connection.send(Drain())
-        await asyncio.sleep(0.1)
-        assert scene.heard == [("cancel", "a"), ("prefill failed", "b"), ("prefix", "c (1, 2) b'salt'"), ("drain", "")]
 
     play(script)
 

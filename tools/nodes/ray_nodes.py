@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from twostroke.cluster.deployments.proxies import haproxy_binary
-from twostroke.cluster.deployments.ray_switches import NO_HAPROXY_SWITCHES, SWITCHES
+from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES, haproxy_binary
 from twostroke.cluster.local.ray import free_ports, haproxy_switches
 from twostroke.tools.nodes.machines import Machine, Machines
 

@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import overload
 from torch import Tensor
 
+from twostroke.model.cpu.kernels import amx
 from twostroke.model.cpu.kernels.floats import (
     FLOATS,
     LANES,
@@ -126,7 +127,7 @@ def _make_finish(kind: Any) -> Any:
 
 _finish_floats, _finish_halves = _make_finish(ir.FloatType()), _make_finish(BFloat())
 
-ROW_BLOCK = 192
+ROW_BLOCK, AMX_ROW_BLOCK = 192, 512
 LINES_TOGETHER = 16  # cache lines of B in the steps that a tile unrolls
 
 
@@ -164,10 +165,13 @@ def _multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
         asked += lines
 
 
-@Kernels
-def _multiply(words):
-    """words: x, packed W, bias, out, rows, in, bytes of a row of x, out, steps, block steps, row block, whether out is
-    bf16."""
+@compiled
+def _multiply(words, multiply_block):
+    """`multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead)`: c[rows, 64] (+)= a b, all by address.
+
+    words: x, packed W, bias, out, rows, in, bytes of a row of x, out, steps, block steps, row block, whether
+    out is bf16.
+    """
     items, grain = words[1], words[2]
     rows, inner, x_stride, columns, steps = words[7], words[8], words[9], words[10], words[11]
     block_steps, row_block = words[12], words[13]
@@ -193,25 +197,43 @@ def _multiply(words):
                 block = min(block_steps, whole_steps - start)
                 b = panel + start * STEP_BYTES
                 ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
-                _multiply_block(words, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
+                multiply_block(words, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
             if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
                 for row in range(count):
                     end_of_row = as_halves(x + row * x_stride)
                     last_halves[row, 0] = end_of_row[inner - 1]
                 b = panel + whole_steps * STEP_BYTES
-                _multiply_block(words, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
+                multiply_block(words, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
             for row in range(count):
                 place = sums[row].ctypes.data
                 finish_row(place, words[5], words[6], words[14], columns, first_row + row, first_column)
         begin = following
 
 
-def _block_steps(rows: int) -> int:
-    """Steps of a block: its 256 bytes a step and the next block's should fit the L1 cache, and the tiles' sums, which
-    are written and read once a block, cost little beside it. These were the best of 24 to 1024, measured."""
+@Kernels
+def _multiply_by_registers(words):
+    _multiply(words, _multiply_block)
+
+
+@Kernel
+def _multiply_by_amx(words):
+    _multiply(words, amx.multiply_block)
+    amx.release_tiles()
+
+
+def _blocks(rows: int, steps: int, by_amx: bool) -> tuple[int, int]:
+    """Steps of a block, and most rows of one.
+
+    For register tiles the block's 256 bytes a step and the next block's should fit the L1 cache, and the tiles' sums,
+    which are written and read once a block, cost little beside it: these were the best of 24 to 1024 steps, measured.
+    On AMX sums cost more to write and read than a panel to come from the L2 cache: it is a single block, which passes
+    over more rows for each time that it comes from memory.
+    """
+    if by_amx:
+        return steps, AMX_ROW_BLOCK
     if rows <= TILE_ROWS:
-        return 512
-    return 48 if rows <= 2 * TILE_ROWS else 128
+        return 512, ROW_BLOCK
+    return 48 if rows <= 2 * TILE_ROWS else 128, ROW_BLOCK
 
 
 def multiply(
@@ -220,14 +242,16 @@ def multiply(
     """x bf16 or fp32 [T, in], contiguous; packed by `pack`; bias by `bias_of_panels`. Returns [T, columns]."""
     rows, inner = x.shape
     panels, steps, _ = packed.shape
+    by_amx = x.dtype == torch.bfloat16 and amx.is_usable()
+    block_steps, row_block = _blocks(rows, steps, by_amx)
     out = launcher.empty((rows, columns), out_dtype)
     launcher.run(
-        _multiply.of(x.dtype),
-        panels * -(-rows // ROW_BLOCK),
+        _multiply_by_amx if by_amx else _multiply_by_registers.of(x.dtype),
+        panels * -(-rows // row_block),
         1,
         *(x, packed, bias, out),
         *(rows, inner, inner * x.itemsize, columns, steps),
-        *(_block_steps(rows), min(rows, ROW_BLOCK), out_dtype == torch.bfloat16),
+        *(block_steps, min(rows, row_block), out_dtype == torch.bfloat16),
     )
     return out
 

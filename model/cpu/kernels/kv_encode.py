@@ -1,6 +1,6 @@
 """KV rows to one byte a value and back, on CPUs: two passes over a row that is in the processor's cache.
 
-The format and its error bounds are described in kvtransfer/transports/encodings.py. One thread, without the
+The format and its error bounds are described in kvtransfer/transports/host_units.py. One thread, without the
 interpreter's lock.
 """
 

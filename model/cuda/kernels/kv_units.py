@@ -6,7 +6,7 @@ cache whose blocks are the units: packing, unpacking and copying differ in their
 
 Units of KV to one byte a value and back on a GPU, in the same pass that packs or unpacks them.
 
-The format and its error bounds: kvtransfer/transports/encodings.py. The arithmetic is that of
+The format and its error bounds: kvtransfer/transports/host_units.py. The arithmetic is that of
 model/cpu/kernels/kv_encode.py, which is the reference: codes and scales are equal bit by bit. (The codes of broken rows
 may differ; they mean nothing.)
 """

@@ -42,8 +42,7 @@ class System:
         for _ in range(round(seconds / every_s)):
             self.now_s += every_s
             was, count = self.arrived, rate * every_s
-            self.arrived = replace(
-                was,
+            self.arrived = was._replace(
                 requests=was.requests + count,
                 prompt_tokens=was.prompt_tokens + count * prompt,
                 output_tokens=was.output_tokens + count * output * ends,

@@ -96,22 +96,6 @@ def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[Decision]) -
     assert state.scaling.targets == {"decode": 1}
 
 
-def test_an_aggregated_servers_workers_follow_what_its_routers_tell() -> None:
-    """By the real policy, from a router's numbers."""
-    scaling = ORDER.config.model_copy(update={"prefill": RoleLimits(min=0, max=0)})
-    only = replace(ORDER, config=scaling, roles=("decode",))
-    costs = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "row_s": 1e-4, "context_s": 0.0, "num_samples": 100.0}
-    workers = {"decode.running": 1.0, "prefill.running": 0.0, **{f"decode.{name}": one for name, one in costs.items()}}
-    state: State | None = None
-    for second in range(60):
-        arrived = {"requests": 20.0 * second, "prompt_tokens": 20 * 900.0 * second}
-        told = Reading(NOW + second, {"started_at": NOW, "ttft_s": 2.0, "tpot_s": 0.05, **workers, **arrived})
-        state, _ = look(state, Look({"r": told}, {"r"}, {"decode": 1}, float(second), NOW + second), only)
-    assert state is not None
-    assert state.scaling is not None
-    assert state.scaling.targets == {"decode": 3}  # 20 x 90 ms of prompts, of which there may be 0.76 x 0.85 s a second
-
-
 def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -> None:
     """By the real policy: Serve's controller started anew."""
     state: State | None = None

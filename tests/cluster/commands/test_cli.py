@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster import cli
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status import show_status, worker_rows
+from twostroke.cluster.commands.status import STATUS, show_status, worker_rows
 from twostroke.cluster.local.asking import ask
 from twostroke.protocol.stats import WorkerStats
 
@@ -40,7 +40,7 @@ def test_a_busy_port_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
         (["--port", "70000"], "twostroke: port 70000 is none: choose one from 1 to 65535"),
         (["--grace", "-5"], "twostroke: --grace -5: seconds for streams to end, 0 for none"),
         (["--grace", "nan"], "twostroke: --grace nan: seconds for streams to end, 0 for none"),
-        (["--decode", "0"], "twostroke: decode.replicas: 0 must be from 1 to 1024"),
+        (["--decode", "0"], "twostroke: decode.replicas: 0 should be greater than or equal to 1"),
         (["--host", "192.0.2.77"], "twostroke: can't listen on 192.0.2.77:18123: Cannot assign requested address"),
     ],
 )
@@ -154,7 +154,7 @@ def test_rates_are_of_the_time_between_two_looks_and_new_workers_have_none() -> 
         return {"model": "m", "ready": True, "places_held": 0, "workers": list(workers)}
 
     newcomer = worker(9) | {"epoch": "0def"}
-    rows = worker_rows(look(worker(100)), look(worker(150), newcomer), seconds=2.0)
+    rows = worker_rows(STATUS, look(worker(100)), look(worker(150), newcomer), seconds=2.0)
     assert [row[7] for row in rows] == ["25.0", "-"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.status import class_rows, load_rows, scaling_rows, watch
+from twostroke.cluster.commands.status import LOAD, class_rows, scaling_rows, watch, worker_rows
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
 
@@ -77,7 +77,8 @@ def test_a_server_that_has_not_come_up_yet_is_waited_for():
 
 
 def test_workers_that_take_nothing_are_named_so():
-    rows = load_rows(
+    rows = worker_rows(
+        LOAD,
         status(),
         status(
             worker(is_draining=True),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic import HttpUrl
 
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.protocol.errors import ConfigError
@@ -79,7 +80,7 @@ def test_a_settings_bounds_are_those_that_are_checked(name: str) -> None:
         assert row.bounds == "`true`, `false`"
     elif by_name and options[1] is str:
         assert row.bounds == "texts by name"
-    elif str in options and not by_name:
+    elif (str in options or HttpUrl in options) and not by_name:
         assert row.bounds == "a text"
     else:
         step = 1 if int in options else 1e-6

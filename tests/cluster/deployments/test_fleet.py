@@ -10,14 +10,14 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from twostroke.cluster.deployments.directory import (
+from twostroke.cluster.deployments.fleet import (
     Departure,
+    ServeFleet,
     WorkerDirectory,
     directory_of,
     read_worker_metadata,
     worker_metadata,
 )
-from twostroke.cluster.deployments.fleet import ServeFleet
 from twostroke.cluster.deployments.replica_router import ReplicaByPeer
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout

@@ -8,8 +8,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from tests.simulation.virtual_loop import run_virtually
 from twostroke.cluster.deployments import router as other_routers
-from twostroke.cluster.deployments.router import OtherRouters
-from twostroke.cluster.deployments.router_drain import drain_routers
+from twostroke.cluster.deployments.router import OtherRouters, drain_routers
 from twostroke.router.observe.scrape import RouterReading
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from twostroke.cluster.local.fleet_watch import FleetWatch
+from twostroke.cluster.local.server import FleetWatch
 
 
 def status(*workers: str, unreachable: str = "") -> dict[str, Any]:

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from twostroke.cluster.config.api_keys import OWN_KEY
 from twostroke.cluster.config.config import read_config, with_keys_of_file
 from twostroke.cluster.local.deploy import arguments_of
 from twostroke.cluster.local.preflight import check_model
+from twostroke.cluster.local.server import with_own_key
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.http.tenants import AuthConfig, KeyConfig
 
 
 @pytest.mark.parametrize(
@@ -47,13 +46,11 @@ def test_all_keys_go_along_those_of_the_file_and_the_servers_own(tmp_path: Path)
         "decode": {"replicas": 2},
         "auth": {"keys": [{"name": "alice", "sha256": "ab" * 32}], "keys_file": str(keys)},
     }
-    config = with_keys_of_file(read_config(settings))
-    own = KeyConfig(name=OWN_KEY, sha256="ef" * 32, admin=True)
-    config = config.model_copy(update={"auth": AuthConfig(keys=(*config.auth.keys, own))})
-    arguments = arguments_of(config, settings)
-    assert read_config(arguments, has_own_key=True) == config
-    with pytest.raises(ConfigError, match="the server's own key"):
-        read_config(arguments)  # people may not name theirs so
+    config, _ = with_own_key(with_keys_of_file(read_config(settings)))
+    assert [key.name for key in config.auth.keys] == ["alice", "bob", "twostroke serve"]
+    assert read_config(arguments_of(config, settings)) == config
+    with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
+        with_own_key(config)
 
 
 def test_settings_without_keys_go_as_they_are() -> None:

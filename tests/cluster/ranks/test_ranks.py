@@ -14,16 +14,14 @@ import pytest
 
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.worker_settings import WorkerSettings
-from twostroke.cluster.deployments.worker_parts import check_step_size
-from twostroke.cluster.ranks.led_ranks import RankOrder
+from twostroke.cluster.deployments.workers import worker_options
+from twostroke.cluster.ranks.rank_parts import RankOrder
 from twostroke.cluster.ranks.rank_process import run_rank
-from twostroke.cluster.ranks.tensor_parallel_ranks import rank_options
-from twostroke.kvtransfer.sides import TransferStats
+from twostroke.cluster.ranks.worker_parts import check_step_size
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.rank_messages import (
+from twostroke.protocol.messages import (
     OpenTransfer,
     RankCopy,
     RankSequence,
@@ -32,7 +30,9 @@ from twostroke.protocol.rank_messages import (
     StepEnded,
     TransferReady,
 )
+from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, Peer, Ticket
+from twostroke.protocol.stats import TransferStats
 
 SECRET = b"a secret of tests"
 WORKER = Peer("w", 5)
@@ -172,27 +172,12 @@ async def test_a_bug_in_a_step_is_told_too(monkeypatch: pytest.MonkeyPatch, capl
     assert "rank 1 of worker w has failed" in caplog.text
 
 
-def test_each_rank_has_a_bundle_of_its_own_on_one_machine() -> None:
-    config = read_config({"decode": {"tensor_parallel": 4, "threads": 3}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
-    assert options["placement_group_bundles"] == [{"CPU": 3}] * 4
-    assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert options["ray_actor_options"]["num_cpus"] == 3
-
-
-def test_each_rank_has_a_gpu_and_sees_the_others() -> None:
-    gpus = {"tensor_parallel": 2, "num_gpus": 1, "threads": 1}
-    config = read_config({"prefill": gpus, "decode": gpus})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
-    assert options["placement_group_bundles"] == [{"CPU": 1, "GPU": 1.0}] * 2
-    env = options["ray_actor_options"]["runtime_env"]["env_vars"]
-    assert env == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def test_a_worker_of_one_rank_needs_no_placement_group() -> None:
-    config = read_config({"decode": {"threads": 2}})
-    options = rank_options(WorkerSettings.of(config, config.decode), config.decode)
-    assert options == {"ray_actor_options": {"num_cpus": 2, "num_gpus": 0.0}}
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_replica_has_the_cores_and_gpus_of_all_its_ranks(ranks: int) -> None:
+    each = {"tensor_parallel": ranks, "num_gpus": 1, "threads": 3}
+    config = read_config({"prefill": each, "decode": each})
+    options = worker_options(WorkerSettings.of(config, config.decode), config.decode, grace_s=1.0)
+    assert options["ray_actor_options"] == {"num_cpus": 3 * ranks, "num_gpus": ranks}
 
 
 def test_ranks_share_the_machines_cores_as_workers_do() -> None:
@@ -211,7 +196,6 @@ def test_the_engine_is_told_its_ranks() -> None:
     ("section", "message"),
     [
         ({"tensor_parallel": 3}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
-        ({"tensor_parallel": 16}, "prefill.tensor_parallel: 16 must be from 1 to 8"),
         ({"tensor_parallel": 2, "num_gpus": 0.5}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel ranks"),
     ],
 )

@@ -123,22 +123,6 @@ def test_units_that_a_store_has_not_are_refused(segment: Segment) -> None:
         HostUnits(store, whole).views([segment])
 
 
-def test_units_that_are_not_blocks_have_no_views() -> None:
-    store = BytesStore(2, 8, num_kv_heads=2)
-    with pytest.raises(ValueError, match="have to be packed"):
-        HostUnits(store, Cut(store.layout, 0, 1, 4, "raw")).views([Segment(0, (0,))])
-
-
-def test_packing_into_too_little_room_writes_nothing() -> None:
-    store = BytesStore(1, 8, num_kv_heads=2)
-    store.fill(1)
-    units = HostUnits(store, Cut(store.layout, 0, 1, 4, "raw"))
-    room = np.zeros(2 * units.unit_bytes - 1, np.uint8)
-    with pytest.raises(ValueError, match="no room"):
-        units.pack([Segment(0, (1, 2))], room)
-    assert not room.any()
-
-
 @given(st.lists(st.integers(0, 4), max_size=5), st.lists(st.integers(0, 12), max_size=4))
 def test_split_segments_are_all_units_in_their_order(sizes: list[int], cuts: list[int]) -> None:
     segments = [Segment(layer, tuple(range(10 * layer, 10 * layer + size))) for layer, size in enumerate(sizes)]

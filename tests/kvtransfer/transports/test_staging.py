@@ -9,8 +9,8 @@ import xxhash
 
 from tests.rigs.kv_pair import BytesStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.transports.encodings import encode
-from twostroke.kvtransfer.transports.host_units import HostUnits
+from twostroke.kvtransfer.transports import staging as staging_buffers
+from twostroke.kvtransfer.transports.host_units import HostUnits, encode
 from twostroke.kvtransfer.transports.staging import NUM_BUFFERS, HostStaging
 from twostroke.protocol.kv_layout import Encoding
 
@@ -41,25 +41,7 @@ def raw_units(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
 
 @pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
 @pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
-def test_a_buffer_holds_the_units_as_on_the_wire_and_their_digest(
-    first: int, heads: int, tokens: int, encoding: Encoding
-) -> None:
-    store = store_of(1)
-    cut = Cut(store.layout, first, heads, tokens, encoding)
-    staging, segments = HostStaging(store, cut), segments_of(1, cut)
-    packed = staging.buffer(0, 18)
-    staging.pack(segments, 7, packed)
-    wire = raw = raw_units(store, cut, segments)
-    if encoding != "raw":
-        encoded = np.zeros(18 * cut.unit_bytes, np.uint8)
-        encode(np.frombuffer(raw, np.uint8), cut, encoded)
-        wire = encoded.tobytes()
-    assert packed.numpy().tobytes() == wire + xxhash.xxh3_128_digest(wire, seed=7)
-
-
-@pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
-@pytest.mark.parametrize(("first", "heads", "tokens"), CUTS)
-def test_what_is_unpacked_lies_where_the_table_says_and_nowhere_else(
+def test_a_buffer_holds_the_units_as_on_the_wire_and_is_unpacked_where_the_table_says(
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
     source, target = store_of(1), store_of()
@@ -68,14 +50,20 @@ def test_what_is_unpacked_lies_where_the_table_says_and_nowhere_else(
     sent, received = segments_of(1, cut), segments_of(2, cut)
     packed = packing.buffer(1, 18)
     packing.pack(sent, 7, packed)
+    wire = raw = raw_units(source, cut, sent)
+    if encoding != "raw":
+        encoded = np.zeros(18 * cut.unit_bytes, np.uint8)
+        encode(np.frombuffer(raw, np.uint8), cut, encoded)
+        wire = encoded.tobytes()
+    assert packed.numpy().tobytes() == wire + xxhash.xxh3_128_digest(wire, seed=7)
     assert unpacking.unpack(received, 7, packed)
     wanted, found = (
-        torch.frombuffer(bytearray(raw_units(store, cut, segments)), dtype=torch.bfloat16).float()
-        for store, segments in ((source, sent), (target, received))
+        torch.frombuffer(bytearray(units), dtype=torch.bfloat16).float()
+        for units in (raw, raw_units(target, cut, received))
     )
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
     everywhere = sum(np.count_nonzero(np.frombuffer(layer, np.int16)) for layer in target.layers)
-    assert everywhere == int(found.count_nonzero())
+    assert everywhere == int(found.count_nonzero()), "and nowhere else"
 
 
 @pytest.mark.parametrize("encoding", ["raw", "int8"])
@@ -105,22 +93,16 @@ def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
 
 
-def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front() -> None:
+def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = store_of()
     cut = Cut(store.layout, 0, 4, 4, "raw")
     for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
-        staging = HostStaging(store, cut, max_chunk_bytes)
+        monkeypatch.setattr(staging_buffers, "MAX_CHUNK_BYTES", max_chunk_bytes)
+        staging = HostStaging(store, cut)
         landing = staging.landing(0, 2)
         assert landing.numel() == room * cut.unit_bytes + 16
         assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
         assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
-    assert HostStaging(store, cut, 1).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
-
-
-def test_units_that_the_store_has_not_are_refused() -> None:
-    store = store_of(1)
-    staging = HostStaging(store, Cut(store.layout, 0, 4, 4, "raw"))
-    packed = staging.buffer(0, 1)
-    for segment in (Segment(2, (0,)), Segment(0, (20,)), Segment(0, (-1,))):
-        with pytest.raises(ValueError, match=r"layer|units"):
-            staging.pack([segment], 1, packed)
+    assert HostStaging(store, cut).landing(0, 18).numel() == 18 * cut.unit_bytes + 16

@@ -1,80 +1,49 @@
-"""What only TCP links do: doors and tokens, several streams, bytes that are cut off or changed on their way."""
+"""What only TCP links do: several streams, a limit, bytes that are cut off or changed on their way."""
 
 import asyncio
+import base64
 import contextlib
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle
+from tests.rigs.kv_links import blocks, join, linked, move, two
+from tests.rigs.kv_pair import BytesStore, settle
+from tests.rigs.proxy import Mangle, Proxy
 from twostroke.kvtransfer.link import DIGEST_BYTES
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.rules.layout import Segment
+from twostroke.kvtransfer.transports import sockets
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.kv_layout import Encoding
+from twostroke.protocol.requests import Address
 
-Mangle = Callable[[int, bytes], bytes | None]
-"""(bytes that went before, these bytes) -> what is passed on; None cuts the connection."""
-
-
-def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
-    return Cut(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+GREETING_BYTES = 34
+WHOLE = [Segment(0, tuple(range(64)))]
 
 
 @contextlib.asynccontextmanager
-async def links(
-    source: BytesStore, target: BytesStore, cut: Cut, *, streams: int = 1, mangle: Mangle | None = None
+async def through_proxy(
+    source: BytesStore, target: BytesStore, mangle: Mangle
 ) -> AsyncIterator[tuple[TcpLink, TcpLink]]:
-    """A link's two ends, through a proxy where bytes are to be mangled; leaves nothing behind."""
-    descriptors, threads = open_descriptors(), link_threads()
-    sending, receiving = (TcpTransport(store, local_streams=streams) for store in (source, target))
-    pending = await receiving.prepare("127.0.0.1", cut)
-    params = dict(pending.params)
-    proxy: asyncio.Server | None = None
-    pipes: set[asyncio.Task[None]] = set()
-    if mangle is not None:
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", int(pending.params["port"]))
-            answers = asyncio.create_task(pipe(onward_reader, writer, lambda _, data: data))
-            pipes.add(answers)
-            await pipe(reader, onward_writer, mangle)
-
-        async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Mangle) -> None:
-            before = 0
-            with contextlib.suppress(OSError):
-                while data := await reader.read(65536):
-                    passed = change(before, data)
-                    if passed is None:
-                        break
-                    before += len(data)
-                    writer.write(passed)
-                    await writer.drain()
-            writer.close()
-
-        proxy = await asyncio.start_server(serve, "127.0.0.1", 0)
-        params["port"] = proxy.sockets[0].getsockname()[1]
-    try:
-        ends = await asyncio.gather(sending.join(params, cut), pending.established())
-        assert [len(end._streams) for end in ends] == [streams, streams]
-        yield ends
-    finally:
-        await sending.close()
-        await receiving.close()
-        if proxy is not None:
-            proxy.close()
-            await asyncio.gather(*pipes, return_exceptions=True)
-            await proxy.wait_closed()
-    await settle(lambda: open_descriptors() <= descriptors and link_threads() <= threads)
+    """Both ends of a link of one stream."""
+    async with two("tcp", source, target) as (sending, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(source))
+        proxy = Proxy()
+        proxy.mangle = mangle
+        port = (await proxy.start()).port
+        proxy.upstream.set_result(Address("127.0.0.1", pending.params["port"]))
+        try:
+            yield await asyncio.gather(
+                sending.join({**pending.params, "port": port}, blocks(source)), pending.established()
+            )
+        finally:
+            await proxy.close()
 
 
-GREETING_BYTES = 34
-
-
-@pytest.mark.parametrize("num_blocks", [2, 60], ids=["inline", "on the thread"])
+@pytest.mark.parametrize("num_blocks", [2, 60])
 async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_blocks: int) -> None:
     source, target = BytesStore(1, 64, 1024), BytesStore(1, 64, 1024)
     source.fill(1)
@@ -90,14 +59,13 @@ async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_block
         return bytes(changed)
 
     chunk = [Segment(0, tuple(range(num_blocks)))]
-    async with links(source, target, blocks(source), mangle=mangle) as (sender, receiver):
+    async with through_proxy(source, target, mangle) as ends:
         for seal in range(20):
-            _, is_intact = await asyncio.gather(sender.send(chunk, seal), receiver.receive(chunk, seal))
-            assert is_intact == bool(seal % 2)
+            assert await move(ends, chunk, chunk, seal) == bool(seal % 2)
     assert target.copy()[0][: num_blocks * source.block_bytes] == source.copy()[0][: num_blocks * source.block_bytes]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 async def test_a_link_that_is_cut_at_any_byte_is_lost_at_both_ends(seed: int) -> None:
     source, target = BytesStore(1, 64, 2048), BytesStore(1, 64, 2048)
     source.fill(1)
@@ -110,7 +78,7 @@ async def test_a_link_that_is_cut_at_any_byte_is_lost_at_both_ends(seed: int) ->
         return None if before >= end else data[: end - before]
 
     chunk = [Segment(0, tuple(range(num_blocks)))]
-    async with links(source, target, blocks(source), mangle=mangle) as (sender, receiver):
+    async with through_proxy(source, target, mangle) as (sender, receiver):
 
         async def send_on() -> None:
             while True:
@@ -126,57 +94,55 @@ async def test_a_large_chunk_goes_over_all_streams_and_a_small_one_over_the_firs
     source.fill(1)
     cut = blocks(source)
     carried: list[int] = []
-    async with links(source, target, cut, streams=3) as (sender, receiver):
+    async with linked("tcp, 3 streams", source, target) as (sender, receiver):
         for stream in sender._streams:
-            start = stream.thread.start
-            stream.thread.start = lambda *args, s=start: carried.append(args[2]) or s(*args)  # type: ignore[method-assign]
+            call = stream.thread.call
+            stream.thread.call = lambda *args, c=call: carried.append(args[2]) or c(*args)  # type: ignore[method-assign]
         for num_blocks, parts in ((64, 3), (2 * MIN_PART_BYTES // cut.unit_bytes, 2), (10, 1)):
             carried.clear()
             chunk = [Segment(0, tuple(range(num_blocks)))]
-            _, is_intact = await asyncio.gather(sender.send(chunk, 9), receiver.receive(chunk, 9))
-            assert is_intact
+            assert await move((sender, receiver), chunk, chunk)
             assert len(carried) == parts
             assert sum(carried) == num_blocks * cut.unit_bytes
             assert max(carried) - min(carried) <= cut.unit_bytes
     assert target.copy() == source.copy()
 
 
-async def test_parts_of_a_chunk_do_not_pass_for_each_other() -> None:
+async def test_parts_of_a_chunk_do_not_pass_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
     source.fill(1)
     source.layers[0][len(source.layers[0]) // 2 :] = source.layers[0][: len(source.layers[0]) // 2]
-    chunk = [Segment(0, tuple(range(64)))]
-    async with links(source, target, blocks(source), streams=2) as (sender, receiver):
-        sender._streams.reverse()
-        _, is_intact = await asyncio.gather(sender.send(chunk, 9), receiver.receive(chunk, 9))
-        assert not is_intact
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
+    async with two("tcp", source, target) as (sending, receiving):
+        receiving._streams = 2
+        ends = await join(sending, receiving, blocks(source))
+        ends[0]._streams.reverse()
+        assert not await move(ends, WHOLE, WHOLE)
 
 
 async def test_one_stream_that_breaks_ends_the_link() -> None:
     source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
-    chunk = [Segment(0, tuple(range(64)))]
-    async with links(source, target, blocks(source), streams=3) as (sender, receiver):
-        receive = asyncio.create_task(receiver.receive(chunk, 1))
+    async with linked("tcp, 3 streams", source, target) as (sender, receiver):
+        receive = asyncio.create_task(receiver.receive(WHOLE, 1))
         sender._streams[2].thread.break_off()
         with pytest.raises(ConnectionLost):
             await receive
-        for call in (receiver.receive(chunk, 1), receiver.discard(1)):
+        for call in (receiver.receive(WHOLE, 1), receiver.discard(1)):
             with pytest.raises(ConnectionLost, match="closed"):
                 await call
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-async def test_a_cancelled_call_breaks_the_link_for_the_peer_too(streams: int) -> None:
+@pytest.mark.parametrize("name", ["tcp", "tcp, 3 streams"])
+async def test_a_cancelled_call_breaks_the_link_for_the_peer_too(name: str) -> None:
     source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
-    chunk = [Segment(0, tuple(range(64)))]
-    async with links(source, target, blocks(source), streams=streams) as (sender, receiver):
-        receive = asyncio.create_task(receiver.receive(chunk, 1))
+    async with linked(name, source, target) as (sender, receiver):
+        receive = asyncio.create_task(receiver.receive(WHOLE, 1))
         await asyncio.sleep(0)
         receive.cancel()
 
         async def send_on() -> None:
             while True:  # what the sockets hold may still go out
-                await sender.send(chunk, 1)
+                await sender.send(WHOLE, 1)
 
         with pytest.raises(ConnectionLost):
             await asyncio.wait_for(send_on(), 10)
@@ -185,10 +151,9 @@ async def test_a_cancelled_call_breaks_the_link_for_the_peer_too(streams: int) -
 async def test_close_in_the_middle_of_a_chunk_waits_until_nothing_writes() -> None:
     source, target = BytesStore(1, 64, 65536), BytesStore(1, 64, 65536)
     source.fill(1)
-    chunk = [Segment(0, tuple(range(64)))]
-    async with links(source, target, blocks(source)) as (sender, receiver):
-        send = asyncio.create_task(sender.send(chunk, 1))
-        receive = asyncio.create_task(receiver.receive(chunk, 1))
+    async with linked("tcp", source, target) as (sender, receiver):
+        send = asyncio.create_task(sender.send(WHOLE, 1))
+        receive = asyncio.create_task(receiver.receive(WHOLE, 1))
         await settle(lambda: any(target.layers[0][:1000]))
         await receiver.close()
         held = target.copy()
@@ -199,34 +164,26 @@ async def test_close_in_the_middle_of_a_chunk_waits_until_nothing_writes() -> No
         assert target.copy() == held
 
 
-@pytest.mark.parametrize(("ours", "theirs", "count"), [(1, 1, 1), (4, 2, 2), (2, 4, 2), (64, 3, 3)])
-async def test_the_smaller_number_of_streams_counts(ours: int, theirs: int, count: int) -> None:
+@pytest.mark.parametrize(("ours", "theirs", "count"), [(4, 2, 2), (2, 4, 2), (64, 3, 3)])
+async def test_between_machines_the_smaller_number_of_streams_counts_and_within_one_there_is_one(
+    ours: int, theirs: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = BytesStore()
-    sending, receiving = TcpTransport(store, local_streams=ours), TcpTransport(store, local_streams=theirs)
-    pending = await receiving.prepare("127.0.0.1", blocks(store))
-    ends = await asyncio.gather(sending.join(pending.params, blocks(store)), pending.established())
+    sending, receiving = TcpTransport(store, streams=ours), TcpTransport(store, streams=theirs)
+    ends = await join(sending, receiving, blocks(store))
+    assert [len(end._streams) for end in ends] == [1, 1]
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
+    ends = await join(sending, receiving, blocks(store))
     assert [len(end._streams) for end in ends] == [count, count]
     await sending.close()
     await receiving.close()
 
 
-async def test_between_machines_a_link_has_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.kvtransfer.transports.tcp._is_within_one_machine", lambda _: False)
+async def test_a_links_limit_is_shared_by_its_streams_on_the_sending_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "is_within_one_machine", lambda _: False)
     store = BytesStore()
-    sending, receiving = TcpTransport(store), TcpTransport(store, streams=3)
-    pending = await receiving.prepare("127.0.0.1", blocks(store))
-    ends = await asyncio.gather(sending.join(pending.params, blocks(store)), pending.established())
-    assert [len(end._streams) for end in ends] == [3, 3]
-    await sending.close()
-    await receiving.close()
-
-
-async def test_a_links_limit_is_shared_by_its_streams_on_the_sending_side() -> None:
-    store = BytesStore()
-    sending = TcpTransport(store, local_streams=2, max_bytes_per_s=10_000_001)
-    receiving = TcpTransport(store, local_streams=2)
-    pending = await receiving.prepare("127.0.0.1", blocks(store))
-    ends = await asyncio.gather(sending.join(pending.params, blocks(store)), pending.established())
+    sending, receiving = TcpTransport(store, streams=2, max_bytes_per_s=10_000_001), TcpTransport(store)
+    ends = await join(sending, receiving, blocks(store))
     paces = [
         [struct.unpack("Q", stream.thread.socket.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for stream in end._streams]
         for end in ends
@@ -236,47 +193,14 @@ async def test_a_links_limit_is_shared_by_its_streams_on_the_sending_side() -> N
     await receiving.close()
 
 
-@pytest.mark.parametrize("count", [0, 65])
-def test_a_number_of_streams_that_can_not_be_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="from 1 to 64"):
-        TcpTransport(BytesStore(), streams=count)
-
-
-async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers_come_first() -> None:
-    source, target = BytesStore(), BytesStore()
-    source.fill(1)
-    cut = blocks(source)
-    sending, receiving = TcpTransport(source), TcpTransport(target)
-    pending = await receiving.prepare("127.0.0.1", cut)
-    strangers = [socket.create_connection(("127.0.0.1", int(pending.params["port"]))) for _ in range(3)]
-    with pytest.raises(ConnectionLost, match="can't join"):
-        await sending.join({**pending.params, "token": "00" * 32}, cut)
-    with pytest.raises(ConnectionLost, match="hexadecimal"):
-        await sending.join({**pending.params, "token": "no"}, cut)
-    with pytest.raises(ConnectionLost, match="no streams"):
-        await sending.join({**pending.params, "local_streams": 0}, cut)
-    with pytest.raises(ConnectionLost, match="can't join"):
-        await sending.join({**pending.params, "host": "127.0.0.1", "port": 1}, cut)
-    sender, receiver = await asyncio.gather(sending.join(pending.params, cut), pending.established())
-    await asyncio.gather(sender.send([Segment(0, (1,))], 1), receiver.receive([Segment(0, (2,))], 1))
-    assert target.block(0, 2) == source.block(0, 1)
-    with pytest.raises(ConnectionLost):
-        await sending.join(pending.params, cut)
-    for stranger in strangers:
-        assert stranger.recv(1) == b"", "sent away once the peer had come"
-        stranger.close()
-    await sending.close()
-    await receiving.close()
-
-
 @pytest.mark.parametrize(
     ("index", "count"), [(0, 2), (1, 1), (0, 9), (3, 3)], ids=["another count", "no such", "too many", "last + 1"]
 )
 async def test_a_stream_that_does_not_fit_the_others_is_sent_away(index: int, count: int) -> None:
     store = BytesStore()
-    receiving = TcpTransport(store, streams=3, local_streams=3)
+    receiving = TcpTransport(store, streams=3)
     pending = await receiving.prepare("127.0.0.1", blocks(store))
-    token = bytes.fromhex(str(pending.params["token"]))
+    token = base64.b64decode(str(pending.params["token"]))
     opened = []
     for greeting in ((0, 3), (index, count), (0, 3)):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(pending.params["port"]))
@@ -287,20 +211,6 @@ async def test_a_stream_that_does_not_fit_the_others_is_sent_away(index: int, co
         writer.close()
         await writer.wait_closed()
     await receiving.close()
-
-
-async def test_a_transport_that_is_closed_closes_its_doors() -> None:
-    descriptors = open_descriptors()
-    receiving = TcpTransport(BytesStore())
-    pending = await receiving.prepare("127.0.0.1", blocks(BytesStore()))
-    waiting = asyncio.create_task(pending.established())
-    await asyncio.sleep(0)
-    await receiving.close()
-    with pytest.raises(ConnectionLost, match="given up"):
-        await waiting
-    with pytest.raises(OSError, match=r"refused|Connect call failed"):
-        await asyncio.open_connection("127.0.0.1", int(pending.params["port"]))
-    await settle(lambda: open_descriptors() <= descriptors)
 
 
 async def test_listening_on_a_strange_address_is_a_lost_connection() -> None:
@@ -317,10 +227,9 @@ async def test_links_go_over_ipv6_too() -> None:
     source.fill(1)
     sending, receiving = TcpTransport(source), TcpTransport(target)
     pending = await receiving.prepare("::1", blocks(source))
-    sender, receiver = await asyncio.gather(sending.join(pending.params, blocks(source)), pending.established())
+    ends = await asyncio.gather(sending.join(pending.params, blocks(source)), pending.established())
     chunk = [Segment(0, tuple(range(32)))]
-    _, is_intact = await asyncio.gather(sender.send(chunk, 1), receiver.receive(chunk, 1))
-    assert is_intact
+    assert await move(ends, chunk, chunk)
     assert target.copy()[0] == source.copy()[0]
     await sending.close()
     await receiving.close()

@@ -25,7 +25,7 @@ class FakeServer:
 
     @property
     def line(self) -> Line:
-        return Line(self.post, asks_stages=True, now=self.crew.now, on_record=self.records.append)
+        return Line(self.post, True, lambda at_s: None, self.records.append)
 
     def post(self, path: str, body: bytes, exchange: Exchange) -> None:
         exchange.sent_at = self.crew.now()

@@ -7,8 +7,8 @@ import pytest
 
 from tests.loadtests.generator.fake_server import FakeServer
 from tests.loadtests.generator.virtual_crew import VirtualCrew
-from twostroke.loadtests.errors import LoadTestError
-from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, Share, check_prompts
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.generator.dispatcher import Conversation, Dispatcher, check_prompts
 from twostroke.loadtests.plan import (
     SLO,
     Arrivals,
@@ -26,29 +26,22 @@ from twostroke.loadtests.plan import (
 from twostroke.loadtests.workloads.prompts import text, token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
-ALL = Share(0, 1)
 BEGAN = 100.0
 
 
-def plan_with(arrivals: Arrivals, workload: Workload | None = None, seconds: float = 10.0) -> Plan:
-    return Plan(
-        url="http://nowhere",
-        model="m",
-        max_context=4096,
-        arrivals=arrivals,
-        workload=workload or Fixed(5, 2),
-        slo=SLO(),
-        seconds=seconds,
-        vocabulary=4096,
-    )
+PLAN = Plan("http://nowhere", "m", 4096, Poisson(1.0), Fixed(5, 2), SLO(), seconds=10.0, vocabulary=4096)
 
 
-def dispatched(plan: Plan, server: FakeServer, share: Share = ALL, until: float | None = None) -> FakeServer:
-    dispatcher = Dispatcher(plan, share, lambda session: Conversation(plan, session, server.line), server.crew)
+def plan_with(arrivals: Arrivals, workload: Workload = PLAN.workload, seconds: float = 10.0, workers: int = 1) -> Plan:
+    return msgspec.structs.replace(PLAN, arrivals=arrivals, workload=workload, seconds=seconds, num_workers=workers)
+
+
+def dispatched(plan: Plan, server: FakeServer, worker: int = 0, until: float | None = None) -> FakeServer:
+    dispatcher = Dispatcher(plan, worker, server.line, server.crew)
     dispatcher.prepare()
-    worker = server.crew.run(lambda: dispatcher.run(BEGAN), until)
-    if not worker.dead:  # ended from outside
-        worker.throw()
+    sending = server.crew.run(lambda: dispatcher.run(BEGAN), until)
+    if not sending.dead:  # ended from outside
+        sending.throw()
     return server
 
 
@@ -69,9 +62,9 @@ def test_a_late_generator_is_seen_in_the_lag_and_in_the_time_to_first_token() ->
 
 
 def test_the_shares_of_all_processes_are_the_plan() -> None:
-    plan = plan_with(Poisson(3.0))
+    plan = plan_with(Poisson(3.0), workers=3)
     sent = [
-        [record.session for record in dispatched(plan, FakeServer(VirtualCrew()), Share(worker, 3)).records]
+        [record.session for record in dispatched(plan, FakeServer(VirtualCrew()), worker).records]
         for worker in range(3)
     ]
     assert sorted(number for share in sent for number in share) == [session.index for session in sessions(plan)]
@@ -93,9 +86,9 @@ def test_a_user_of_a_closed_loop_that_is_refused_pauses_before_it_asks_again() -
 
 
 def test_users_are_shared_out_among_the_processes() -> None:
-    plan = plan_with(Closed(users=5), seconds=0.5)
+    plan = plan_with(Closed(users=5), seconds=0.5, workers=2)
     for worker, users in ((0, 3), (1, 2)):
-        assert len(dispatched(plan, FakeServer(VirtualCrew()), Share(worker, 2)).records) == users
+        assert len(dispatched(plan, FakeServer(VirtualCrew()), worker).records) == users
 
 
 def test_turns_follow_each_other_with_the_answers_between_and_time_to_think() -> None:
@@ -148,7 +141,7 @@ def test_users_of_a_closed_loop_stop_when_a_record_can_t_be_written() -> None:
     server = FakeServer(VirtualCrew())
     line = replace(server.line, on_record=full)
     plan = plan_with(Closed(users=2))
-    dispatcher = Dispatcher(plan, ALL, lambda session: Conversation(plan, session, line), server.crew)
+    dispatcher = Dispatcher(plan, 0, line, server.crew)
     dispatcher.prepare()
     with pytest.raises(OSError, match="full"):
         server.crew.run(lambda: dispatcher.run(BEGAN))
@@ -159,16 +152,6 @@ def full(_: object) -> None:
     raise OSError("full")
 
 
-PLAN = Plan(
-    url="http://nowhere",
-    model="m",
-    max_context=4096,
-    arrivals=Poisson(1.0),
-    workload=Fixed(5, 2),
-    slo=SLO(),
-    seconds=10.0,
-    vocabulary=4096,
-)
 ONE_TURN = Session(3, 0.0, (Turn((Piece(1, 5), Piece(2, 4)), 2, kind="short"),))
 SYSTEM, FIRST, SECOND = Piece(1, 4), Piece(2, 3), Piece(3, 3)
 TWO_TURNS = Session(4, 0.0, (Turn((SYSTEM, FIRST), 2), Turn((SECOND,), 2, think_s=1.0)))
@@ -178,7 +161,7 @@ def asked(plan: Plan, session: Session) -> FakeServer:
     server = FakeServer(VirtualCrew())
 
     def talk() -> None:
-        conversation = Conversation(plan, session, server.line)
+        conversation = Conversation(plan, session, server.line, server.crew)
         for _ in session.turns:
             conversation.prepare()
             conversation.send(server.crew.now(), 0.0)
@@ -205,7 +188,7 @@ def test_a_completion_has_the_pieces_token_ids_and_asks_for_exactly_the_planned_
 def test_other_servers_are_asked_nothing_but_what_the_plan_says() -> None:
     server = FakeServer(VirtualCrew())
     plan = msgspec.structs.replace(PLAN, prompts="text", ignore_eos=False, service_tier="gold")
-    conversation = Conversation(plan, ONE_TURN, replace(server.line, asks_stages=False))
+    conversation = Conversation(plan, ONE_TURN, replace(server.line, asks_stages=False), server.crew)
 
     def talk() -> None:
         conversation.prepare()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, scripted_server, token_event
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.http_stream import (
     PIECES_AT_ONCE,
     BadResponse,
@@ -112,9 +112,25 @@ def events(pieces: list[tuple[float, bytes]]) -> list[Event]:
     return list(events_of(body))
 
 
-def test_an_event_has_come_when_its_last_byte_has() -> None:
-    pieces = [(1.0, PLAIN + b"data: a\n"), (2.0, b"\ndata: "), (3.0, b"b\n\ndata: c\n\n")]
-    assert events(pieces) == [Event(2.0, b"a"), Event(3.0, b"b"), Event(3.0, b"c")]
+@pytest.mark.parametrize(
+    ("pieces", "found"),
+    [
+        (
+            [(1.0, PLAIN + b"data: a\n"), (2.0, b"\ndata: "), (3.0, b"b\n\ndata: c\n\n")],
+            [Event(2.0, b"a"), Event(3.0, b"b"), Event(3.0, b"c")],
+        ),
+        (
+            [(1.0, HEAD + chunk(b'data: {"te')), (2.0, chunk(b'xt":1}\n\n') + b"0\r\n\r\n")],
+            [Event(2.0, b'{"text":1}')],
+        ),
+        ([(1.0, HEAD + chunk(b"data: a\n\n") + b"0\r\nX: y\r\n\r\n")], [Event(1.0, b"a")]),
+        ([(1.0, PLAIN + b": ping\n\nevent: token\nid: 7\ndata: a\ndata:b\n\n")], [Event(1.0, b"a\nb")]),
+        ([(1.0, PLAIN + b"data: a\n\ndata: b\n")], [Event(1.0, b"a")]),
+    ],
+    ids=["come with their last byte", "cut by a chunk", "before the last chunk", "comments between", "cut off"],
+)
+def test_events(pieces: list[tuple[float, bytes]], found: list[Event]) -> None:
+    assert events(pieces) == found
 
 
 def test_bytes_that_come_one_by_one_make_the_same_events() -> None:
@@ -124,24 +140,6 @@ def test_bytes_that_come_one_by_one_make_the_same_events() -> None:
     assert [event.data for event in apart] == [event.data for event in together] == [b"a", b"b"]
     assert apart[0].at == raw.index(b"\n\nda") + 1
     assert apart[1].at == raw.index(b"\r\n\r\n", len(HEAD)) + 3
-
-
-def test_a_chunks_length_in_the_middle_of_an_event_is_no_part_of_it() -> None:
-    pieces = [(1.0, HEAD + chunk(b'data: {"te')), (2.0, chunk(b'xt":1}\n\n') + b"0\r\n\r\n")]
-    assert events(pieces) == [Event(2.0, b'{"text":1}')]
-
-
-def test_what_comes_after_the_last_chunk_is_ignored() -> None:
-    assert events([(1.0, HEAD + chunk(b"data: a\n\n") + b"0\r\nX: y\r\n\r\n")]) == [Event(1.0, b"a")]
-
-
-def test_comments_and_other_fields_are_skipped_and_lines_of_data_joined() -> None:
-    body = b": ping\n\nevent: token\nid: 7\ndata: a\ndata:b\n\n"
-    assert events([(1.0, PLAIN + body)]) == [Event(1.0, b"a\nb")]
-
-
-def test_an_event_that_is_cut_off_is_none() -> None:
-    assert events([(1.0, PLAIN + b"data: a\n\ndata: b\n")]) == [Event(1.0, b"a")]
 
 
 @pytest.mark.parametrize("pieces", [[], [(1.0, b"HTTP/1.1 200 OK\r\n")], [(1.0, HEAD + b"zz\r\nabc")]])
@@ -233,11 +231,6 @@ def test_an_answer_that_breaks_keeps_what_had_come(last: bytes, broken: str | No
     assert answer.error is not None
     assert fault in answer.error
     assert "\n" not in answer.error
-
-
-def test_no_answer_at_all_has_the_reason() -> None:
-    answer = read_stream(Exchange(10.0, [], "no connection: Connection refused"))
-    assert (answer.status, answer.error, answer.http_status) == ("failed", "no connection: Connection refused", None)
 
 
 def test_while_a_long_answer_is_read_others_may_run() -> None:

@@ -55,7 +55,7 @@ def test_all_begin_at_one_instant_when_all_are_prepared(told: Told) -> None:
     told.head.start(["a", "b"])
     assert [(kind, client) for kind, _, client in told.sent] == [(PREPARE, "a"), (PREPARE, "b")]
     orders = [msgspec.msgpack.decode(content, type=PrepareOrder) for _, content, _ in told.sent]
-    assert orders == [PrepareOrder(told.head.plan, worker, 2, is_twostroke=True) for worker in (0, 1)]
+    assert orders == [PrepareOrder(told.head.plan, worker, is_twostroke=True) for worker in (0, 1)]
     told.head.on_prepared(encode(Prepared(1)))
     assert len(told.sent) == 2
     told.head.on_prepared(encode(Prepared(0)))

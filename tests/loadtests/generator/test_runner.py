@@ -13,12 +13,12 @@ import msgspec
 import psutil
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError, RunLost
+from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.generator.live import Progress, ProgressDisplay
 from twostroke.loadtests.generator.runner import run_plan, samples_of
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.run_folder import RunFolder, Sample, read_records
-from twostroke.loadtests.selfcheck.stub_server import MODEL, VOCABULARY, stub_server
+from twostroke.loadtests.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests.workloads.sessions import sessions
 
 PLAN = Plan(
@@ -35,8 +35,8 @@ PLAN = Plan(
 
 
 def run(plan: Plan, scenario: str, folder: Path) -> RunFolder:
-    with stub_server(scenario, folder.with_suffix(".stub.jsonl")) as stub:
-        return run_plan(msgspec.structs.replace(plan, url=stub.url), folder, show=False)
+    with stub_server(scenario) as (url, _):
+        return run_plan(msgspec.structs.replace(plan, url=url), folder, show=False)
 
 
 def when_sent(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:

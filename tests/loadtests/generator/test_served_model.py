@@ -1,52 +1,18 @@
 """What a server tells of its model."""
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from tests.cluster.command_line import answering
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.run_facts import ServedModel, api_key, served_model
 
-VOCABULARY = 4097
 
-
-class Ours(BaseHTTPRequestHandler):
-    """Knows as many token ids as it says nowhere."""
-
-    def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "m", "max_model_len": 8192, "owned_by": "twostroke"}]})
-
-    def do_POST(self) -> None:
-        (token_id,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["tokens"]
-        self._answer(200 if token_id < VOCABULARY else 400, {})
-
-    def _answer(self, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Silence."""
-
-
-@pytest.fixture
-def ours() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Ours) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_our_server_s_vocabulary_is_found_by_what_it_refuses(ours: str) -> None:
-    assert served_model(ours) == ServedModel("m", 8192, VOCABULARY)
+def test_our_server_tells_its_vocabulary() -> None:
+    models = {"data": [{"id": "m", "owned_by": "twostroke", "max_model_len": 8192, "vocab_size": 4097}]}
+    with answering({"/v1/models": json.dumps(models).encode()}) as url:
+        assert served_model(url) == ServedModel("m", 8192, 4097)
 
 
 def test_another_server_is_asked_for_its_models_alone() -> None:

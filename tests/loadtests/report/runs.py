@@ -7,8 +7,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from twostroke.loadtests.capacity import SWEEP_FILE, SweepResult
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
-from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample, Status, line_of
+from twostroke.loadtests.run_folder import (
+    GeneratorHealth,
+    Record,
+    RunFacts,
+    RunFolder,
+    Sample,
+    Status,
+    line_of,
+    read_json,
+)
 
 
 def plan(**fields: Any) -> Plan:
@@ -84,3 +94,7 @@ def write_run(
     if samples:
         folder.samples_path.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
     return folder
+
+
+def read_sweep(folder: Path) -> SweepResult:
+    return read_json(folder / SWEEP_FILE, SweepResult)

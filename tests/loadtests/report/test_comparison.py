@@ -4,13 +4,13 @@ import itertools
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult, point_of
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.comparison import (
@@ -24,10 +24,10 @@ from twostroke.loadtests.report.comparison import (
     verdict_of,
 )
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import summarise
-from twostroke.loadtests.report.pages import Entry, read_summary, write_comparison
-from twostroke.loadtests.report.run_plots import Times, tail_plot
-from twostroke.loadtests.report.sweep import Capacity, SweepResult, point_of, write_sweep
+from twostroke.loadtests.report.figures import read_observations, summarise
+from twostroke.loadtests.report.pages import read_summary, write_comparison
+from twostroke.loadtests.report.plots import latency_cdfs
+from twostroke.loadtests.run_folder import write_json
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_ratios_are_taken_round_by_round() -> None:
     twice = [
         Estimate(value.value * factor, 1.0, 99.0) for value, factor in zip(slow_minute, (2.0, 2.5, 2.2), strict=True)
     ]
-    found = compared("x", "rate", True, [slow_minute, twice])
+    found = compared("x", "rate", [slow_minute, twice])
     assert found.ratios == (Ratio(2.2, 2.0, 2.5),)
     assert found.verdicts == ("no difference shown",)
 
 
 def test_a_ratio_to_nothing_is_none() -> None:
-    assert compared("x", "rate", True, [[Estimate(0.0)], [Estimate(1.0)]]).ratios == (None,)
+    assert compared("x", "rate", [[Estimate(0.0)], [Estimate(1.0)]]).ratios == (None,)
 
 
 @settings(deadline=None)
@@ -101,7 +101,7 @@ def test_kinds_are_compared_where_there_are_several(tmp_path: Path) -> None:
 
 def test_servers_that_were_asked_otherwise_are_named() -> None:
     others = [plan(name="x", seed=7), plan(seconds=20.0, slo=SLO(2.0)), plan(service_tier="gold", request_limit_s=9.0)]
-    assert differences(["a", "b", "c", "d"], [plan(), *others]) == [
+    assert differences(dict(zip("abcd", [plan(), *others], strict=True))) == [
         "c was not asked the same as a: slo, seconds differ",
         "d was not asked the same as a: service_tier, request_limit_s differ",
     ]
@@ -125,7 +125,7 @@ def test_the_sentence_tells_what_is_shown_and_what_is_not() -> None:
 def test_a_comparison_of_runs_is_a_page_with_both_names_and_the_warnings(tmp_path: Path) -> None:
     for name, seed in itertools.product("ab", range(2)):
         write_run(tmp_path / f"{name}{seed}", drawn(40, 10.0, seed), run_facts=facts(ended_early=name == "b"))
-    entries = [Entry(name, tuple(tmp_path / f"{name}{seed}" for seed in range(2))) for name in "ab"]
+    entries = {name: [tmp_path / f"{name}{seed}" for seed in range(2)] for name in "ab"}
     found = write_comparison(tmp_path / "out", entries)
     assert found.invalid_runs == 2
     assert found.warnings[0] == "b: b0 is invalid: the run was ended early: 10 s of 10 s were sent"
@@ -137,9 +137,9 @@ def test_a_comparison_of_runs_is_a_page_with_both_names_and_the_warnings(tmp_pat
 
 
 def test_a_kind_does_not_choose_where_files_are_written() -> None:
-    one = np.array([0.1, 0.2])
-    plot = tail_plot({"a": Times(one, one, one, one)}, "../../Up there")
-    assert (plot.name, plot.title) == ("tail-tbt--up-there", "Tail TBT: ../../Up there")
+    seen = read_observations([answer(3.0, 0.5, 0.7)])
+    plot = latency_cdfs({"a": (seen, seen.is_status("ok"))}, SLO(), "../../Up there")
+    assert (plot.name, plot.title) == ("latency-cdfs--up-there", "How times are spread: ../../Up there")
 
 
 def test_sweeps_are_compared_by_capacity_and_at_the_rates_that_both_have(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_sweeps_are_compared_by_capacity_and_at_the_rates_that_both_have(tmp_pat
             write_run(tmp_path / name / folder, drawn(int(rate * 10), 10.0), run_facts=facts(ended_early=rate == 60))
             points.append(point_of(rate, folder, read_summary(tmp_path / name / folder)))
         limit = Capacity(0.9, Estimate(capacity, capacity - 5, capacity + 5))
-        write_sweep(tmp_path / name, SweepResult(name, "http://127.0.0.1:1", tuple(points), (limit,)))
-    found = write_comparison(tmp_path / "out", [Entry(name, (tmp_path / name,)) for name in "ab"])
+        write_json(tmp_path / name / SWEEP_FILE, SweepResult(name, "http://127.0.0.1:1", tuple(points), (limit,)))
+    found = write_comparison(tmp_path / "out", {name: [tmp_path / name] for name in "ab"})
     (capacity_at_90,) = found.figures
     assert (capacity_at_90.name, capacity_at_90.verdicts) == ("capacity at 90% (requests/s)", ("better",))
     assert [each.rate for each in found.at_rates] == [20.0]
@@ -162,6 +162,6 @@ def test_sweeps_are_compared_by_capacity_and_at_the_rates_that_both_have(tmp_pat
 def test_a_run_and_a_sweep_do_not_go_together(tmp_path: Path) -> None:
     write_run(tmp_path / "run", drawn(5, 10.0))
     (tmp_path / "sweep").mkdir()
-    write_sweep(tmp_path / "sweep", SweepResult("s", "", (), ()))
+    write_json(tmp_path / "sweep" / SWEEP_FILE, SweepResult("s", "", (), ()))
     with pytest.raises(LoadTestError, match="folders of one sort"):
-        write_comparison(tmp_path / "out", [Entry("a", (tmp_path / "run",)), Entry("b", (tmp_path / "sweep",))])
+        write_comparison(tmp_path / "out", {"a": [tmp_path / "run"], "b": [tmp_path / "sweep"]})

@@ -8,18 +8,21 @@ from hypothesis import strategies as st
 from twostroke.loadtests.report.estimates import NUM_SLICES, Estimate, Slices, percentile, share
 
 
+def bounds(estimate: Estimate | None) -> tuple[float, float, float]:
+    """Low, value, high."""
+    assert estimate is not None
+    assert estimate.low is not None
+    assert estimate.high is not None
+    return estimate.low, estimate.value, estimate.high
+
+
 def test_a_share_has_wilsons_interval() -> None:
     # Wilson's interval for 8 of 10, as textbooks have it.
-    found = share(8, 10)
-    assert found is not None
-    assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
+    assert bounds(share(8, 10)) == pytest.approx((0.4902, 0.8, 0.9433), abs=1e-4)
 
 
 def test_all_of_a_few_is_not_certainly_all() -> None:
-    found = share(10, 10)
-    assert found is not None
-    assert found.high == 1.0
-    assert found.low == pytest.approx(0.7225, abs=1e-4)
+    assert bounds(share(10, 10)) == pytest.approx((0.7225, 1.0, 1.0), abs=1e-4)
 
 
 def test_a_share_of_nothing_is_none() -> None:
@@ -29,11 +32,8 @@ def test_a_share_of_nothing_is_none() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 5000))
 def test_a_shares_interval_holds_it_and_stays_within_0_and_1(hits: int, total: int) -> None:
-    found = share(min(hits, total), total)
-    assert found is not None
-    assert found.low is not None
-    assert found.high is not None
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    low, value, high = bounds(share(min(hits, total), total))
+    assert 0 <= low <= value <= high <= 1
 
 
 def test_a_percentile_is_a_value_that_was_seen() -> None:
@@ -62,11 +62,9 @@ def test_a_percentiles_interval_holds_the_true_one_about_as_often_as_it_says() -
     hits = 0
     slices = Slices(0.0, 30.0)
     for _ in range(60):
-        found = slices.percentile(draw.exponential(size=400), slices.of(draw.uniform(0, 30, 400)), 50)
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
-        hits += found.low <= np.log(2) <= found.high
+        values, at_s = draw.exponential(size=400), draw.uniform(0, 30, 400)
+        low, _, high = bounds(slices.percentile(values, slices.of(at_s), 50))
+        hits += low <= np.log(2) <= high
     assert 51 <= hits <= 60
 
 
@@ -75,24 +73,19 @@ def test_values_that_are_late_together_have_a_wider_interval_than_values_on_thei
     at_s = np.sort(draw.uniform(0, 300, 3000))
     bursts = np.where((at_s // 10) % 5 == 0, 2.0, 1.0) + draw.normal(0, 0.1, 3000)
     slices = Slices(0.0, 300.0)
-    together = slices.percentile(bursts, slices.of(at_s), 75)
-    apart = slices.percentile(draw.permutation(bursts), slices.of(at_s), 75)
-    assert together is not None
-    assert apart is not None
-    assert _width(together) > 2 * _width(apart)
+    low, _, high = bounds(slices.percentile(bursts, slices.of(at_s), 75))
+    low_apart, _, high_apart = bounds(slices.percentile(draw.permutation(bursts), slices.of(at_s), 75))
+    assert high - low > 2 * (high_apart - low_apart)
 
 
 def test_of_very_many_values_the_interval_is_as_of_all() -> None:
     draw = np.random.default_rng(2)
     at_s, values = draw.uniform(0, 30, 20_000), draw.exponential(size=20_000)
     slices = Slices(0.0, 30.0)
-    found = slices.percentile(values, slices.of(at_s), 99)
-    assert found is not None
-    assert found.value == percentile(values, 99)
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.value < found.high
-    assert _width(found) == pytest.approx(2 * 1.96 * np.sqrt(0.99 * 0.01 / 20_000) / 0.01, rel=0.35)
+    low, value, high = bounds(slices.percentile(values, slices.of(at_s), 99))
+    assert value == percentile(values, 99)
+    assert low < value < high
+    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(0.99 * 0.01 / 20_000) / 0.01, rel=0.35)
 
 
 def test_a_rate_counts_events_over_the_whole_window() -> None:
@@ -124,9 +117,3 @@ def test_estimates_overlap_where_their_intervals_do(other: Estimate, overlaps: b
     one = Estimate(2.0, 1.0, 3.0)
     assert one.overlaps(other) is overlaps
     assert other.overlaps(one) is overlaps
-
-
-def _width(estimate: Estimate) -> float:
-    assert estimate.low is not None
-    assert estimate.high is not None
-    return estimate.high - estimate.low

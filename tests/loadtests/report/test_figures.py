@@ -10,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.figures import (
     CLIENT_PARTS,
     SERVER_PARTS,
     FrequentError,
     Summary,
+    Validity,
+    judge,
     judged_rows,
-    mean_parts,
     num_workers,
+    read_observations,
     server_parts,
     summarise,
     summary_of,
 )
-from twostroke.loadtests.report.observations import Validity, judge, read_observations
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 
@@ -247,11 +248,6 @@ def test_a_folder_that_is_none_of_a_run_is_named(tmp_path: Path) -> None:
         summarise(RunFolder(tmp_path))
 
 
-def test_a_summary_can_be_read_again() -> None:
-    found = summary(*drawn(60, 10.0), miss(5.0, "failed", "x"))
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
-
-
 @st.composite
 def records(draw: Any) -> list[Record]:
     made: list[Record] = []
@@ -299,8 +295,19 @@ def answers(count: int, **fields: Any) -> list[Record]:
     return [answer(2.0 + 8.0 * number / count, 0.5, **fields) for number in range(count)]
 
 
-def test_a_run_that_kept_its_schedule_is_valid() -> None:
-    assert verdict(*answers(100, lag_s=0.004)) == Validity(True)
+@pytest.mark.parametrize(
+    ("records", "slo"),
+    [
+        (answers(100, lag_s=0.004), SLO(1.0, 0.1)),
+        ([*answers(99), answer(5.0, 0.5, lag_s=0.4)], SLO(1.0, 0.1)),
+        ([answer(1.0, 0.9, lag_s=0.5), *answers(10)], SLO(1.0, 0.1)),
+        (answers(10, lag_s=0.3), SLO()),
+        ([*answers(10), miss(9.0, "unfinished")], SLO(1.0, 0.1)),
+    ],
+    ids=["on time", "one late in a hundred", "late in the warm-up", "late without an SLO", "never sent"],
+)
+def test_a_run_that_tells_of_the_server_is_valid(records: list[Record], slo: SLO) -> None:
+    assert verdict(*records, run_plan=plan(slo=slo)) == Validity(True)
 
 
 def test_lag_may_take_a_twentieth_of_the_ttft_that_it_adds_to() -> None:
@@ -323,38 +330,27 @@ def test_what_helps_against_lag_depends_on_who_was_busy(cpu_seconds: float, advi
     assert advice in found.reasons[0]
 
 
-def test_one_late_request_in_a_hundred_is_forgiven() -> None:
-    assert verdict(*answers(99), answer(5.0, 0.5, lag_s=0.4)).valid
-
-
-def test_lag_in_the_warm_up_does_not_count() -> None:
-    assert verdict(answer(1.0, 0.9, lag_s=0.5), *answers(10)).valid
-
-
-def test_lag_is_not_judged_without_an_slo() -> None:
-    assert verdict(*answers(10, lag_s=0.3), run_plan=plan(slo=SLO())).valid
-
-
-def test_a_saturated_generator_makes_a_run_invalid() -> None:
-    healths = (GeneratorHealth(0, 5, cpu_seconds=7.9, wall_seconds=10.0), GeneratorHealth(1, 5, 8.1, 10.0))
-    found = verdict(*answers(10), generators=healths)
-    assert found.reasons == (
-        "generator process 1 was saturated: 81% of a core, above 80%; use more generator processes",
-    )
-
-
-def test_requests_without_a_record_make_a_run_invalid() -> None:
-    found = verdict(*answers(10), generators=(GeneratorHealth(0, 12, 1.0, 10.0),))
-    assert found.reasons == ("12 requests were sent, and only 10 have a record",)
-
-
-def test_a_run_that_was_ended_early_is_invalid() -> None:
-    found = verdict(*answers(8), ended_early=True)
-    assert found.reasons == ("the run was ended early: 9 s of 10 s were sent",)
-
-
-def test_a_run_without_requests_in_its_window_is_invalid() -> None:
-    assert verdict(answer(1.0, 0.1)).reasons == ("no request was scheduled in the window, so nothing was measured",)
+@pytest.mark.parametrize(
+    ("records", "known", "reason"),
+    [
+        (
+            answers(10),
+            {"generators": (GeneratorHealth(0, 5, 7.9, 10.0), GeneratorHealth(1, 5, 8.1, 10.0))},
+            "generator process 1 was saturated: 81% of a core, above 80%; use more generator processes",
+        ),
+        (
+            answers(10),
+            {"generators": (GeneratorHealth(0, 12, 1.0, 10.0),)},
+            "12 requests were sent, and only 10 have a record",
+        ),
+        (answers(8), {"ended_early": True}, "the run was ended early: 9 s of 10 s were sent"),
+        ([answer(1.0, 0.1)], {}, "no request was scheduled in the window, so nothing was measured"),
+    ],
+)
+def test_a_run_that_tells_of_the_generator_is_invalid(
+    records: list[Record], known: dict[str, Any], reason: str
+) -> None:
+    assert verdict(*records, **known).reasons == (reason,)
 
 
 @pytest.mark.parametrize(
@@ -369,10 +365,6 @@ def test_a_run_without_requests_in_its_window_is_invalid() -> None:
 def test_moments_in_no_possible_order_make_a_run_invalid(record: Record) -> None:
     found = verdict(record, *answers(100), run_plan=plan(slo=SLO()))
     assert found.reasons == ("the moments of 1 records are in no possible order: a clock jumped",)
-
-
-def test_a_request_that_was_never_sent_contradicts_nothing() -> None:
-    assert verdict(*answers(10), miss(9.0, "unfinished")).valid
 
 
 DISAGGREGATED = {
@@ -430,16 +422,17 @@ def test_parts_add_up_to_the_whole_and_none_is_negative(
     assert min(found) >= -1e-9
 
 
-def test_means_are_of_all_answers() -> None:
-    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (DISAGGREGATED | {"prefill_s": 0.25}, 0.5, 1.5)])
+def test_stages_are_means_of_all_answers() -> None:
+    quicker = DISAGGREGATED | {"prefill_s": 0.25}
+    found = summary(answer(3.0, 0.5, 1.5, stages=DISAGGREGATED), answer(4.0, 0.5, 1.5, stages=quicker)).stages
     assert [part.name for part in found] == list(SERVER_PARTS)
     assert next(part.mean_s for part in found if part.name == "prefill") == pytest.approx(0.3)
 
 
 def test_a_server_that_tells_no_stages_has_two_parts() -> None:
-    found = mean_parts([(DISAGGREGATED, 0.5, 1.5), (None, 0.3, 0.8)])
+    found = summary(answer(3.0, 0.5, 1.5, stages=DISAGGREGATED), answer(4.0, 0.3, 0.8)).stages
     assert [(part.name, part.mean_s) for part in found] == [
         (CLIENT_PARTS[0], pytest.approx(0.4)),
         (CLIENT_PARTS[1], pytest.approx(0.75)),
     ]
-    assert mean_parts([]) == []
+    assert summary(miss(3.0, "failed")).stages == []

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepPoint, SweepResult, point_of
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import Summary, summarise, summary_of
-from twostroke.loadtests.report.observations import read_observations
+from twostroke.loadtests.report.figures import Summary, read_observations, summarise, summary_of
 from twostroke.loadtests.report.pages import (
     REPORT_FILE,
     capacity_words,
@@ -23,9 +24,8 @@ from twostroke.loadtests.report.pages import (
     write_report,
     write_sweep_report,
 )
-from twostroke.loadtests.report.run_plots import bin_edges, by_moment, requests_in_flight
-from twostroke.loadtests.report.sweep import Capacity, SweepPoint, SweepResult, point_of, read_sweep, write_sweep
-from twostroke.loadtests.run_folder import Record, RunFolder, Sample, write
+from twostroke.loadtests.report.plots import bin_edges, requests_in_flight, server_means
+from twostroke.loadtests.run_folder import Record, RunFolder, Sample, write, write_json
 
 # What makes a browser fetch something.
 FETCHING = re.compile(
@@ -60,7 +60,7 @@ def test_a_page_has_everything_inside_and_asks_nothing_of_any_network(whole: Run
     text = (whole.path / "report.html").read_text()
     assert FETCHING.findall(text) == []
     assert "default-src 'none'" in text
-    assert text.count("data:image/png;base64,") == 7
+    assert text.count("data:image/png;base64,") == 6
 
 
 def test_each_plot_is_a_file_too_whatever_kinds_are_called(whole: RunFolder) -> None:
@@ -72,7 +72,6 @@ def test_each_plot_is_a_file_too_whatever_kinds_are_called(whole: RunFolder) -> 
         "load-over-time",
         "server-over-time",
         "stages",
-        "tail-tbt",
     ]
     assert all(plot.read_bytes().startswith(PNG_BEGIN) for plot in plots)
     assert [path.name for path in whole.path.parent.iterdir()] == ["run"]
@@ -196,7 +195,8 @@ def test_a_request_is_in_flight_from_its_send_to_its_end() -> None:
 
 def test_workers_of_a_role_are_counted_and_summed_and_their_kv_use_is_averaged() -> None:
     samples = [Sample(1.0, "decode", worker, 2.0, 3.0, 0.0, usage) for worker, usage in (("a", 0.2), ("b", 0.6))]
-    at_s, (running, waiting, kv_usage, workers) = by_moment([*samples, Sample(2.0, "decode", "a", 1.0, 0.0, 0.0, 0.5)])
+    samples.append(Sample(2.0, "decode", "a", 1.0, 0.0, 0.0, 0.5))
+    at_s, (running, waiting, kv_usage, workers) = server_means(samples, np.array([0.0, 1.5, 3.0]))
     assert at_s.tolist() == [1.0, 2.0]
     assert (running.tolist(), waiting.tolist(), kv_usage.tolist()) == (
         [4.0, 1.0],
@@ -215,7 +215,7 @@ def sweep(folder: Path, rates: tuple[float, ...] = (10.0, 20.0, 20.0, 40.0)) -> 
         points.append(point_of(rate, name, read_summary(folder / name)))
     capacities = (Capacity(0.9, Estimate(14.2, 13.0, 15.5), Estimate(7.1, 6.5, 7.75)), Capacity(0.99, None))
     result = SweepResult("s", "http://127.0.0.1:1", tuple(points), capacities, num_workers=2)
-    write_sweep(folder, result)
+    write_json(folder / SWEEP_FILE, result)
     return result
 
 
@@ -244,16 +244,6 @@ def test_a_run_is_reckoned_anew_where_its_report_is_missing_or_of_another_versio
     for broken in (b"", b'{"name": "of another version"}'):
         (tmp_path / REPORT_FILE).write_bytes(broken)
         assert read_summary(tmp_path) == summarise(folder)
-
-
-def test_a_sweep_is_read_as_it_was_written(tmp_path: Path) -> None:
-    result = sweep(tmp_path, (10.0,))
-    assert read_sweep(tmp_path) == result
-
-
-def test_a_folder_that_is_no_sweeps_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LoadTestError, match=r"sweep\.json: not there"):
-        read_sweep(tmp_path)
 
 
 def test_a_rate_that_even_the_highest_run_reached_is_a_lower_bound() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Replay, Step
 from twostroke.loadtests.workloads.arrivals import arrival_times
 
@@ -102,7 +102,8 @@ def test_no_arrival_lies_in_a_step_without_a_rate(begins: list[float], rates: li
         (Step(((0.0, float("inf")),)), "from 0 on"),
         (Poisson(float("inf")), "rate inf"),
         (Step(((0.0, 1.0), (float("nan"), 1.0))), "later than"),
-        (Closed(0), "0 users: give at least 1"),
+        (Closed(0), "0 users who think 0 s: give at least 1"),
+        (Closed(1, float("nan")), "who think nan s"),
         (Replay(), "give arrivals a rate"),
     ],
     ids=str,

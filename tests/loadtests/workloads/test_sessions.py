@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import (
     SLO,
     Chat,
@@ -36,7 +36,7 @@ WORKLOADS: list[Workload] = [
     Synthetic("azure-conv"),
     Synthetic("mooncake-conversation"),
     Chat(),
-    SharedPrompt(shared_tokens=300, prompts=3, input_tokens=50, output_tokens=10),
+    SharedPrompt(shared_tokens=300, shared_prompts=3, input_tokens=50, output_tokens=10),
     LongPrompts(50, 100, 2000, 10, long_share=0.1),
 ]
 
@@ -107,7 +107,7 @@ def test_conversations_have_their_mean_of_turns_and_time_to_think() -> None:
 
 
 def test_requests_take_one_of_the_shared_prompts_each() -> None:
-    shared = SharedPrompt(shared_tokens=300, prompts=3, input_tokens=100, output_tokens=10)
+    shared = SharedPrompt(shared_tokens=300, shared_prompts=3, input_tokens=100, output_tokens=10)
     prompts = [session.turns[0].prompt for session in islice(sessions(plan_of(shared)), 300)]
     assert len({prompt[0] for prompt in prompts}) == 3
     assert hit_rate(prompts) == pytest.approx((297 * 300) / (300 * 400))
@@ -128,7 +128,7 @@ def test_long_prompts_come_now_and_then_and_are_marked() -> None:
         ({"workload": Fixed(4000, 97)}, "4000 tokens in and 97 out don't fit into max_context 4096"),
         ({"workload": Fixed(0, 1)}, "give at least 1 of each"),
         ({"workload": Synthetic("nonesuch")}, "no shape 'nonesuch'.*azure-conv, azure-code"),
-        ({"workload": SharedPrompt(10, 0, 10, 10)}, "give at least 1 of prompts"),
+        ({"workload": SharedPrompt(10, 0, 10, 10)}, "give at least 1 of shared_prompts"),
         ({"workload": LongPrompts(1, 1, 5000, 1, 0.1)}, "5000 tokens in and 1 out don't fit"),
         ({"workload": LongPrompts(1, 1, 2, 1, 1.1)}, "give a share from 0 to 1"),
         ({"workload": Chat(system_tokens=4000)}, "a first turn has 4000 \\+ 80 tokens in and 120 out"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loadtests.workloads.test_sessions import hit_rate
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.workloads.synthetic import (
     SHAPES,
     LogNormal,

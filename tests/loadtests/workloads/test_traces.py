@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.loadtests.errors import LoadTestError
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Turn
 from twostroke.loadtests.workloads.traces import Trace, open_trace
 
@@ -100,16 +100,22 @@ def test_requests_bundled_by_a_coarse_clock_are_spread_over_its_ticks(tmp_path: 
     [
         ("", "line 1: the columns are of no known trace"),
         ("a,b,c\n1,2,3\n", "line 1: the columns are of no known trace; there are azure, mooncake, burstgpt, bailian"),
-        (AZURE + "yesterday,1,2\n", "line 3: TIMESTAMP is 'yesterday', not a date and time"),
-        (AZURE + "2023-11-16 18:15:47,many,2\n", "line 3: ContextTokens is 'many', not a number of tokens"),
-        (AZURE + "2023-11-16 18:15:47,1\n", "line 3: the row ends before GeneratedTokens"),
+        (
+            AZURE + "yesterday,1,2\n",
+            "line 3: Invalid RFC3339 encoded datetime - at `\\$.TIMESTAMP`; correct or remove the line",
+        ),
+        (AZURE + "2023-11-16 18:15:47,many,2\n", "line 3: Expected `int`, got `str` - at `\\$.ContextTokens`"),
+        (AZURE + "2023-11-16 18:15:47,1\n", "line 3: Expected `int`, got `null` - at `\\$.GeneratedTokens`"),
         (AZURE + "2023-11-16 18:15:40,1,2\n", "request 2 is earlier than the one before it; sort the file"),
         (AZURE.splitlines()[0] + "\n", "has no requests"),
-        (jsonl(block_row(0, 10, [1])) + "{nonsense\n", "line 2: no JSON object"),
-        (jsonl({"timestamp": 0, "input_length": 3}), "line 1: no output_length"),
-        (jsonl(block_row(0, -1, [1])), "line 1: input_length is -1, not a number of tokens"),
-        (jsonl(block_row(0, 10, ["a"])), "line 1: hash_ids is .*, not a list of whole numbers"),
-        (jsonl({**block_row(0, 10, [1]), "timestamp": None}), "line 1: timestamp is None, not a number"),
+        (jsonl(block_row(0, 10, [1])) + "{nonsense\n", "line 2: JSON is malformed"),
+        (jsonl({"timestamp": 0, "input_length": 3}), "line 1: Object missing required field `output_length`"),
+        (jsonl(block_row(0, -1, [1])), "line 1: Expected `int` >= 0 - at `\\$.input_length`"),
+        (jsonl(block_row(0, 10, ["a"])), "line 1: Expected `int`, got `str` - at `\\$.hash_ids\\[0\\]`"),
+        (
+            jsonl({**block_row(0, 10, [1]), "timestamp": None}),
+            "line 1: Expected `float`, got `null` - at `\\$.timestamp`",
+        ),
     ],
     ids=lambda case: case[:50],
 )
@@ -120,7 +126,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, text: str, message: s
 
 
 def test_a_missing_column_is_named_where_the_format_was_given(tmp_path: Path) -> None:
-    with pytest.raises(LoadTestError, match="line 1: no column Request tokens, Response tokens"):
+    with pytest.raises(LoadTestError, match="line 2: Object missing required field `Request tokens`"):
         open_trace(written(tmp_path, "Timestamp,Model\n1,a\n"), "burstgpt")
 
 

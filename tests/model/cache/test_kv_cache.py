@@ -13,26 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from twostroke.kvtransfer.store import DeviceStore, HostStore, SharedStore
-from twostroke.model.architectures.llama import decoder_spec
+from tests.model.conftest import TINY
+from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, kv_block_bytes, make_kv_cache
-from twostroke.model.config import ModelConfig, RopeConfig
+from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
-CONFIG = ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=64,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    spec=decoder_spec(),
-)
+CONFIG = parse_model_config({**TINY, "num_hidden_layers": 3}, "test")
 
 
 def make_cache(**changes: Any) -> KVCache:
@@ -166,28 +154,30 @@ def failing(code: int) -> Any:
     return fail
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EMFILE, errno.EPERM])
+@pytest.mark.parametrize(
+    ("module", "name", "fault"),
+    [
+        (os, "memfd_create", errno.ENOSYS),
+        (os, "memfd_create", errno.EMFILE),
+        (os, "memfd_create", None),  # this Python was built for a system without
+        (fcntl, "fcntl", errno.EINVAL),  # it can't be sealed
+    ],
+    ids=str,
+)
 def test_without_memfds_the_cache_is_in_ordinary_memory_and_the_log_says_so(
-    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    module: Any, name: str, fault: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "memfd_create", failing(code))
+    before = open_memfds()
+    if fault is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, failing(fault))
     cache = make_cache()
     assert isinstance(cache, HostStore)
     assert not isinstance(cache, SharedStore)
     assert not cache.tensors[0].any()
-    assert os.strerror(code) in caplog.text
     assert "can't be shared" in caplog.text
-
-
-def test_a_system_that_knows_no_memfds_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    assert not isinstance(make_cache(), SharedStore)
-
-
-def test_a_memfd_that_cannot_be_filled_or_sealed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = open_memfds()
-    monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
-    assert not isinstance(make_cache(), SharedStore)
+    assert (name if fault is None else os.strerror(fault)) in caplog.text
     assert open_memfds() == before
 
 

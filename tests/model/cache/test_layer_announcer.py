@@ -1,6 +1,7 @@
 """Layers are announced in order, once their events have come, and all of them before the step goes on."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -41,51 +42,36 @@ def test_layers_are_announced_in_order_however_their_events_come() -> None:
     assert called == [0, 1, 2, 3]
 
 
-def test_the_new_thread_begins_as_it_is_told() -> None:
-    began: list[str] = []
-    with LayerAnnouncer(lambda layer: None, lambda: began.append(threading.current_thread().name)):
-        pass
-    assert began == ["layer-announcer"]
-
-    def fail() -> None:
-        raise RuntimeError("no such GPU")
-
-    with pytest.raises(RuntimeError, match="no such GPU"), LayerAnnouncer(lambda layer: None, fail):
-        pass
+def announce_two(on_layer: Callable[[int], None], begin: Callable[[], None], error: Exception | None = None) -> None:
+    gate = Gate()
+    gate.open()
+    with LayerAnnouncer(on_layer, begin) as announcer:
+        announcer.announce(0, gate)
+        announcer.announce(1, gate)
+        if error is not None:
+            raise error
 
 
-def test_an_error_of_a_call_is_raised_by_the_step_and_ends_the_announcements() -> None:
+def test_an_error_ends_the_announcements_and_the_first_one_is_raised_by_the_step() -> None:
     called: list[int] = []
+    began: list[str] = []
 
-    def on_layer(layer: int) -> None:
+    def fail(layer: int) -> None:
         called.append(layer)
         raise KeyError(layer)
 
-    gate = Gate()
-    gate.open()
+    def begin() -> None:
+        began.append(threading.current_thread().name)
 
-    def step() -> None:
-        with LayerAnnouncer(on_layer) as announcer:
-            announcer.announce(0, gate)
-            announcer.announce(1, gate)
+    def fail_to_begin() -> None:
+        raise RuntimeError("no such GPU")
 
     with pytest.raises(KeyError):
-        step()
-    assert called == [0]
-
-
-def test_an_error_of_the_step_is_not_hidden_by_one_of_a_call() -> None:
-    def on_layer(layer: int) -> None:
-        raise KeyError(layer)
-
-    gate = Gate()
-    gate.open()
-
-    def step() -> None:
-        with LayerAnnouncer(on_layer) as announcer:
-            announcer.announce(0, gate)
-            raise ValueError("the step's")
-
+        announce_two(fail, begin)
     with pytest.raises(ValueError, match="the step's"):
-        step()
-    assert not any(thread.name == "layer-announcer" for thread in threading.enumerate())
+        announce_two(fail, begin, ValueError("the step's"))
+    with pytest.raises(RuntimeError, match="no such GPU"):
+        announce_two(fail, fail_to_begin)
+    assert called == [0, 0]
+    assert all(name.startswith("layer-announcer") for name in began)
+    assert not any(thread.name.startswith("layer-announcer") for thread in threading.enumerate())

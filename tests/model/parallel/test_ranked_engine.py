@@ -9,8 +9,8 @@ import pytest
 from twostroke.model.parallel.ranked_engine import RankConnections, TensorParallelEngine
 from twostroke.model.step import BlockCopy, Draw, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.messages import RankHello, RankSequence, RankStep, StepEnded
 from twostroke.protocol.network import Connection, TcpNetwork
-from twostroke.protocol.rank_messages import RankHello, RankSequence, RankStep, StepEnded
 from twostroke.protocol.requests import Peer, SampledToken, SamplingParams
 
 WORKER = Peer("w", 5)

@@ -1,31 +1,67 @@
-"""Which workers have a channel, and for how long."""
+"""Which workers have a channel, and for how long; what comes on it, how it ends and comes back."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
 from twostroke.protocol.errors import WorkerLost
-from twostroke.protocol.messages import TokenFrame
-from twostroke.protocol.requests import SampledToken, TokenEvent
+from twostroke.protocol.messages import (
+    BlocksChanged,
+    BlocksHeld,
+    Cancel,
+    Convicted,
+    Drain,
+    Ping,
+    Refuse,
+    ReportBlocks,
+    StatsFrame,
+    TokenFrame,
+    Welcome,
+)
+from twostroke.protocol.network import TcpNetwork
+from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
+from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.verdicts import Verdict
+from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
+from twostroke.router.channels.token_stream import join_fresh
+
+SECRET = b"the cluster's secret"
+GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)
 
 
-def event(request_id, index):
-    return TokenEvent(request_id, index, (SampledToken(index),))
+def events(request_id, *indices):
+    return TokenFrame(tuple(TokenEvent(request_id, index, (SampledToken(index),)) for index in indices))
 
 
-async def connected(rig, name="d0"):
+async def connected(rig, until, name="d0"):
+    """The worker, once both sides know of the channel."""
     await rig.channels.ensure(rig[name].info)
+    await until(lambda: "router-0" in rig[name].connections)
     return rig[name].info.peer
+
+
+def say(rig, message, name="d0"):
+    rig[name].connections["router-0"].send(message)
+
+
+async def comes_again(rig, until, name="d0"):
+    """The channel breaks, and there is another."""
+    first = rig[name].connections["router-0"]
+    await first.close()
+    await until(lambda: rig[name].connections.get("router-0", first) is not first)
+
+
+# --- who is followed ---
 
 
 async def test_workers_that_left_are_told_so_and_forgotten_once_nobody_uses_them(fleet_of, until):
     async with fleet_of(0, 2) as rig:
-        peers = [await connected(rig, name) for name in ("d0", "d1")]
+        peers = [await connected(rig, until, name) for name in ("d0", "d1")]
         stream = rig.channels.subscribe(peers[0], "one", max_tokens=5)
-        await until(lambda: "router-0" in rig["d0"].connections)
         for _ in range(2):
             rig.channels.follow([rig["d1"].info])
-        rig["d0"].connections["router-0"].send(TokenFrame((event("one", 0),)))
+        say(rig, events("one", 0))
         assert (await anext(stream)).index == 0
         await until(lambda: rig["d0"].told_to_leave == 1)
         stream.close()
@@ -38,9 +74,8 @@ async def test_workers_that_left_are_told_so_and_forgotten_once_nobody_uses_them
 
 async def test_a_worker_that_left_and_then_dies_fails_its_streams_at_once_and_is_not_looked_for(fleet_of, until):
     async with fleet_of(0, 1) as rig:
-        peer = await connected(rig)
+        peer = await connected(rig, until)
         stream = rig.channels.subscribe(peer, "one", max_tokens=5)
-        await until(lambda: "router-0" in rig["d0"].connections)
         rig.channels.follow([])
         await rig["d0"].die()
         with pytest.raises(WorkerLost):
@@ -51,15 +86,12 @@ async def test_a_worker_that_left_and_then_dies_fails_its_streams_at_once_and_is
 
 async def test_a_worker_that_left_by_mistake_is_followed_again(fleet_of, until):
     async with fleet_of(0, 1) as rig:
-        peer = await connected(rig)
+        peer = await connected(rig, until)
         rig.channels.subscribe(peer, "one", max_tokens=5)  # so that its channel stays
-        await until(lambda: "router-0" in rig["d0"].connections)
         rig.channels.follow([])
         await until(lambda: rig["d0"].told_to_leave == 1)
         rig.channels.follow([rig["d0"].info])
-        first = rig["d0"].connections["router-0"]
-        await first.close()
-        await until(lambda: rig["d0"].connections.get("router-0", first) is not first)
+        await comes_again(rig, until)
         async with asyncio.timeout(5):
             await rig.channels.ensure(rig["d0"].info)
         rig.channels.follow([])
@@ -68,9 +100,8 @@ async def test_a_worker_that_left_by_mistake_is_followed_again(fleet_of, until):
 
 async def test_a_worker_that_left_by_mistake_and_was_cut_off_meanwhile_is_followed_again(fleet_of, until):
     async with fleet_of(0, 1) as rig:
-        peer = await connected(rig)
+        peer = await connected(rig, until)
         stream = rig.channels.subscribe(peer, "one", max_tokens=5)
-        await until(lambda: "router-0" in rig["d0"].connections)
         rig.channels.follow([])
         await rig["d0"].connections["router-0"].close()
         with pytest.raises(WorkerLost):
@@ -81,38 +112,325 @@ async def test_a_worker_that_left_by_mistake_and_was_cut_off_meanwhile_is_follow
         assert rig.channels.is_connected(peer)
 
 
-class CountedInfo:
-    """A worker's facts, with a count of how often anybody has looked."""
-
-    def __init__(self, info):
-        self._info = info
-        self.num_looks = 0
-
-    def __getattr__(self, name):
-        self.num_looks += 1
-        return getattr(self._info, name)
-
-
-async def test_the_same_workers_are_not_looked_at_again_while_one_that_left_still_has_streams(fleet_of, until):
-    async with fleet_of(0, 2) as rig:
-        leaving = await connected(rig, "d0")
-        stream = rig.channels.subscribe(leaving, "one", max_tokens=5)
-        others = [CountedInfo(rig["d1"].info)]
-        rig.channels.follow(others)
-        await until(lambda: rig.channels.is_connected(rig["d1"].info.peer))
-        looks = others[0].num_looks
-        rig.channels.follow(others)
-        assert others[0].num_looks == looks
-        stream.close()
-        rig.channels.follow(others)
-        assert others[0].num_looks == looks
-        assert not rig.channels.is_connected(leaving)
-
-
 async def test_a_router_that_ends_takes_no_worker_down(fleet_of, until):
     async with fleet_of(0, 1) as rig:
-        await connected(rig)
-        await until(lambda: "router-0" in rig["d0"].connections)
+        await connected(rig, until)
         await rig.channels.close()
         await until(lambda: not rig["d0"].connections)
         assert rig["d0"].told_to_leave == 0
+
+
+# --- one channel ---
+
+
+async def test_events_reach_the_stream_of_their_request_alone(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig, until)
+        one, two = (rig.channels.subscribe(peer, name, max_tokens=5) for name in ("one", "two"))
+        for frame in (events("two", 0), events("nobody", 0), events("one", 7)):
+            say(rig, frame)
+        assert (await anext(one)).index == 7
+        assert (await anext(two)).index == 0
+        assert one.take_queued() == []
+
+
+async def test_stats_are_remembered_and_forgotten_with_the_channel(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig, until)
+        await until(lambda: rig.channels.stats(peer) == rig["d0"].stats)
+        await rig["d0"].die()
+        await until(lambda: rig.channels.stats(peer) is None)
+        assert rig.channels.is_down(peer)
+        assert not rig.channels.is_connected(peer)
+
+
+async def test_a_dropped_channel_fails_its_streams_after_what_had_come(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig, until)
+        stream = rig.channels.subscribe(peer, "one", max_tokens=5)
+        say(rig, events("one", 0))
+        await until(lambda: stream.heard)
+        await rig["d0"].die()
+        await until(lambda: rig.channels.is_down(peer))
+        assert (await anext(stream)).index == 0
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+        with pytest.raises(WorkerLost):
+            rig.channels.subscribe(peer, "two", max_tokens=5)
+
+
+async def test_a_dropped_channel_comes_back_and_is_told_once_each_further_attempt_for_debugging_alone(
+    fleet_of, until, caplog
+):
+    caplog.set_level("DEBUG", logger="twostroke.router.channels.token_channels")
+
+    def told():
+        return [record.levelname for record in caplog.records if "dropped" in record.message]
+
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig, until)
+        await comes_again(rig, until)
+        await until(lambda: rig.channels.is_connected(peer))
+        await rig["d0"].die()
+        await until(lambda: len(told()) >= 4)
+        assert told()[:4] == ["INFO", "INFO", "DEBUG", "DEBUG"]
+
+
+async def test_a_worker_that_sends_more_than_was_asked_for_is_cut_off(fleet_of, until):
+    async with fleet_of(0, 1) as rig:
+        peer = await connected(rig, until)
+        stream = rig.channels.subscribe(peer, "one", max_tokens=3)
+        say(rig, events("one", *range(50)))
+        await until(lambda: stream.heard)
+        assert len(stream.take_queued()) == 5
+        with pytest.raises(WorkerLost, match="more tokens"):
+            await anext(stream)
+
+
+async def test_nobody_listening_is_told_at_once(fleet_of):
+    async with fleet_of(0, 1) as rig:
+        await rig["d0"].close()
+        with pytest.raises(WorkerLost):
+            await rig.channels.ensure(rig["d0"].info)
+
+
+async def test_an_unexpected_failure_is_told_and_the_channel_comes_back(fleet_of, until, monkeypatch, caplog):
+    async with fleet_of(0, 1) as rig:
+        whole = TcpNetwork.connect
+
+        async def bug(*_):
+            monkeypatch.setattr(TcpNetwork, "connect", whole)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(TcpNetwork, "connect", bug)
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerLost, match="ZeroDivisionError"):
+                await rig.channels.ensure(rig["d0"].info)
+        assert "met a bug" in caplog.text
+        await until(lambda: rig.channels.is_connected(rig["d0"].info.peer))
+
+
+# --- to workers of a kind that no fleet has ---
+
+
+@pytest.fixture
+def channels_to(info_at):
+    """Call it as `async with channels_to(worker) as (channels, info)`.
+
+    `worker(connection, message)` answers each message; the first is the router's hello.
+    """
+
+    @asynccontextmanager
+    async def make(worker, *, clock=lambda: asyncio.get_running_loop().time(), listens=lambda listener: None, **config):
+        async def serve(connection):
+            while True:
+                worker(connection, await connection.receive())
+
+        network = TcpNetwork(SECRET)
+        listener = await network.listen("127.0.0.1", serve)
+        channels = TokenChannels(network=network, peer=Peer("r", 1), clock=clock, config=TokenChannelConfig(**config))
+        listens(channels.listener)
+        try:
+            yield channels, info_at(listener)
+        finally:
+            await channels.close()
+            await listener.close()
+
+    return make
+
+
+def welcome(connection, hello, *verdicts):
+    connection.send(Welcome(hello.receiver))
+    connection.send(Convicted(verdicts))
+
+
+def answers(answer):
+    """A worker that answers the hello so, and then is silent."""
+
+    def worker(connection, message):
+        if not isinstance(message, Ping):
+            connection.send(answer(message))
+            connection.send(Convicted(()))
+
+    return worker
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda hello: Refuse("not you"),
+        lambda hello: Welcome(Peer("w", 6)),
+        lambda hello: Welcome(Peer("x", 5)),
+        lambda hello: hello,
+    ],
+    ids=["refused", "another epoch", "another worker", "no welcome"],
+)
+async def test_only_the_named_incarnation_is_accepted(channels_to, answer):
+    async with channels_to(answers(answer)) as (channels, info):
+        with pytest.raises(WorkerLost):
+            await channels.ensure(info)
+
+
+async def test_who_welcomes_and_then_tells_something_else_is_no_worker(channels_to):
+    def worker(connection, hello):
+        connection.send(Welcome(hello.receiver))
+        connection.send(Ping())
+
+    async with channels_to(worker) as (channels, info):
+        with pytest.raises(WorkerLost, match="poison requests"):
+            await channels.ensure(info)
+
+
+async def test_a_silent_worker_counts_as_lost(channels_to):
+    worker = answers(lambda hello: Welcome(hello.receiver))
+    async with channels_to(worker, ping_s=0.02, silence_s=0.06) as (channels, info):
+        await channels.ensure(info)
+        stream = channels.subscribe(info.peer, "one", max_tokens=3)
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerLost):
+                await anext(stream)
+        assert channels.fell_silent(info.peer)
+
+
+async def test_a_stall_of_our_own_loop_drops_no_channel(channels_to, until):
+    heard, skipped_s = [], 0.0
+
+    def worker(connection, message):
+        heard.append(message)
+        if isinstance(message, Ping):
+            connection.send(Ping())
+        else:
+            welcome(connection, message)
+
+    def clock():
+        return asyncio.get_running_loop().time() + skipped_s
+
+    async with channels_to(worker, clock=clock, ping_s=0.01, silence_s=10.0) as (channels, info):
+        await channels.ensure(info)
+        skipped_s = 1000.0
+        before = len(heard)
+        await until(lambda: len(heard) >= before + 3)
+        assert channels.is_connected(info.peer)
+        assert heard[1:] == [Ping()] * (len(heard) - 1), "it has said hello once"
+
+
+def tells_blocks(asked):
+    """A worker that tells of its blocks as often as it is asked, and of a change when it is taken down."""
+
+    def worker(connection, message):
+        match message:
+            case ReportBlocks():
+                asked.append(message)
+                connection.send(BlocksHeld(b"", True, True, len(asked)))
+            case Drain():
+                connection.send(BlocksChanged(2, b"", b""))
+                connection.send(StatsFrame(WorkerStats(is_draining=True)))
+            case Ping():
+                pass
+            case _:
+                welcome(connection, message)
+
+    return worker
+
+
+async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channels_to, until):
+    asked, heard, changed = [], [], []
+
+    def listens(listener):
+        listener.changed = changed.append
+        listener.blocks = lambda peer, message: heard.append(message) or len(heard) > 1
+
+    async with channels_to(tells_blocks(asked)) as (channels, info):
+        await channels.ensure(info)
+    assert not asked
+    async with channels_to(tells_blocks(asked), listens=listens) as (channels, info):
+        await channels.ensure(info)
+        await until(lambda: len(heard) == 2)
+    assert changed == [info.peer, info.peer], "up and down"
+    assert len(asked) == 2, "again, since the first answer was not understood"
+    assert [message.sequence for message in heard] == [1, 2]
+
+
+async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_back(channels_to, until):
+    asked, heard, told = [], [], []
+
+    def listens(listener):
+        listener.told = lambda peer, stats: told.append(stats)
+        listener.blocks = lambda peer, message: heard.append(message) or True
+
+    async with channels_to(tells_blocks(asked), listens=listens) as (channels, info):
+        await channels.ensure(info)
+        await until(lambda: len(heard) == 1)
+        channels.subscribe(info.peer, "one", max_tokens=5)  # so that its channel stays
+        channels.follow([])
+        await until(lambda: told)
+        assert len(heard) == 1, "it would be indexed again, and nobody would forget it"
+        channels.follow([info])
+        await until(lambda: len(heard) == 2)
+        assert len(asked) == 2
+
+
+async def test_verdicts_are_exchanged_before_a_channel_is_up_and_later_ones_pass_on(channels_to, until):
+    heard, told = [], []
+
+    def worker(connection, message):
+        if not told:
+            welcome(connection, message, GUILTY)
+        if message == Convicted((GUILTY, OTHER)):
+            connection.send(Convicted((OTHER,)))
+        told.append(message)
+
+    def listens(listener):
+        listener.convicted = heard.append
+        listener.known_verdicts = lambda: (GUILTY, OTHER)
+
+    async with channels_to(worker, listens=listens) as (channels, info):
+        await channels.ensure(info)
+        assert heard == [(GUILTY,)], "no request can have gone there before"
+        await until(lambda: len(heard) == 2)
+        channels.tell_verdicts((GUILTY,))
+        channels.tell_verdicts(())
+        channels.send(info.peer, Cancel("last"))
+        await until(lambda: Cancel("last") in told)
+        assert heard[1] == (OTHER,)
+        assert told[1:] == [Convicted((GUILTY, OTHER)), Convicted((GUILTY,)), Cancel("last")]
+
+
+# --- a stream's events, joined ---
+
+
+def event(index, *tokens, finish=None):
+    return TokenEvent("r", index, tuple(SampledToken(token) for token in tokens), finish)
+
+
+@pytest.mark.parametrize(
+    ("events", "sent", "joined"),
+    [
+        ([event(0, 7)], [], event(0, 7)),
+        ([event(0, 7), event(0, 7), event(1, 8)], [], event(0, 7, 8)),
+        ([event(0, 7)], [7], None),
+        ([event(0, 7, 8, 9)], [7, 8], event(2, 9)),
+        ([event(0, 7, finish="stop")], [7], event(1, finish="stop")),
+        ([event(2, 9, finish="length"), event(3, 1)], [7, 8], event(2, 9, finish="length")),
+        ([event(0, 7, finish="stop")], [7, 8, 9], None),
+    ],
+)
+def test_joining_keeps_each_token_once(events, sent, joined):
+    assert join_fresh(events, sent) == joined
+
+
+@pytest.mark.parametrize(
+    ("events", "sent"),
+    [
+        ([event(0, 8)], [7]),
+        ([event(0, 7, 9, 10)], [7, 8]),
+        ([event(0, 7), event(0, 8)], []),
+        ([event(0, 8, finish="stop")], [7]),
+        ([event(1, 8)], []),
+        ([event(-1, 8)], [8]),
+    ],
+    ids=["another", "another later", "another at once", "another at the end", "a gap", "no index"],
+)
+def test_what_does_not_go_on_from_what_was_sent_is_a_lost_worker(events, sent):
+    with pytest.raises(WorkerLost):
+        join_fresh(events, sent)

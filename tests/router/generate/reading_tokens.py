@@ -8,8 +8,13 @@ from twostroke.router.observe.stages import Stages
 
 async def collect(rig, request, stages=None):
     """All tokens; checks that indices are contiguous and the end is told once."""
-    tokens, finishes = [], []
-    async with aclosing(rig.pipeline.generate(request, stages or Stages(0.0))) as events:
+    return await rest(rig.pipeline.generate(request, stages or Stages(0.0)), [])
+
+
+async def rest(events, tokens):
+    """`tokens`, which have been read already, and all that follow, checked in the same way."""
+    finishes = []
+    async with aclosing(events):
         async for event in events:
             assert event.index == len(tokens)
             tokens += [token.token_id for token in event.tokens]
@@ -30,3 +35,8 @@ async def nth_token(rig, request, n, stages=None):
 
 def allow(worker, steps):
     worker.gate = asyncio.Semaphore(steps)
+
+
+def go_on(worker, steps=100):
+    for _ in range(steps):
+        worker.gate.release()

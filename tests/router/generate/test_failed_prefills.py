@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
@@ -94,8 +94,7 @@ async def test_a_prefill_call_that_fails_after_its_kv_was_not_sent_counts_once(f
         await until(lambda: rig["d0"].told_prefill_failed)
         await p0.die()
         await until(lambda: not p0.owned)
-        for _ in range(20):
-            rig["d0"].gate.release()
+        go_on(rig["d0"])
         assert await task == expected(a_request())
         assert (stages.prefill_failures, stages.attempts) == (1, 1)
 
@@ -107,9 +106,7 @@ async def test_a_prefill_worker_lost_after_its_reply_has_not_sent_what_was_left(
         events, tokens = await nth_token(rig, a_request(), 1, stages)
         await rig["p0"].die()
         async with asyncio.timeout(20):
-            async for event in events:
-                tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+            assert await rest(events, tokens) == expected(a_request())
         assert (stages.prefill_failures, stages.attempts) == (1, 1)
 
 
@@ -124,11 +121,8 @@ async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on
         numbers = WorkerStats(total_blocks=77)
         rig["p0"].connections["router-0"].send(StatsFrame(numbers))
         await until(lambda: rig.channels.stats(rig["p0"].info.peer) == numbers)  # so the word before it is here, too
-        for _ in range(20):
-            rig["d0"].gate.release()
-        async for event in events:
-            tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+        go_on(rig["d0"])
+        assert await rest(events, tokens) == expected(a_request())
         assert (stages.prefill_failures, stages.attempts, rig["d0"].told_prefill_failed) == (0, 1, [])
 
 

@@ -1,12 +1,11 @@
 """Requests that go on at another decode worker, since theirs is lost, misbehaves or refuses them; and how often."""
 
 import asyncio
-from contextlib import aclosing
 
 import msgspec
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, nth_token
+from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
@@ -20,10 +19,7 @@ async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, 
         stages = Stages(0.0)
         events, tokens = await nth_token(rig, a_request(), sent, stages)
         await rig["d0"].die()
-        async for event in events:
-            assert event.index == len(tokens)
-            tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+        assert await rest(events, tokens) == expected(a_request())
         assert stages.resumes == 1
         resumed = rig["d1"].seen[0]
         assert resumed.num_output_tokens_given == sent
@@ -41,9 +37,7 @@ async def test_a_stream_that_goes_on_elsewhere_is_told(fleet_of, a_request, expe
         (other,) = [worker for worker in rig.fleet.all.values() if worker is not victim]
         await victim.die()
         allow(other, 100)
-        async with aclosing(events):
-            tokens += [token.token_id async for event in events for token in event.tokens]
-        assert tokens == expected(a_request())
+        assert await rest(events, tokens) == expected(a_request())
     (told,) = [record for record in caplog.records if "goes on" in record.message]
     assert told.levelname == "INFO"
     assert (told.fields["attempt"], told.fields["decode_worker"], told.fields["tokens"]) == (2, other.name, 3)
@@ -55,9 +49,7 @@ async def test_a_dropped_channel_alone_moves_the_request_to_another_worker(fleet
         allow(rig["d0"], 4)
         events, tokens = await nth_token(rig, a_request(), 4)
         await rig["d0"].connections["router-0"].close()
-        async for event in events:
-            tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+        assert await rest(events, tokens) == expected(a_request())
         assert not rig.fleet.owned
 
 
@@ -65,15 +57,12 @@ async def test_a_request_waits_for_its_only_worker_to_come_back(fleet_of, a_requ
     async with fleet_of(1, 1) as rig:
         allow(rig["d0"], 4)
         events, tokens = await nth_token(rig, a_request(), 4)
-        rest = asyncio.create_task(anext(events))
+        going_on = asyncio.create_task(rest(events, tokens))
         await rig["d0"].die()
         rig["d0"].gate = None
         await asyncio.sleep(0.05)
         await rig["d0"].start()
-        tokens += [token.token_id for token in (await rest).tokens]
-        async for event in events:
-            tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+        assert await going_on == expected(a_request())
 
 
 async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fleet_of, a_request, expected):
@@ -94,11 +83,8 @@ async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(f
         rig["d0"].corrupt = lambda event: another(event) if event.index == 0 else event
         stages = Stages(0.0)
         events, tokens = await nth_token(rig, a_request(), 1, stages)
-        for _ in range(20):
-            rig["d0"].gate.release()
-        async for event in events:
-            tokens += [token.token_id for token in event.tokens]
-        assert tokens == expected(a_request())
+        go_on(rig["d0"])
+        assert await rest(events, tokens) == expected(a_request())
         assert stages.resumes == 1
 
 

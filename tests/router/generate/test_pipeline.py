@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.reading_tokens import allow, collect, nth_token
-from twostroke.protocol.errors import RequestError
+from tests.router.generate.reading_tokens import allow, collect, go_on, nth_token
+from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
@@ -13,8 +13,10 @@ from twostroke.router.observe.stages import Stages
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
-        stages = Stages(0.0)
+        stages, decisions_s = Stages(0.0), []
+        rig.pipeline.on_decision = decisions_s.append
         assert await collect(rig, a_request(), stages) == expected(a_request())
+        assert len(decisions_s) == 1
         assert len(rig["p0"].seen) == len(rig["d0"].seen) == 1
         assert rig["p0"].seen[0].request_id == rig["d0"].seen[0].request_id != "template"
         assert (stages.num_cached_tokens, stages.prefill_s, stages.transfer_s) == (3, 0.02, 0.03)
@@ -118,6 +120,17 @@ async def test_nobody_there_is_told_at_once(fleet_of, a_request):
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
 
 
+async def test_places_at_a_worker_that_can_not_be_reached_are_given_back(fleet_of, a_request, monkeypatch):
+    async with fleet_of(1, 1) as rig:
+
+        async def ensure(info):
+            raise ConnectionLost("a bug")
+
+        monkeypatch.setattr(rig.channels, "ensure", ensure)
+        with pytest.raises(ConnectionLost):
+            await collect(rig, a_request())
+
+
 @pytest.mark.parametrize("change", ["max_tokens", "stop_token_ids"])
 async def test_a_first_token_that_is_the_last_cancels_the_decode_worker_at_once(
     fleet_of, a_request, expected, until, change, monkeypatch
@@ -162,8 +175,7 @@ async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_requ
     async with fleet_of(0, 1) as rig:
         allow(rig["d0"], 1)
         events, _ = await nth_token(rig, a_request(max_tokens=500), 1)
-        for _ in range(100):
-            rig["d0"].gate.release()
+        go_on(rig["d0"])
         await until(lambda: rig["d0"].cancelled)
         with pytest.raises(RequestError, match="does not read"):
             async for _ in events:

@@ -1,23 +1,13 @@
 """Requests that take workers down, through the whole pipeline, with neighbours that must not suffer for it."""
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
+from tests.router.generate.reading_tokens import allow, collect, go_on
 from twostroke.protocol.errors import RequestError, WorkerLeaving
-from twostroke.router.observe.stages import Stages
 
 POISON = (66, 6, 6)
-
-
-async def tokens_of(rig, request):
-    tokens = []
-    async with aclosing(rig.pipeline.generate(request, Stages(0.0))) as events:
-        async for event in events:
-            assert event.index == len(tokens)
-            tokens += [token.token_id for token in event.tokens]
-    return tokens
 
 
 def crash_on_poison(rig, *, position=0):
@@ -33,7 +23,7 @@ def the_dead(rig):
 async def refused(rig, request):
     async with asyncio.timeout(20):
         with pytest.raises(RequestError) as caught:
-            await tokens_of(rig, request)
+            await collect(rig, request)
     return caught.value.status, caught.value.code
 
 
@@ -53,7 +43,7 @@ async def test_it_takes_two_workers_down_at_most_and_its_neighbours_none(
 ):
     async with fleet_of(num_prefill, num_decode) as rig:
         crash_on_poison(rig)
-        answers = [asyncio.create_task(tokens_of(rig, one)) for one in neighbours]
+        answers = [asyncio.create_task(collect(rig, one)) for one in neighbours]
         assert await refused(rig, poison()) == (422, "poison_request")
         assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
         assert len(the_dead(rig)) == 2
@@ -100,7 +90,7 @@ async def test_many_clients_that_send_it_at_once_are_refused_and_the_rest_is_ser
     async with fleet_of(0, 6) as rig:
         crash_on_poison(rig)
         clients = [asyncio.create_task(refused(rig, poison())) for _ in range(3)]
-        answers = [asyncio.create_task(tokens_of(rig, one)) for one in neighbours]
+        answers = [asyncio.create_task(collect(rig, one)) for one in neighbours]
         assert set(await asyncio.gather(*clients)) == {(422, "poison_request")}
         assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
         assert len(the_dead(rig)) <= 3, "each was on a worker of its own before anybody could know"
@@ -109,16 +99,15 @@ async def test_many_clients_that_send_it_at_once_are_refused_and_the_rest_is_ser
 async def test_a_request_whose_workers_are_killed_by_chance_is_served(fleet_of, a_request, expected, until):
     async with fleet_of(0, 3) as rig:
         for name in ("d0", "d1", "d2"):
-            rig[name].gate = asyncio.Semaphore(0)
+            allow(rig[name], 0)
         requests = [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3) for i in range(3)]
-        answers = [asyncio.create_task(tokens_of(rig, one)) for one in requests]
+        answers = [asyncio.create_task(collect(rig, one)) for one in requests]
         await until(lambda: len(rig.fleet.owned) == 3)
         await asyncio.gather(rig["d0"].die(), rig["d1"].die())  # a machine with both
         for name in ("d0", "d1"):
             await rig[name].start()
             rig[name].gate = None
-        for _ in range(100):
-            rig["d2"].gate.release()
+        go_on(rig["d2"])
         async with asyncio.timeout(20):
             assert await asyncio.gather(*answers) == [expected(one) for one in requests]
 
@@ -128,28 +117,26 @@ async def test_a_request_whose_channels_dropped_twice_is_innocent_since_its_work
 ):
     async with fleet_of(0, 2) as rig:
         for worker in rig.fleet.all.values():
-            worker.gate = asyncio.Semaphore(0)
-        answer = asyncio.create_task(tokens_of(rig, a_request()))
+            allow(worker, 0)
+        answer = asyncio.create_task(collect(rig, a_request()))
         for name in ("d0", "d1"):
             await until(lambda name=name: rig[name].owned)
             await rig[name].connections["router-0"].close()
-        for _ in range(100):
-            for worker in rig.fleet.all.values():
-                worker.gate.release()
+        for worker in rig.fleet.all.values():
+            go_on(worker)
         async with asyncio.timeout(20):
             assert await answer == expected(a_request())
 
 
 async def test_a_worker_that_falls_silent_accuses_nobody(fleet_of, a_request, expected, until):
     async with fleet_of(0, 2) as rig:
-        rig["d0"].gate = asyncio.Semaphore(0)
+        allow(rig["d0"], 0)
         rig["d0"].is_mute = True
-        rig["d1"].gate = asyncio.Semaphore(0)
-        answer = asyncio.create_task(tokens_of(rig, a_request()))
+        allow(rig["d1"], 0)
+        answer = asyncio.create_task(collect(rig, a_request()))
         await until(lambda: rig["d1"].owned)
         assert rig.pipeline._records.suspects.num_suspects == 0
-        for _ in range(20):
-            rig["d1"].gate.release()
+        go_on(rig["d1"])
         assert await answer == expected(a_request())
 
 
@@ -157,7 +144,7 @@ async def test_a_worker_that_leaves_accuses_nobody_and_is_not_held_to_have_faile
     async with fleet_of(0, 2) as rig:
         rig["d0"].refusal = WorkerLeaving("draining")
         for _ in range(8):
-            assert await tokens_of(rig, a_request()) == expected(a_request())
+            assert await collect(rig, a_request()) == expected(a_request())
         assert rig["d0"].seen
         assert rig.pipeline._records.suspects.num_suspects == 0
         assert rig.pipeline.ejected() == frozenset()
@@ -168,17 +155,16 @@ async def test_a_stream_on_a_leaving_worker_ends_there_and_the_next_request_goes
 ):
     async with fleet_of(0, 2) as rig:
         for worker in rig.fleet.all.values():
-            worker.gate = asyncio.Semaphore(0)
-        answer = asyncio.create_task(tokens_of(rig, a_request()))
+            allow(worker, 0)
+        answer = asyncio.create_task(collect(rig, a_request()))
         await until(lambda: rig.fleet.owned)
         leaving = next(worker for worker in rig.fleet.all.values() if worker.owned)
         other = next(worker for worker in rig.fleet.all.values() if worker is not leaving)
         leaving.is_leaving = True
         other.gate = None
-        assert await tokens_of(rig, a_request()) == expected(a_request())
+        assert await collect(rig, a_request()) == expected(a_request())
         assert len(other.seen) == 1
         await until(lambda: leaving.told_to_leave == 1)
-        for _ in range(20):
-            leaving.gate.release()
+        go_on(leaving)
         assert await answer == expected(a_request())
         assert len(leaving.seen) == len(other.seen) == 1, "nothing was moved"

@@ -1,12 +1,12 @@
 """Who is asked for which prefix, on a fleet of fake workers: what comes of it is tests/integration's affair."""
 
 import asyncio
-from contextlib import aclosing
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from tests.router.generate.reading_tokens import collect, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
 from twostroke.router.fleet import Path
@@ -22,22 +22,11 @@ def prompt_of(a_request):
     return lambda *token_ids, **changes: a_request(token_ids=token_ids, num_prompt_tokens=len(token_ids), **changes)
 
 
-async def answer(rig, request, *, tokens=1000):
-    """The first `tokens` output tokens."""
-    outputs = []
-    async with aclosing(rig.pipeline.generate(request, Stages(0.0))) as events:
-        async for event in events:
-            outputs += [token.token_id for token in event.tokens]
-            if len(outputs) >= tokens:
-                break
-    return outputs
-
-
 async def test_the_next_turn_pulls_the_answer_from_the_decode_worker_that_wrote_it(fleet_of, prompt_of, until):
     async with fleet_of(1, 1) as rig:
-        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
         second = prompt_of(*PROMPT, *written, 1, 2, 3)
-        await answer(rig, second)
+        await collect(rig, second)
         (pull,) = rig["p0"].pulls
         assert (pull.source, pull.target) == (rig["d0"].info.peer, rig["p0"].info.peer)
         assert pull.target_addresses == rig["p0"].info.transfer_addresses
@@ -47,10 +36,16 @@ async def test_the_next_turn_pulls_the_answer_from_the_decode_worker_that_wrote_
         assert (asked.ticket, asked.token_ids, asked.cache_salt) == (pull, second.token_ids, second.cache_salt)
 
 
+async def cut_short(rig, request):
+    events, written = await nth_token(rig, request, 180)
+    await events.aclose()
+    return written
+
+
 async def test_an_answer_that_was_cut_short_is_pulled_as_far_as_it_went(fleet_of, prompt_of):
     async with fleet_of(1, 1) as rig:
-        written = await answer(rig, prompt_of(*PROMPT, max_tokens=300), tokens=180)
-        await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
+        written = await cut_short(rig, prompt_of(*PROMPT, max_tokens=300))
+        await collect(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
         assert len(rig["p0"].pulls) == 1
 
 
@@ -64,9 +59,9 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
         await anext(first)
         assert rig["p0"].seen
         rig["d0"].gate, rig["p0"].prefill_gate = None, asyncio.Event()
-        busy = asyncio.create_task(answer(rig, prompt_of(*reversed(PROMPT))))
+        busy = asyncio.create_task(collect(rig, prompt_of(*reversed(PROMPT))))
         await until(lambda: rig["p0"].owned)
-        await answer(rig, prompt_of(*long, 7))
+        await collect(rig, prompt_of(*long, 7))
         assert [pull.source for pull in rig["p1"].pulls] == [rig["p0"].info.peer]
         rig["p0"].prefill_gate.set()
         await busy
@@ -75,18 +70,16 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
 
 async def test_a_conversation_that_moves_between_decode_workers_takes_its_history_along(fleet_of, prompt_of, until):
     async with fleet_of(0, 2) as rig:
-        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
         idle = WorkerStats(total_blocks=100, free_blocks=100, steps=200)
         rig["d0"].connections["router-0"].send(StatsFrame(idle))
         await until(lambda: rig.channels.stats(rig["d0"].info.peer) == idle)
         rig["d0"].gate = asyncio.Semaphore(0)
-        busy = asyncio.create_task(answer(rig, prompt_of(*reversed(PROMPT))))
+        busy = asyncio.create_task(collect(rig, prompt_of(*reversed(PROMPT))))
         await until(lambda: rig["d0"].owned)
         stages = Stages(0.0)
         second = prompt_of(*PROMPT, *written, 1, 2, 3)
-        async with aclosing(rig.pipeline.generate(second, stages)) as events:
-            async for _ in events:
-                pass
+        await collect(rig, second, stages)
         (pull,) = rig["d1"].pulls
         assert (pull.source, pull.target) == (rig["d0"].info.peer, rig["d1"].info.peer)
         assert pull.target_addresses == rig["d1"].info.transfer_addresses
@@ -100,20 +93,20 @@ async def test_a_conversation_that_moves_between_decode_workers_takes_its_histor
 @pytest.mark.parametrize("change", [{"cache_salt": b"another tenant"}, {"token_ids": (9, *PROMPT[1:])}])
 async def test_another_prefix_is_not_pulled(fleet_of, prompt_of, change):
     async with fleet_of(1, 1) as rig:
-        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
         second = prompt_of(*PROMPT, *written, 1, 2, 3)
         if "token_ids" in change:
             change = {"token_ids": (*change["token_ids"], *second.token_ids[len(PROMPT) :])}
-        await answer(rig, msgspec.structs.replace(second, **change))
+        await collect(rig, msgspec.structs.replace(second, **change))
         assert rig["p0"].pulls == []
 
 
 async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_of, prompt_of):
     async with fleet_of(1, 1) as rig:
-        written = await answer(rig, prompt_of(*PROMPT, max_tokens=200))
+        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
         await rig["d0"].die()
         await rig["d0"].start()
-        await answer(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
+        await collect(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
         assert rig["p0"].pulls == []
 
 
@@ -128,7 +121,7 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
         def is_connected(self, worker):
             return is_connected and worker == source.peer
 
-        def send_prefix(self, worker, message):
+        def send(self, worker, message):
             asked.append((worker, message.ticket))
 
     async with fleet_of(1, 2) as rig:

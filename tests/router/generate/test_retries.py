@@ -3,12 +3,14 @@
 import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.router.generate.retries import Backoff, Retries, RetryBudget
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.retries import Retries, RetryBudget
+from twostroke.router.health.worker_records import backoff_s
 
 
 def retries(*, most: int = 3, floor: int = 0) -> Retries:
-    budget = RetryBudget(share=0.0, floor=floor, clock=lambda: 0.0)
-    return Retries(most=most, budget=budget, backoff=Backoff(first_s=0.1, most_s=1.0, draw=lambda: 0.0))
+    config = PipelineConfig(retries=most, retry_budget=0.0, retry_floor=floor, retry_first_s=0.1)
+    return Retries(config, RetryBudget(config, lambda: 0.0), draw=lambda: 0.0)
 
 
 def pauses(of: Retries, error: Exception, count: int, *, has_got_on: bool = False) -> list[float | None]:
@@ -48,17 +50,18 @@ def test_who_has_tokens_already_waits_for_room_until_its_own_deadline():
     assert paused == [0.1, 0.2, 0.4, 0.4]
 
 
-def test_pauses_double_up_to_the_longest():
-    backoff = Backoff(first_s=0.05, most_s=1.0, draw=lambda: 0.0)
-    assert [backoff.pause_s(count) for count in (0, 1, 2, 5, 1000)] == [0.05, 0.1, 0.2, 1.0, 1.0]
+def test_pauses_double_up_to_the_longest_and_are_shortened_by_up_to_half():
+    pauses_s = [backoff_s(0.05, 1.0, count, lambda: 0.0) for count in (0, 1, 2, 5, 1000)]
+    assert pauses_s == [0.05, 0.1, 0.2, 1.0, 1.0]
+    assert backoff_s(0.1, 1.0, 0, lambda: 1.0) == 0.05
 
 
-def test_a_pause_is_shortened_by_up_to_half():
-    assert Backoff(first_s=0.1, most_s=1.0, draw=lambda: 1.0).pause_s(0) == 0.05
+def budget_of(*, share, clock=lambda: 0.0):
+    return RetryBudget(PipelineConfig(retry_budget=share, retry_floor=2), clock)
 
 
 def test_retries_are_a_share_of_the_traffic_beyond_the_floor():
-    budget = RetryBudget(share=0.25, floor=2, clock=lambda: 0.0)
+    budget = budget_of(share=0.25)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(8):
         budget.count_first_attempt()
@@ -67,7 +70,7 @@ def test_retries_are_a_share_of_the_traffic_beyond_the_floor():
 
 def test_the_floor_comes_back_with_time_and_no_more():
     now = 0.0
-    budget = RetryBudget(share=0.2, floor=2, clock=lambda: now)
+    budget = budget_of(share=0.2, clock=lambda: now)
     assert budget.take()
     assert budget.take()
     now = 5.0
@@ -77,7 +80,7 @@ def test_the_floor_comes_back_with_time_and_no_more():
 
 
 def test_what_is_saved_up_is_bounded():
-    budget = RetryBudget(share=1.0, floor=2, clock=lambda: 0.0)
+    budget = budget_of(share=1.0)
     for _ in range(1000):
         budget.count_first_attempt()
     assert sum(budget.take() for _ in range(1000)) == 20

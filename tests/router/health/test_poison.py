@@ -138,6 +138,18 @@ async def test_a_suspect_is_tried_where_no_other_is_and_those_of_one_fingerprint
         await asyncio.gather(beside, again)
 
 
+async def test_one_that_waits_at_a_worker_until_it_may_be_tried_is_no_company_for_another(scene):
+    tried, waiting = scene.case(1), scene.case(2)
+    scene.suspects.stay(waiting, D0, Stay.FRESH)  # its KV is on its way
+    scene.dies(P, a=(tried, Stay.FRESH), b=(waiting, Stay.FRESH))
+    waiting.waits = True  # as its pause is longer
+    await scene.suspects.may_try(tried, [D0])
+    scene.suspects.stay(tried, D0, Stay.FRESH)
+    scene.dies(D0)
+    assert scene.suspects.accused_of(tried) == (P, D0)
+    assert scene.suspects.accused_of(waiting) == ()
+
+
 async def test_of_many_that_wait_for_a_worker_one_goes_on_when_the_one_before_has_left(scene):
     cases = [scene.case(number) for number in range(10)]
     scene.dies(D0, **{str(number): (case, Stay.FRESH) for number, case in enumerate(cases)})
@@ -243,24 +255,15 @@ def test_what_another_router_has_found_guilty_is_refused_here_too_and_suspected_
     scene.suspects.check(case)
 
 
-def test_other_routers_verdicts_hold_no_longer_than_its_own_would(a_request):
-    scene = Scene(a_request, refuse_s=60.0)
-    case = scene.case(1)
-    scene.suspects.hear([Verdict(case.fingerprint, 600.0)])
-    scene.now = 59.0
-    with pytest.raises(PoisonRequest):
-        scene.case(1)
+def test_other_routers_verdicts_hold_no_longer_than_its_own_would_and_only_so_many(a_request):
+    scene = Scene(a_request, refuse_s=60.0, max_refused=2)
+    scene.suspects.hear([Verdict(scene.case(name).fingerprint, 600.0) for name in range(3)])
+    scene.case(0)
+    for name in (1, 2):
+        with pytest.raises(PoisonRequest):
+            scene.case(name)
     scene.now = 61.0
     scene.case(1)
-
-
-async def test_only_so_many_are_remembered(a_request):
-    scene = Scene(a_request, max_refused=2)
-    for name in range(3):
-        await scene.convict(scene.case(name))
-    scene.case(0)
-    with pytest.raises(PoisonRequest):
-        scene.case(2)
 
 
 def test_old_deaths_are_forgotten(scene):

@@ -9,10 +9,10 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.protocol.verdicts import Verdict
+from twostroke.router.channels.token_channels import ChannelListener
 from twostroke.router.fleet import Path
-from twostroke.router.health.ejection import EjectionConfig
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
-from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.health.worker_records import Ejection, EjectionConfig, WorkerRecords
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 
@@ -34,9 +34,10 @@ class Scene:
         channels = SimpleNamespace(
             is_connected=lambda worker: True,
             fell_silent=lambda worker: False,
-            share_verdicts=self._share_verdicts,
+            listener=ChannelListener(),
             tell_verdicts=lambda verdicts: None,
         )
+        self.heard = channels.listener
         self.records = WorkerRecords(
             fleet=fleet,
             channels=channels,
@@ -45,9 +46,6 @@ class Scene:
             suspects=SuspectsConfig(),
             draw=lambda: 0.0,
         )
-
-    def _share_verdicts(self, exchange):
-        self.exchange = exchange
 
     def _workers(self):
         self.num_looks += 1
@@ -92,7 +90,7 @@ async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps
     records = scene.records
     case = records.suspects.open(a_request())
     await records.begin(case, Path(P, D))
-    scene.exchange.heard((Verdict(case.fingerprint, 600.0),))
+    scene.heard.convicted((Verdict(case.fingerprint, 600.0),))
     with pytest.raises(PoisonRequest):
         records.computes(case, P.peer)
 
@@ -115,3 +113,134 @@ async def test_refusals_for_want_of_room_are_not_held_against_a_worker(scene, a_
     for _ in range(20):
         records.failed(case, D.peer, RequestError("too many wait", code="overloaded", status=429))
     assert records.ejected() == frozenset()
+
+
+# --- who is left out, for how long, and how they come back ---
+
+ALL = ["a", "b", "c", "d"]
+
+
+class Failing:
+    """An Ejection whose clock is set by hand, and that draws no jitter."""
+
+    def __init__(self, draw: float = 0.0, **config):
+        self.now = 0.0
+        self.ejection = Ejection[str](EjectionConfig(**config), clock=lambda: self.now, draw=lambda: draw)
+
+    def fail(self, worker: str, times: int = 5) -> None:
+        for _ in range(times):
+            self.ejection.failed(worker)
+
+    def out(self) -> set[str]:
+        return set(self.ejection.ejected(ALL))
+
+
+def test_a_worker_that_fails_often_enough_in_a_row_is_left_out_for_a_while():
+    scene = Failing()
+    scene.fail("a", 4)
+    assert scene.out() == set()
+    scene.fail("a", 1)
+    assert scene.out() == {"a"}
+    scene.now = 2.1
+    assert scene.out() == set()
+
+
+def test_a_success_between_failures_starts_the_row_anew():
+    scene = Failing()
+    scene.fail("a", 4)
+    scene.ejection.succeeded("a")
+    scene.fail("a", 4)
+    assert scene.out() == set()
+
+
+def test_a_worker_that_fails_every_other_request_is_left_out_by_its_rate():
+    scene = Failing()
+    for _ in range(10):
+        scene.fail("a", 1)
+        scene.ejection.succeeded("a")
+    assert scene.out() == set(), "twenty outcomes are needed"
+    scene.fail("a", 1)
+    assert scene.out() == {"a"}
+
+
+def test_half_of_all_are_left_out_at_most_and_a_single_one_never():
+    scene = Failing()
+    for worker in ALL:
+        scene.fail(worker)
+    assert len(scene.out()) == 2
+    assert scene.ejection.ejected(["a"]) == frozenset()
+
+
+def test_one_request_finds_out_whether_the_worker_can_do_it_again():
+    scene = Failing()
+    scene.fail("a")
+    scene.now = 3.0
+    scene.ejection.begin("a")
+    assert scene.out() == {"a"}, "others wait for what comes of it"
+    scene.ejection.succeeded("a")
+    assert scene.out() == set()
+
+
+def test_a_failed_probe_leaves_the_worker_out_for_twice_as_long():
+    scene = Failing()
+    scene.fail("a")
+    scene.now = 3.0
+    scene.ejection.begin("a")
+    scene.fail("a", 1)
+    scene.now = 6.9
+    assert scene.out() == {"a"}
+    scene.now = 7.1
+    assert scene.out() == set()
+
+
+def test_a_probe_whose_client_leaves_tells_nothing_and_the_next_request_is_one():
+    scene = Failing()
+    scene.fail("a")
+    scene.now = 3.0
+    scene.ejection.begin("a")
+    scene.ejection.unresolved("a")
+    assert scene.out() == set()
+    scene.ejection.begin("a")
+    assert scene.out() == {"a"}
+
+
+def test_a_lost_connection_is_one_failure_however_many_requests_tell_of_it():
+    scene = Failing()
+    for _ in range(100):
+        scene.ejection.lost("a")
+    assert scene.out() == set()
+    for second in range(1, 5):
+        scene.now = float(second)
+        scene.ejection.lost("a")
+    assert scene.out() == {"a"}
+
+
+def test_the_time_is_shortened_at_random_and_bounded():
+    scene = Failing(draw=1.0, first_s=2.0, most_s=3.0)
+    scene.fail("a")
+    scene.now = 1.1
+    assert scene.out() == set()
+    for _ in range(10):
+        scene.ejection.begin("a")
+        scene.fail("a", 1)
+        scene.now += 1.6
+        assert scene.out() == set()
+
+
+def test_ten_requests_in_a_row_make_up_for_what_was():
+    scene = Failing()
+    scene.fail("a")
+    scene.now = 3.0
+    for _ in range(10):
+        scene.ejection.begin("a")
+        scene.ejection.succeeded("a")
+    scene.fail("a")
+    scene.now = 5.1
+    assert scene.out() == set(), "two seconds again, not four"
+
+
+def test_those_that_are_gone_are_forgotten():
+    scene = Failing()
+    scene.fail("a")
+    scene.ejection.keep_where(lambda worker: worker != "a")
+    assert scene.out() == set()

@@ -51,7 +51,7 @@ async def test_a_request_makes_one_line_with_its_numbers_and_none_of_its_text(si
         )
         assert answer.status_code == 200
     (line,) = access(logged)
-    assert line["message"] == "POST /v1/completions"
+    assert (line["message"], line["request_id"], REQUEST_ID.get()) == ("POST /v1/completions", "label-1", "")
     assert (line["status"], line["choices"], line["output_tokens"], line["attempts"]) == (200, 2, 16, 1)
     assert line["slo_class"] == "standard"
     assert 0 < line["ttft_s"] <= line["e2e_s"]
@@ -119,14 +119,6 @@ async def test_a_failed_attempt_is_told_without_what_was_asked(site_of, logged):
         assert answer.status_code == 400
     assert any(json.loads(line)["level"] == "warning" for line in logged)
     assert SECRET not in "\n".join(logged)
-
-
-async def test_lines_of_a_request_have_its_id(site_of, logged):
-    async with site_of(1, 1) as site:
-        await site.http.post("/v1/completions", json=ASKED, headers={"x-request-id": "label-2"})
-    (line,) = access(logged)
-    assert line["request_id"] == "label-2"
-    assert REQUEST_ID.get() == ""
 
 
 def record(message, *values, **extra):

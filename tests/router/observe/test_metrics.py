@@ -1,4 +1,7 @@
-"""What a scrape tells, of one router and its workers and of several."""
+"""What a scrape tells, of one router and its workers and of several; docs/observability.md has all of it."""
+
+import re
+from pathlib import Path as FilePath
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,7 +14,10 @@ from twostroke.router.fleet import Path
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterReading, exposition
 from twostroke.router.observe.stages import Stages
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
 
+PAGE = FilePath(__file__).parents[3] / "docs" / "observability.md"
 LAYOUT = KVLayout("digest", "bfloat16", 2, 4, 8, 16)
 INFO = WorkerInfo("decode", Peer("d0", 1), Address("127.0.0.1", 1), (), LAYOUT, 64, 1024)
 PREFILL = msgspec.structs.replace(INFO, role="prefill", peer=Peer("p0", 2))
@@ -22,23 +28,23 @@ def scraped(*, families=(), workers=(), ejected=frozenset()):
     return exposition([RouterReading("r0", families, workers, ejected)]).decode()
 
 
-def test_a_workers_damage_is_told_under_its_name():
-    stats = WorkerStats(transfer_digest_failures=2, broken_logit_rows=3, transfer_links_lost=5, pulled_tokens=6)
-    text = scraped(workers=((INFO, stats),))
-    for name, value in (
-        ("kv_transfer_digest_failures", 2),
-        ("broken_logit_rows", 3),
-        ("kv_transfer_links_lost", 5),
-        ("kv_pulled_tokens", 6),
+def test_what_workers_tell_is_told_under_its_name_by_role():
+    damaged = WorkerStats(owned_blocks=7, transfer_digest_failures=2, broken_logit_rows=3, transfer_links_lost=5)
+    workers = [(PREFILL, WorkerStats(total_blocks=64, pulled_tokens=6, is_draining=True)), (INFO, damaged)]
+    text = scraped(workers=workers, ejected=frozenset({INFO.peer}))
+    for line in (
+        'kv_transfer_digest_failures_total{role="decode",worker="d0"} 2.0',
+        'broken_logit_rows_total{role="decode",worker="d0"} 3.0',
+        'kv_transfer_links_lost_total{role="decode",worker="d0"} 5.0',
+        'kv_pulled_tokens_total{role="prefill",worker="p0"} 6.0',
+        'kv_blocks_owned{role="prefill",worker="p0"} 0.0',
+        'kv_blocks_owned{role="decode",worker="d0"} 7.0',
+        'worker_ejected{role="decode",router="r0",worker="d0"} 1.0',
+        'worker_ejected{role="prefill",router="r0",worker="p0"} 0.0',
+        'worker_draining{role="prefill",worker="p0"} 1.0',
+        'worker_draining{role="decode",worker="d0"} 0.0',
     ):
-        assert f'twostroke:{name}_total{{role="decode",worker="d0"}} {value}.0' in text
-
-
-def test_owned_blocks_are_told_by_role_and_are_0_when_idle():
-    numbers = [(PREFILL, WorkerStats(total_blocks=64, owned_blocks=0)), (INFO, WorkerStats(owned_blocks=7))]
-    text = scraped(workers=numbers)
-    assert 'twostroke:kv_blocks_owned{role="prefill",worker="p0"} 0.0' in text
-    assert 'twostroke:kv_blocks_owned{role="decode",worker="d0"} 7.0' in text
+        assert f"twostroke:{line}" in text
 
 
 def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
@@ -52,27 +58,21 @@ def test_queues_are_told_by_class_once_whatever_its_requests_priorities():
         assert text.count(f"twostroke:{line}") == 1
 
 
-def test_workers_that_are_left_out_or_leave_are_told():
-    numbers = [(PREFILL, WorkerStats(is_draining=True)), (INFO, WorkerStats())]
-    text = scraped(workers=numbers, ejected=frozenset({INFO.peer}))
-    for line in (
-        'worker_ejected{role="decode",router="r0",worker="d0"} 1.0',
-        'worker_ejected{role="prefill",router="r0",worker="p0"} 0.0',
-        'worker_draining{role="prefill",worker="p0"} 1.0',
-        'worker_draining{role="decode",worker="d0"} 0.0',
-    ):
-        assert f"twostroke:{line}" in text
+def router_metrics():
+    slo = SLOConfig()
+    admission = Admission(config=slo, stats=lambda peer: None, clock=float)
+    return RouterMetrics("tiny", slo.classes, admission, clock=float, is_ready=bool)
 
 
-def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind():
-    metrics = RouterMetrics("tiny")
+def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_request):
+    metrics = router_metrics()
     metrics.refused(RequestError("a client's own words", code="overloaded", status=429))
     metrics.refused(WorkerLost("w1 has died"))
     stages = Stages(0.0, attempts=2, admit=0.5)
     stages.end_attempt(0.5, 1.0, Path(PREFILL, INFO), WorkerLost("w1 has died"))
     stages.end_attempt(1.5, 2.0, Path(PREFILL, INFO), None)
-    metrics.begun(5)
-    metrics.ended(stages, "stop")
+    metrics.begun(a_request())
+    metrics.ended(a_request(), stages, "stop", None)
     text = scraped(families=tuple(metrics.registry.collect()))
     for line in (
         'requests_refused_total{code="overloaded",model_name="tiny",router="r0",status="429"} 1.0',
@@ -85,11 +85,11 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind():
     assert "w1" not in text
 
 
-def reading(router, requests, *workers):
-    """Of a router that has begun so many requests."""
-    metrics = RouterMetrics("tiny")
-    for _ in range(requests):
-        metrics.begun(1)
+def reading(router, num_refused, *workers):
+    """Of a router that has refused so many requests."""
+    metrics = router_metrics()
+    for _ in range(num_refused):
+        metrics.refused(RequestError("no"))
     return RouterReading(router, tuple(metrics.registry.collect()), workers, frozenset())
 
 
@@ -97,9 +97,9 @@ def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
     one, two = reading("r1", 3), reading("r2", 5)
     text = exposition([one, two]).decode()
     for line in (
-        'prompt_tokens_total{model_name="tiny",router="r1"} 3.0',
-        'prompt_tokens_total{model_name="tiny",router="r2"} 5.0',
-        'router_requests_in_flight{model_name="tiny",router="r2"} 5.0',
+        'requests_refused_total{code="invalid_value",model_name="tiny",router="r1",status="400"} 3.0',
+        'requests_refused_total{code="invalid_value",model_name="tiny",router="r2",status="400"} 5.0',
+        'router_ready{model_name="tiny",router="r2"} 0.0',
     ):
         assert text.count(f"\ntwostroke:{line}\n") == 1
     assert sorted(text.splitlines()) == sorted(exposition([two, one]).decode().splitlines())
@@ -130,8 +130,20 @@ def test_a_worker_is_told_once_as_the_router_tells_that_heard_last_of_it():
         assert line.endswith('{role="decode",worker="d0"} 80.0')
 
 
-def test_each_router_tells_which_workers_it_leaves_out():
-    ejecting = RouterReading("r1", (), ((INFO, WorkerStats()),), frozenset({INFO.peer}))
-    text = exposition([ejecting, reading("r2", 0, (INFO, WorkerStats()))]).decode()
-    assert 'worker_ejected{role="decode",router="r1",worker="d0"} 1.0' in text
-    assert 'worker_ejected{role="decode",router="r2",worker="d0"} 0.0' in text
+def names_on_the_page():
+    """The first cells of the rows whose second cell is a type."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 2 and cells[1] in ("counter", "gauge", "histogram"):
+            for name in re.findall("`([^`]+)`", cells[0]):
+                head, brace, rest = name.partition("{")
+                several, _, tail = rest.partition("}")
+                yield from (f"{head}{one}{tail}" for one in (several.split(",") if brace else [""]))
+
+
+async def test_every_series_is_on_the_page_and_no_other(site_of):
+    async with site_of(1, 1) as site:
+        text = (await site.http.get("/metrics")).text
+    told = re.findall(r"^# TYPE twostroke:(\w+) (counter|gauge|histogram)$", text, re.MULTILINE)
+    series = {name.removesuffix("_total") if kind == "counter" else name for name, kind in told}
+    assert sorted(names_on_the_page()) == sorted(name for name in series if not name.endswith("_created"))

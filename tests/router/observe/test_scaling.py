@@ -1,7 +1,6 @@
 """What a router passes on of the autoscaler's decisions."""
 
-from twostroke.router.observe.metrics import RouterMetrics
-from twostroke.router.observe.scaling import RoleScaling, Scaling, ScalingCollector, scaling_status
+from twostroke.router.observe.scaling import RoleScaling, Scaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import RouterReading, exposition
 
 SCALING = Scaling(
@@ -34,10 +33,10 @@ def test_a_clock_that_is_behind_makes_no_negative_age():
 
 
 def test_a_scrape_has_targets_decisions_by_reason_and_demand():
-    metrics = RouterMetrics("tiny")
-    metrics.registry.register(ScalingCollector(lambda: SCALING))
-    text = exposition([RouterReading("r0", tuple(metrics.registry.collect()), (), frozenset())]).decode()
+    families = tuple(planned_families({"router": 2}, SCALING))
+    text = exposition([RouterReading("r0", families, (), frozenset())]).decode()
     for line in (
+        'replicas_expected{role="router",router="r0"} 2.0',
         'autoscaling_target{role="prefill",router="r0"} 2.0',
         'autoscaling_target{role="decode",router="r0"} 1.0',
         'autoscaling_decisions_total{reason="backlog",role="prefill",router="r0"} 1.0',

@@ -1,23 +1,21 @@
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.openai.jobs import JobMaker
-from twostroke.router.openai.parsing import prompts_of
+from twostroke.protocol.requests import Promise
+from twostroke.router.openai.jobs import JobMaker, Terms
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.fixture
 def maker(tokenizer):
-    return JobMaker(tokenizer, draw_seed=lambda: 77)
+    return JobMaker(tokenizer)
 
 
-def asked(**fields):
-    return CompletionRequest.model_validate({"model": "m", "prompt": [5, 6, 7], **fields})
+TERMS = Terms(max_context=100, promise=Promise())
 
 
 async def jobs_of(maker, **fields):
-    request = asked(**fields)
-    return await maker.of_completion(request, prompts_of(request, 100), 100)
+    return await maker.make(CompletionRequest.model_validate({"model": "m", "prompt": [5, 6, 7], **fields}), TERMS)
 
 
 async def only(maker, **fields):
@@ -55,7 +53,8 @@ async def test_what_is_not_given_has_openais_defaults(maker):
     request = await only(maker)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
-    assert (sampling.seed, sampling.logprobs, request.max_tokens, request.stop_token_ids) == (77, None, 16, (1,))
+    assert (sampling.logprobs, request.max_tokens, request.stop_token_ids) == (None, 16, (1,))
+    assert sampling.seed != (await only(maker)).sampling.seed
     assert (await only(maker, top_k=-1)).sampling.top_k == 0
     assert (await only(maker, ignore_eos=True)).stop_token_ids == ()
     assert (await only(maker, temperature=0)).sampling.temperature == 0
@@ -83,7 +82,7 @@ async def test_prompt_and_output_share_the_context(maker, length, room):
 
 async def test_a_chat_has_no_second_begin_token_and_all_the_room(maker):
     chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True})
-    (job,) = await maker.of_chat(chat, 100)
+    (job,) = await maker.make(chat, TERMS)
     assert job.request.token_ids.count(0) == 1
     assert job.request.max_tokens == 100 - job.request.num_prompt_tokens
     assert job.request.sampling.logprobs == 0

@@ -1,14 +1,20 @@
-"""Workers as a router knows them, made of the numbers that they would tell."""
+"""Workers as a router knows them, made of the numbers that they would tell, and a chooser among them.
+
+Its channels lead to nobody: the workers' words are put into their mouths.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from twostroke.protocol.blocks import chain_hashes, pack_hashes
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.requests import Address, Peer
+from twostroke.protocol.messages import BlocksHeld
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
-from twostroke.router.routing.cheapest_path import Held
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Load
 from twostroke.router.routing.workers import AVAILABLE, UNWELCOME, Classes, KnownWorker, known_workers
 
@@ -65,6 +71,83 @@ class Workers:
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]
 
-    def of(self, role: str, held: Mapping[str, int]) -> list[Held]:
-        """Those of a role, where workers hold as many tokens of the prompt as `held` says by name."""
-        return [(one, held.get(name, 0)) for name, one in self.known.items() if one.info.role == role]
+    def of(self, role: str, held: Mapping[str, int]) -> list[KnownWorker]:
+        """Those of a role; all hold as many tokens of the prompt as `held` says by name."""
+        for name, one in self.known.items():
+            one.held = held.get(name, 0)
+        return [one for one in self.known.values() if one.info.role == role]
+
+
+PROMPT = tuple(range(400))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Channels(TokenChannels):
+    """Channels to nobody."""
+
+    def __init__(self, clock):
+        super().__init__(network=None, peer=Peer("router", 1), clock=clock)
+        self.numbers, self.down = {}, set()
+
+    def follow(self, workers):
+        pass
+
+    async def ensure(self, info):
+        pass
+
+    def stats(self, worker):
+        return self.numbers.get(worker)
+
+    def is_down(self, worker):
+        return worker in self.down
+
+
+class Rig:
+    """p0, p1, d0, d1 have told their numbers, costs among them."""
+
+    def __init__(self, **config):
+        self.clock = Clock()
+        self.channels = Channels(self.clock)
+        self.infos = {name: info(name) for name in ("p0", "p1", "d0", "d1")}
+        settings = {
+            "policy": "kv_aware",
+            "decodes_alone": True,
+            "min_pull_tokens": 128,
+            "index_blocks": 1000,
+            "expected_s": 5.0,
+        } | config
+        self.chooser = PathChooser(
+            workers=lambda: list(self.infos.values()), channels=self.channels, clock=self.clock, **settings
+        )
+        for name in self.infos:
+            self.tell(name)
+
+    def tell(self, name, **numbers):
+        stats = WorkerStats(**{"free_blocks": 100, "total_blocks": 100, "costs": COSTS} | numbers)
+        peer = self.infos[name].peer
+        self.channels.numbers[peer] = stats
+        self.channels.listener.told(peer, stats)
+
+    def tell_blocks(self, name, token_ids, *, block_size=16, salt=b""):
+        held = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
+        return self.channels.listener.blocks(self.infos[name].peer, held)
+
+    def choose(self, token_ids=PROMPT, sent=(), **options):
+        path = self.chooser.choose(request(token_ids), sent, **options)
+        return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
+
+    def take(self, asked, sent=(), failed=()):
+        """The path chosen, and the hold on its workers."""
+        path = self.chooser.choose(asked, sent, failed)
+        return path, self.chooser.hold(path, asked, sent)
+
+
+def request(token_ids=PROMPT, **changes):
+    base = GenerateRequest("template", "", token_ids, len(token_ids), SamplingParams(), 50)
+    return msgspec.structs.replace(base, **changes)

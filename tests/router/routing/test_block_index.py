@@ -4,20 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.protocol.blocks import pack_names
+from tests.router.routing.knowing import Clock
+from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import Peer
 from twostroke.router.routing import block_index
-from twostroke.router.routing.block_index import BlockIndex
+from twostroke.router.routing.block_index import BlockIndex, PromptNames
 
 A, B, C = (Peer(name, 1) for name in "abc")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -32,9 +26,9 @@ def index(clock):
 
 def held(index, names, *workers):
     """How many of the first of `names` each worker holds; those with none are left out."""
-    columns = index.columns(workers)
-    counts = index.find(names)[columns]
-    return {worker: int(count) for worker, count in zip(workers, counts, strict=True) if count}
+    counts = index.find(names)
+    known = {worker: index._workers.get(worker) for worker in workers}
+    return {worker: counts[one.column] for worker, one in known.items() if one is not None and counts[one.column]}
 
 
 def all_of(*names, sequence=0, is_first=True, is_last=True):
@@ -113,18 +107,18 @@ def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, mo
     assert len(index) == 50
     index.heard(C, all_of(7))
     assert held(index, [7], B, C) == {B: 1, C: 1}
-    assert index.find([7]).size == 2, "C has A's old place"
+    assert len(index.find([7])) == 2, "C has A's old place"
     index.keep(())
     assert len(index) == 0
 
 
 def test_what_is_expected_counts_until_its_time_is_over(index, clock):
     index.heard(A, all_of(1))
-    index.expect(A, [1, 2, 3])
-    index.expect(B, [1])
+    index.expect_blocks(A, [1, 2, 3])
+    index.expect_blocks(B, [1])
     assert held(index, [1, 2, 3], A, B) == {A: 3, B: 1}
     clock.now = 5.5
-    index.expect(C, [1])
+    index.expect_blocks(C, [1])
     assert held(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
     clock.now = 10.5
     assert held(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
@@ -134,7 +128,7 @@ def test_what_is_expected_counts_until_its_time_is_over(index, clock):
 
 def test_what_a_worker_says_is_gone_is_expected_no_more(index):
     index.heard(A, all_of(1))
-    index.expect(A, [1, 2])
+    index.expect_blocks(A, [1, 2])
     index.heard(A, change(1, removed=[2]))
     assert held(index, [1, 2], A) == {A: 1}
 
@@ -144,9 +138,9 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     index.heard(A, all_of(1, 2, 3, 4, 5))
     index.heard(B, all_of(1, 9))
     for worker in (B, C):
-        index.expect(worker, [1, 2, 3, 4])
+        index.expect_blocks(worker, [1, 2, 3, 4])
     assert len(index) == len(index._expected) == 3
-    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 4}
+    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 3}
 
 
 def test_an_index_without_room_is_refused(clock):
@@ -203,3 +197,50 @@ def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
             depth = max((min(one, 3) for one in depths.get(worker, [])), default=0)
             depth = max(depth, depths[worker][prompt]) if worker in depths else 0
             assert found.get(worker, 0) == depth
+
+
+# --- names of a prompt's blocks ---
+
+
+def names_of(token_ids, block_size, salt=b""):
+    return [short_name(one) for one in chain_hashes(token_ids, block_size, salt)]
+
+
+@given(st.integers(0, 70), st.integers(0, 40), st.sampled_from((1, 3, 16)), st.binary(max_size=3))
+def test_a_prompt_with_its_answer_has_the_names_of_both_together(num_prompt, num_sent, block_size, salt):
+    names = PromptNames()
+    prompt, sent = tuple(range(num_prompt)), tuple(range(500, 500 + num_sent))
+    for _ in range(2):
+        assert names.of(prompt, salt, block_size, sent) == names_of((*prompt, *sent), block_size, salt)
+        assert names.of(prompt, salt, block_size) == names_of(prompt, block_size, salt)
+
+
+def test_a_prompt_is_hashed_once_for_each_block_size(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(block_index, "chain_hashes", lambda *asked: hashed.append(asked[1:]) or chain_hashes(*asked))
+    names, prompt = PromptNames(), tuple(range(40))
+    for sent in ((), (1,), tuple(range(20))):
+        for block_size in (8, 16):
+            names.of(prompt, b"salt", block_size, sent)
+    assert hashed == [(8, b"salt"), (16, b"salt")]
+    names.of(prompt, b"another tenant", 8)
+    assert hashed[2:] == [(8, b"another tenant")]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(block_index, "_MOST_TOKENS", 100)
+    return PromptNames()
+
+
+def test_prompts_of_long_ago_are_forgotten(small):
+    for first in range(50):
+        small.of(tuple(range(first, first + 30)), b"", 16)
+    assert len(small._prompts) == 3
+    assert small._num_tokens == 90
+
+
+def test_a_prompt_longer_than_all_that_is_kept_is_kept_itself(small):
+    small.of(tuple(range(30)), b"", 16)
+    small.of(tuple(range(300)), b"", 16)
+    assert [len(prompt.token_ids) for prompt in small._prompts.values()] == [300]

@@ -6,16 +6,17 @@ import pytest
 from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, Workers, load, peers
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.fleet import NoPath
+from twostroke.router.fleet import NoPath, Path
 from twostroke.router.routing.cheapest_path import (
     HOP_S,
     Need,
-    Source,
     answer,
     cheapest_path,
     leave_out,
+    path_by_load,
     read,
     transfer_s,
+    with_source,
 )
 
 
@@ -25,12 +26,11 @@ class Fleet(Workers):
     def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
         """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
         held = dict(held)
-        need = Need(num_tokens, 10.0, promise or Promise(), min_pull_tokens)
+        need = Need(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
         return cheapest_path(
             self.of("prefill", held),
             self.of("decode", held),
             need,
-            self.classes,
             left_out=leave_out(failed, ejected),
             **options,
         )
@@ -214,11 +214,15 @@ def test_nobody_there_is_503():
 
 
 def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
-    return Need(num_tokens, answer_tokens, promise or Promise(), min_pull_tokens)
+    return Need(num_tokens, answer_tokens, promise or Promise(), {"standard": (0, 0.0)}, min_pull_tokens)
 
 
 def reading(fleet, name, asked, held=0, source=None):
-    return read(fleet[name], asked, held, source, fleet.classes)
+    """What `name` would need that has `held` tokens, where `source` has 400."""
+    fleet[name].held = held
+    if source is not None:
+        fleet[source].held = 400
+    return read(fleet[name], asked, fleet[source] if source else None)
 
 
 def queued(*work):
@@ -248,13 +252,13 @@ def test_attention_to_what_is_cached_is_paid_for():
 def test_a_prefix_is_pulled_where_that_is_quicker_than_computing_it():
     asked = need(401, min_pull_tokens=64)
     slow = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 1000)
-    cost = reading(slow, "p0", asked, 0, Source(slow["p1"], 400))
+    cost = reading(slow, "p0", asked, 0, "p1")
     assert (cost.pull_s, cost.new_tokens) == (0, 401), "KV takes as long, and the hop on top"
     quick = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 250)
-    cost = reading(quick, "p0", asked, 0, Source(quick["p1"], 400))
+    cost = reading(quick, "p0", asked, 0, "p1")
     assert (cost.pull_s, cost.prefill_s, cost.new_tokens) == (pytest.approx(HOP_S + 0.1), pytest.approx(0.011), 1)
     assert cost.total_s == pytest.approx(HOP_S + 0.1 + 0.011)
-    assert reading(quick, "p0", asked, 350, Source(quick["p1"], 400)).new_tokens == 51, "50 tokens less are too few"
+    assert reading(quick, "p0", asked, 350, "p1").new_tokens == 51, "50 tokens less are too few"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,8 @@ def test_a_class_that_nobody_has_heard_of_waits_as_its_priority_says():
 @pytest.mark.parametrize(("held", "left_s"), [(0, 0.1), (160, 0.05)])
 def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(held, left_s):
     fleet = Fleet([], [IDLE], bytes_per_s=QUICK / 1000)
-    left = transfer_s(fleet["d0"], need(400), held, hidden_s=0.3, last_tokens=100)
+    fleet["d0"].held = held
+    left = transfer_s(fleet["d0"], need(400), hidden_s=0.3, last_tokens=100)
     assert left == pytest.approx(HOP_S + left_s), "400 and 240 tokens to send in 0.3 s; half of 100 after"
 
 
@@ -334,3 +339,101 @@ def test_promised_times_make_a_decode_workers_chunks_small():
     strict = Fleet([], [load(running=4, tightest_tpot_s=0.119)])
     cost = reading(strict, "d0", need(400))
     assert cost.prefill_s == pytest.approx(4 * 0.018 + 0.4), "101 tokens beside a step of 0.018 s"
+
+
+# --- by load and in turn ---
+
+
+class ByLoad(Workers):
+    """Of which nobody has told costs."""
+
+    def __init__(self, prefill, decode, **changes):
+        super().__init__(prefill, decode, costs=None, **changes)
+
+    def names(self, num_tokens=20, *, failed=(), ejected=(), turn=None):
+        workers = self.of("prefill", {}), self.of("decode", {})
+        path = path_by_load(*workers, num_tokens, left_out=leave_out(failed, ejected), turn=turn)
+        return path.prefill and path.prefill.peer.worker_id, path.decode.peer.worker_id
+
+
+def test_the_least_loaded_of_each_role_is_taken():
+    fleet = ByLoad([load(waiting=50), load(waiting=10)], [load(running=3), load(running=2)])
+    assert fleet.names() == ("p1", "d1")
+    assert ByLoad([], [IDLE] * 5).names() == (None, "d0"), "names break ties"
+
+
+def test_a_decode_worker_with_room_comes_before_an_idle_one_without_and_of_equals_the_one_with_more():
+    assert ByLoad([], [load(free_blocks=1), load(running=9)]).names() == (None, "d1")
+    assert ByLoad([], [load(free_blocks=50), load(free_blocks=60)]).names() == (None, "d1")
+
+
+def test_workers_that_failed_are_ejected_or_drain_are_taken_for_want_of_others_and_never_to_prefill():
+    fleet = ByLoad([IDLE], [IDLE, load(running=9)])
+    assert fleet.names(failed=peers("p0", "d0")) == (None, "d1")
+    assert fleet.names(failed=peers("d0", "d1")) == ("p0", "d0")
+    assert fleet.names(ejected=peers("p0", "d0")) == (None, "d1")
+    assert fleet.names(failed=peers("d0"), ejected=peers("d1")) == ("p0", "d1")
+    leaving = load(is_draining=True)
+    assert ByLoad([leaving, load(waiting=10)], [leaving, load(running=1)]).names() == ("p1", "d1")
+    assert ByLoad([leaving], [leaving, load(running=1)]).names() == (None, "d1")
+    for nobody in (ByLoad([IDLE], [leaving]), ByLoad([IDLE], []), ByLoad([IDLE], [IDLE], d0={"max_context": 10})):
+        with pytest.raises(NoPath) as caught:
+            nobody.names()
+        assert caught.value.status == 503
+
+
+def test_block_and_tensor_parallel_sizes_may_differ_within_a_pair():
+    other = msgspec.structs.replace(LAYOUT, block_size=64, tp_size=2)
+    assert ByLoad([IDLE], [IDLE], p0={"layout": other}).names() == ("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"p0": OTHER_KIND}, {"p0": {"max_context": 10}}, {"d0": {"transfer_addresses": ()}}]
+)
+def test_by_load_too_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(changes):
+    assert ByLoad([IDLE], [IDLE], **changes).names() == (None, "d0")
+
+
+def test_in_turn_each_worker_of_a_role_is_taken_whatever_its_load():
+    fleet = ByLoad([IDLE, load(waiting=900)], [load(running=number) for number in range(3)])
+    assert [fleet.names(turn=turn) for turn in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0")]
+    assert fleet.names(turn=0, failed=peers("d0")) == ("p0", "d1")
+
+
+def source_of(held, *, min_tokens=100, num_tokens=1001, failed=(), **changes):
+    """Who is pulled from, of p0 (who pulls), p1, d0 and d1, where they hold as many tokens as `held` says."""
+    fleet = ByLoad([IDLE, IDLE], [load(running=1), IDLE], **changes)
+    path = with_source(
+        Path(fleet["p0"].info, fleet["d1"].info),
+        [*fleet.of("prefill", held), *fleet.of("decode", held)],
+        num_tokens,
+        min_tokens,
+        leave_out(failed, ()),
+    )
+    return path.source and path.source.peer.worker_id
+
+
+@pytest.mark.parametrize(
+    ("held", "source"),
+    [
+        ({"p0": 100, "p1": 300, "d0": 600, "d1": 500}, "d0"),
+        ({"p1": 300}, "p1"),
+        ({"d0": 300, "d1": 300}, "d1"),  # the one with fewer requests
+        ({"p0": 200, "d0": 299}, None),
+        ({"p0": 200, "d0": 300}, "d0"),
+        ({}, None),
+    ],
+)
+def test_a_prefix_is_pulled_from_whoever_holds_most_of_it_where_that_spares_enough(held, source):
+    assert source_of(held) == source
+
+
+def test_the_last_token_of_a_prompt_is_never_worth_a_pull():
+    assert source_of({"p0": 864, "d0": 992}, num_tokens=992) == "d0"
+    assert source_of({"p0": 864, "d0": 992}, num_tokens=992, min_tokens=128) is None
+
+
+def test_a_prefix_is_never_pulled_from_a_worker_that_failed_or_whose_kv_does_not_fit():
+    assert source_of({"d0": 600, "d1": 500}, failed=peers("d0")) == "d1"
+    assert source_of({"d0": 600, "d1": 500}, d0=OTHER_KIND) == "d1"
+    assert source_of({"d0": 600}, p0={"transfer_addresses": ()}) is None

@@ -3,12 +3,10 @@
 import msgspec
 import pytest
 
-from tests.router.routing.chooser_rig import PROMPT, Rig, request
-from tests.router.routing.knowing import COSTS, LAYOUT
+from tests.router.routing.knowing import COSTS, LAYOUT, PROMPT, Rig, info, request
 from twostroke.protocol.messages import BlocksChanged
 from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.routing.workers import median_costs
 
 
 def waiting(tokens):
@@ -85,7 +83,7 @@ async def test_other_tenants_prefixes_are_not_found():
 
 async def test_workers_of_other_block_sizes_are_found_by_their_own_names():
     rig = Rig(min_pull_tokens=None)
-    rig.infos["p1"] = rig.info("p1", layout=msgspec.structs.replace(LAYOUT, block_size=64))
+    rig.infos["p1"] = info("p1", layout=msgspec.structs.replace(LAYOUT, block_size=64))
     rig.tell_blocks("p0", PROMPT[:160])
     rig.tell_blocks("p1", PROMPT[:384], block_size=64)
     path = rig.chooser.choose(request())
@@ -96,7 +94,7 @@ async def test_a_worker_that_restarts_holds_nothing_and_its_load_is_forgotten():
     rig = Rig(min_pull_tokens=None)
     rig.tell_blocks("p1", PROMPT)
     assert rig.chooser.choose(request()).new_tokens == 1
-    rig.infos["p1"] = rig.info("p1", peer=Peer("p1", 2))
+    rig.infos["p1"] = info("p1", peer=Peer("p1", 2))
     assert rig.chooser.choose(request()).new_tokens == 400
 
 
@@ -109,7 +107,7 @@ async def test_missed_news_of_blocks_is_asked_for_again():
 async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_and_pull_what_spares_enough():
     rig = Rig(min_pull_tokens=100)
     for name in ("d0", "d1"):
-        rig.infos[name] = rig.info(name, peer=Peer(name, 2))
+        rig.infos[name] = info(name, peer=Peer(name, 2))
         rig.tell(name, costs=None, num_running=name == "d0")
     rig.tell("p0", queued=waiting(50))
     rig.tell_blocks("p0", PROMPT[:320])
@@ -125,12 +123,11 @@ async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_
 
 async def test_a_worker_that_has_not_told_its_costs_is_taken_for_one_like_the_others():
     rig = Rig()
-    rig.infos["p2"] = rig.info("p2")
+    rig.infos["p2"] = info("p2")
     rig.tell("p2", costs=None)
     rig.tell("p0", costs=msgspec.structs.replace(COSTS, token_s=0.003))
     taken = {rig.choose()[0] for _ in range(4)}
-    assert taken == {"p1", "p2"} or taken == {"p1"}, "the median of 1 and 3 ms a token is 2 ms"
-    assert median_costs([COSTS, msgspec.structs.replace(COSTS, token_s=0.003)]).token_s == pytest.approx(0.002)
+    assert taken == {"p1", "p2"}, "one with the quicker one's"
 
 
 async def test_a_worker_whose_channel_drops_is_left_until_it_is_back():

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tests.router.routing.chooser_rig import Rig, request
+from tests.router.routing.knowing import Rig, info, request
 from twostroke.protocol.stats import StepCosts
 from twostroke.router.routing.chooser import TRY_S
 from twostroke.worker.step_costs import StepContent, StepCostFit
@@ -18,7 +18,7 @@ def a_rig(prefill=TRUE, decode=TRUE):
     rig = Rig(min_pull_tokens=None)
     told = {"p0": prefill, "p1": None, "d0": decode, "d1": decode}
     for name in rig.infos:
-        rig.infos[name] = rig.info(name, max_step_tokens=2048, num_blocks=1000)
+        rig.infos[name] = info(name, max_step_tokens=2048, num_blocks=1000)
         rig.tell(name, costs=told[name], free_blocks=1000)
     return rig
 

@@ -4,8 +4,7 @@ import pytest
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
-from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.router.slo.promises import promise_of
+from twostroke.router.slo.classes import SLOClass, SLOConfig, promise_of
 
 GOLD = SLOClass(name="gold", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3)
 PLAIN = SLOClass(name="plain", ttft_s=2.0, priority=5)

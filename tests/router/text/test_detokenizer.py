@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
@@ -97,13 +96,3 @@ def test_only_what_may_begin_a_stop_string_is_held_back(pieces, stop):
         assert shown + held == seen
         assert stop.startswith(held)
         assert held != stop
-
-
-@pytest.mark.parametrize(
-    ("pieces", "shown", "held"),
-    [(["ab", "c"], ["ab", "c"], ""), (["a", "EN", "x"], ["a", "", "ENx"], ""), (["aE", "N"], ["a", ""], "EN")],
-)
-def test_held_text_comes_once_it_is_innocent(pieces, shown, held):
-    stopper = StopStrings(["END"])
-    assert [stopper.add(piece) for piece in pieces] == shown
-    assert stopper.flush() == held

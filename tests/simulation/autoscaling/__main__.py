@@ -14,12 +14,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.autoscaling.compare import Setting, fleet_for_busiest, fleet_in_hindsight, serve
+from tests.simulation.autoscaling.compare import (
+    Fixed,
+    Ours,
+    Outcome,
+    RayServe,
+    Setting,
+    fleet_for_busiest,
+    fleet_in_hindsight,
+    serve,
+)
 from tests.simulation.autoscaling.fleet import Scaler
-from tests.simulation.autoscaling.kinds import H100, ONE_B, SMALL
-from tests.simulation.autoscaling.outcome import Outcome
-from tests.simulation.autoscaling.scalers import Fixed, Ours, RayServe
 from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
+from tests.simulation.autoscaling.workers import H100, ONE_B, SMALL
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 
 STARTUP_S = 45.0

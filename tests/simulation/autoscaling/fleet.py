@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.simulation.autoscaling.aggregated import AggregatedWorker
-from tests.simulation.autoscaling.workers import DecodeWorker, Kind, PrefillWorker, Request
+from tests.simulation.autoscaling.workers import AggregatedWorker, DecodeWorker, Kind, PrefillWorker, Request
 from twostroke.cluster.autoscaling.readings import Arrived, RoleSignals, Signals
 
 TRANSFER_S = 0.002

@@ -8,13 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.simulation.autoscaling.compare import Setting, serve_with_fleet
+from tests.simulation.autoscaling.compare import Fixed, Setting, reversals, serve_with_fleet
 from tests.simulation.autoscaling.fleet import Fleet, run
-from tests.simulation.autoscaling.kinds import SMALL
-from tests.simulation.autoscaling.outcome import reversals
-from tests.simulation.autoscaling.scalers import Fixed
 from tests.simulation.autoscaling.traffic import bursts, steps
-from tests.simulation.autoscaling.workers import DecodeWorker, Kind, Request
+from tests.simulation.autoscaling.workers import SMALL, DecodeWorker, Kind, Request
 from twostroke.protocol.stats import StepCosts
 
 TOKEN_S = 1e-5

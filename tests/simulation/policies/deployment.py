@@ -1,29 +1,93 @@
 """A trace served by two prefill and two decode workers on virtual time: all parts real but the engine's arithmetic."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from tests.simulation.fake_model import FakeEngine
+from tests.simulation.fake_store import FakeStore, FakeSwapSpace
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
-from tests.simulation.policies.calibration import SMALL_MODEL
-from tests.simulation.policies.timed_engine import TimedEngine
-from tests.simulation.policies.traffic import TracedRequest
+from tests.simulation.policies.traffic import ANSWER, TracedRequest
 from tests.simulation.scenario import Scenario, make_scenario
 from tests.simulation.sim_fleet import SimFleet, SimProcess
 from tests.simulation.sim_router import PROMISE_NOTHING, SimRouter
 from tests.simulation.virtual_loop import run_virtually
 from twostroke.decode_worker.config import DecodeConfig
+from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
-from twostroke.protocol.stats import Role
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
+from twostroke.protocol.stats import Role, StepCosts
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import Stages
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One kind of worker."""
+
+    costs: StepCosts
+    layout: KVLayout
+    link_bytes_per_s: float
+    source: str
+
+
+SMALL_MODEL = Calibration(
+    # 4,900 prompt tokens a second at 1k tokens, of which attention takes a tenth; steps of 3.2, 4.5 and 13 ms for 1, 8
+    # and 32 requests with 256 tokens of context each.
+    costs=StepCosts(base_s=2.9e-3, token_s=1.83e-4, pair_s=4.0e-8, row_s=2.0e-4, context_s=4.5e-7),
+    layout=KVLayout("160m", "bfloat16", num_layers=12, num_kv_heads=4, head_dim=64, block_size=16),
+    link_bytes_per_s=1e9,
+    source="docs/performance-log.md: `twostroke bench engine` with the 160m model, 2 threads; a link of 1 GB/s",
+)
+
+
+class TimedEngine(FakeEngine):
+    """Computes nothing. The store has few layers: the last one stands for the model's last, the others for the rest."""
+
+    costs = SMALL_MODEL.costs
+
+    def __init__(self, store: FakeStore, swap_space: FakeSwapSpace | None = None):
+        super().__init__(store, swap_space)
+        self._one_at_a_time = asyncio.Lock()
+        self.busy_s = 0.0
+
+    async def step(
+        self,
+        batch: Sequence[SequenceStep],
+        on_layer: OnLayer | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[SampledToken | None]:
+        async with self._one_at_a_time:
+            seconds = self._seconds(batch)
+            self.num_steps += 1
+            self.busy_s += seconds
+            if on_layer is None:
+                await asyncio.sleep(seconds)
+            else:
+                await asyncio.sleep(seconds * (1 - 1 / SMALL_MODEL.layout.num_layers))
+                for layer in range(self._num_layers - 1):
+                    on_layer(layer)
+                await asyncio.sleep(seconds / SMALL_MODEL.layout.num_layers)
+                on_layer(self._num_layers - 1)
+            return [None if one.draw is None else SampledToken(ANSWER) for one in batch]
+
+    def _seconds(self, batch: Sequence[SequenceStep]) -> float:
+        rows = [one.start + 1 for one in batch if len(one.token_ids) == 1]
+        prompts = [(len(one.token_ids), one.start) for one in batch if len(one.token_ids) > 1]
+        return (
+            self.costs.base_s
+            + sum(self.costs.prompt_s(num_new, num_before) for num_new, num_before in prompts)
+            + self.costs.decode_s(len(rows), sum(rows))
+        )
+
 
 PREFILL_CACHE_TOKENS = 32_000
 """Of each prefill worker: less than all conversations that are under way, so that it matters who gets which."""
@@ -166,3 +230,44 @@ def _scenario(policy: Policy, seed: int, decode_cache_tokens: int) -> Scenario:
         link_bytes_per_s=SMALL_MODEL.link_bytes_per_s * FAKE_TOKEN_BYTES / real_token_bytes,
         max_context=8192,
     )
+
+
+# --- runs in numbers, over all seeds of a policy ---
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy on one kind of trace. Times in seconds."""
+
+    mean_ttft_s: float
+    p90_ttft_s: float
+    p99_ttft_s: float
+    mean_tpot_s: float
+    hit_rate: float  # prompt tokens that were cached, or pulled, of all
+    prefill_busy: float
+    decode_busy: float
+
+
+def result_of(runs: Sequence[Run]) -> Result:
+    """All requests of all runs count alike."""
+    served = [one for run in runs for one in run.served]
+    ttfts = [one.ttft_s for one in served]
+    return Result(
+        mean_ttft_s=mean(ttfts),
+        p90_ttft_s=percentile(ttfts, 0.9),
+        p99_ttft_s=percentile(ttfts, 0.99),
+        mean_tpot_s=mean([one.tpot_s for one in served]),
+        hit_rate=sum(one.num_cached_tokens for one in served) / sum(one.num_prompt_tokens for one in served),
+        prefill_busy=mean([run.prefill_busy for run in runs]),
+        decode_busy=mean([run.decode_busy for run in runs]),
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """Raises ZeroDivisionError for none."""
+    return sum(values) / len(values)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them don't exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

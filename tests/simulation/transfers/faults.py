@@ -18,8 +18,8 @@ from tests.simulation.transfers.plan import (
     PROGRESS_S,
     FaultPlan,
 )
-from tests.simulation.transfers.process import Process
-from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.transfers.sides import Process
+from tests.simulation.virtual_loop import virtual_loop
 
 TOO_LONG = 1.6
 """Leases of silence after which nobody holds on to a connection any more."""
@@ -165,9 +165,7 @@ class Faults:
         process = draw.choice(self._stage.processes)
         if process.is_dead or process in self.stopped:
             return False
-        loop = asyncio.get_running_loop()
-        if not isinstance(loop, VirtualLoop):
-            raise TypeError("only virtual processes can be stopped")
+        loop = virtual_loop()
         self.lost_s += leases * LEASE_S
         self._trace(f"{process.name} is stopped")
         loop.stop_process(process.name)

@@ -23,11 +23,11 @@ import numpy as np
 from tests.simulation.fake_store import Array
 from tests.simulation.memory_network import MemoryFabric, Trace
 from tests.simulation.memory_transport import LinkFabric
+from tests.simulation.replay import Counts
 from tests.simulation.transfers.faults import TOO_LONG, Faults
 from tests.simulation.transfers.mangler import Mangler
 from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan, make_plan
-from tests.simulation.transfers.process import SECRET, Process
-from tests.simulation.transfers.sides import Side, Sides
+from tests.simulation.transfers.sides import SECRET, Process, Side, Sides
 from tests.simulation.virtual_loop import describe, run_virtually
 from twostroke.protocol.requests import Peer, Ticket, mint_ticket
 
@@ -35,13 +35,9 @@ END_S = 4 * PROGRESS_S + 2 * LEASE_S
 """How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""
 
 
-class InvariantBroken(Exception):
-    """What must hold does not."""
-
-
 @dataclass
-class Report:
-    """What runs did: to see that they reach what they are meant to reach."""
+class Report(Counts):
+    """What lifecycles did."""
 
     transfers: int = 0
     late: int = 0  # begun when all faults were past
@@ -53,14 +49,9 @@ class Report:
     links_lost: int = 0
     virtual_s: float = 0.0
 
-    def add(self, other: "Report") -> None:
-        """Sum up."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
 
 def run_plan(plan: Plan, trace: Trace | None = None) -> Report:
-    """Raises InvariantBroken, SimulationStuck, or whatever a part raises that it should not."""
+    """Raises AssertionError where something does not hold, SimulationStuck, or what a part raises and should not."""
     return run_virtually(_World(plan, trace).run(), limit_s=60.0)
 
 
@@ -82,6 +73,7 @@ class _World:
         plan, loop = self._plan, asyncio.get_running_loop()
         loop.set_exception_handler(self._on_exception)
         self._clock = loop.time
+        self._trace(str(plan))
         self._draw = random.Random(plan.seed)
         self._fabric = MemoryFabric(plan.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=plan.link_bytes_per_s, window_bytes=plan.window_bytes, establish_s=LEASE_S)
@@ -278,8 +270,7 @@ class _World:
                 self._problems.append(f"{len(left)} {what} are left")
         self._problems += self._mangler.violations
         self._problems += self._faults.violations
-        if self._problems:
-            raise InvariantBroken("; ".join(self._problems))
+        assert not self._problems, "; ".join(self._problems)
         self._report.fired = self._faults.count()
         self._report.mangled = self._mangler.fired
         self._report.virtual_s = self._clock()

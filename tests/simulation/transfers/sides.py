@@ -8,14 +8,74 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from tests.simulation.fake_store import Array, FakeStore
-from tests.simulation.memory_network import Trace
-from tests.simulation.transfers.plan import PROGRESS_S, Plan, TransferPlan
-from tests.simulation.transfers.process import MAX_PENDING_OFFERS, SECRET, Process, Rank
-from twostroke.kvtransfer.incoming import IncomingTransfer
-from twostroke.kvtransfer.outgoing import OutgoingTransfer
+from tests.simulation.fake_store import Array, FakeStore, fake_layout
+from tests.simulation.memory_network import MemoryFabric, Trace
+from tests.simulation.memory_transport import LinkFabric, MemoryTransport
+from tests.simulation.parts import Parts, parts_around
+from tests.simulation.transfers.plan import LEASE_S, PROGRESS_S, Plan, TransferPlan
+from tests.simulation.virtual_loop import VirtualProcess
+from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.requests import SampledToken, Ticket, mint_ticket
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
+
+SECRET = b"the simulation's secret"
+NUM_BLOCKS = 64
+MAX_PENDING_OFFERS = 4
+
+
+class Process(VirtualProcess):
+    """One incarnation of a worker. All its tasks run in its own context, so that it can be stopped and continued."""
+
+    def __init__(self, plan: Plan, number: int, epoch: int, fabric: MemoryFabric, links: LinkFabric):
+        self.number = number
+        self.host = f"worker-{number}"
+        self.peer = Peer(self.host, epoch)
+        super().__init__(f"{self.host} of epoch {epoch}")
+        self.is_dead = False
+        self.links_left = 0  # after its end: links that nobody has closed
+        self.addresses: tuple[Address, ...] = ()
+        worker = plan.workers[number]
+        layout = fake_layout(
+            num_layers=plan.num_layers,
+            block_size=worker.block_size,
+            tp_size=worker.tp_size,
+            num_kv_heads=plan.num_kv_heads,
+        )
+        config = TransferConfig(
+            lease_s=LEASE_S,
+            progress_s=PROGRESS_S,
+            max_chunk_bytes=worker.max_chunk_bytes,
+            max_pending_offers=MAX_PENDING_OFFERS,
+        )
+        self.ranks = tuple(
+            parts_around(
+                FakeStore(layout, num_blocks=NUM_BLOCKS, rank=rank),
+                self.peer,
+                # A process that is started again listens where its forerunner did.
+                fabric.at(self.host, port=1000 + 10 * number + rank),
+                links,
+                config,
+                SECRET,
+                plan.links_from,
+            )
+            for rank in range(worker.tp_size)
+        )
+
+    async def start(self) -> None:
+        """Listen."""
+        for rank in self.ranks:
+            self.addresses += await self.spawn(rank.receiver.start(self.host), "start")
+
+    async def close(self) -> None:
+        """End everything that this process has."""
+        for rank in self.ranks:
+            await self.spawn(rank.sender.close(), "close")
+            await self.spawn(rank.receiver.close(), "close")
+            for transport in rank.transports.by_name.values():
+                if isinstance(transport, MemoryTransport):
+                    self.links_left += len(transport.open_links)
+            await rank.transports.close()
 
 
 @dataclass(frozen=True)
@@ -113,14 +173,19 @@ class Sides:
     async def _open_twice(self, process: Process, one: TransferPlan, ticket: Ticket) -> None:
         """Use a ticket for a second transfer: it must not arrive, whatever becomes of the first."""
         await asyncio.sleep(one.source_act_after_s)
+        await self._send_in_vain(process, one, ticket, f"the ticket of transfer {one.number} was good for two")
+
+    async def _send_in_vain(self, process: Process, one: TransferPlan, ticket: Ticket, problem: str) -> None:
+        """Send on a ticket that is good for nothing: it is a problem where that arrives."""
         rank = process.ranks[0]
         table = _allocate(rank, one.num_tokens)
         transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
         transfer.commit(_token(one))
         try:
             await transfer.done()
-            self._problems.append(f"the ticket of transfer {one.number} was good for two")
-        except TransferFailed:
+            self._problems.append(problem)
+        except TransferFailed as error:
+            self._trace(f"{process.name} sends in vain for transfer {one.number}: {error}")
             _free(rank, table)
 
     async def _flood(self, process: Process, one: TransferPlan) -> None:
@@ -152,20 +217,9 @@ class Sides:
         forger = next(other for other in self._processes if other.number not in (one.source, one.target))
         if not forger.is_dead:
             forged = replace(ticket, source=forger.peer, mac=bytes(16), source_ranks=len(forger.ranks))
-            forger.spawn(self._send_forged(forger, one, forged), f"forger of transfer {one.number}")
+            problem = f"a forged ticket was good for transfer {one.number}"
+            forger.spawn(self._send_in_vain(forger, one, forged, problem), f"forger of transfer {one.number}")
             await asyncio.sleep(one.source_act_after_s)
-
-    async def _send_forged(self, forger: Process, one: TransferPlan, ticket: Ticket) -> None:
-        rank = forger.ranks[0]
-        table = _allocate(rank, one.num_tokens)
-        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
-        transfer.commit(_token(one))
-        try:
-            await transfer.done()
-            self._problems.append(f"a forged ticket was good for transfer {one.number}")
-        except TransferFailed as error:
-            self._trace(f"the forger of transfer {one.number} fails: {error}")
-            _free(rank, table)
 
     async def receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
         """What a worker does that expects KV."""
@@ -287,17 +341,17 @@ def _heads(store: FakeStore) -> slice:
     return slice(first, first + store.layout.heads_per_rank)
 
 
-def _allocate(rank: Rank, num_tokens: int) -> list[int]:
+def _allocate(rank: Parts, num_tokens: int) -> list[int]:
     return rank.pool.allocate(-(-num_tokens // rank.store.layout.block_size))
 
 
-def _free(rank: Rank, table: list[int]) -> None:
+def _free(rank: Parts, table: list[int]) -> None:
     """Give blocks back. What a pull link reads there from now on is garbage."""
     rank.store.spoil(table)
     rank.pool.release(table)
 
 
-def _write(rank: Rank, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
+def _write(rank: Parts, table: list[int], truth: Array, start: int, end: int, layer: int | None = None) -> None:
     """Put the true KV of some tokens into blocks, in one layer or all."""
     if start < end:
         for at in range(len(truth)) if layer is None else (layer,):

@@ -6,6 +6,7 @@ Where two safeguards stand behind each other, so that neither can be missed alon
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,13 @@ from msgspec.structs import replace
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
 from twostroke.kvtransfer import receiver, sender
-from twostroke.kvtransfer.incoming import IncomingLane
-from twostroke.kvtransfer.offers import UsedTickets
-from twostroke.kvtransfer.outgoing import OutgoingLane
 from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.rules import lifecycle
-from twostroke.kvtransfer.rules.lifecycle import ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from twostroke.kvtransfer.rules.lifecycle import Event, ReceiverState, SenderState
 from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.sides import UsedTickets
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
+from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
 from twostroke.protocol.requests import Peer, Ticket, verify_ticket
@@ -54,7 +54,8 @@ def _verify_any_epoch(secret: bytes, ticket: Ticket, *, source: Peer, target: Pe
 
 def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> Any:
     """So that neither the source's look at the Welcome nor the chunks' seals tell the epochs apart."""
-    connection._peer = hello.receiver
+    connection._receiver = copy(connection._receiver)
+    connection._receiver.peer = hello.receiver
     return _fit(connection, hello)
 
 
@@ -273,15 +274,15 @@ SABOTAGES = [
         ((IncomingLane, "peer_lost", _leave_lanes_of_lost_connections),),
     ),
     Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),)),
-    Sabotage("a lost connection is used again", ((KVSender, "_forget", lambda sender, connection: None),)),
+    Sabotage("a lost connection is used again", ((KVSender, "forget", lambda sender, connection: None),)),
     Sabotage("links are not closed", ((sender, "finish", _leave_the_link_open),)),
     Sabotage(
         "an abort does not wait for the chunk that is being written",
-        ((lifecycle._RECEIVER, (ReceiverState.RECEIVING, ReceiverEvent.ABORT), ReceiverState.ABORTED),),
+        ((lifecycle._TABLE, (ReceiverState.RECEIVING, Event.ABORT), ReceiverState.ABORTED),),
     ),
     Sabotage(
         "an abort does not wait for the chunk that is being read",
-        ((lifecycle._SENDER, (SenderState.SENDING, SenderEvent.ABORT), SenderState.ABORTED),),
+        ((lifecycle._TABLE, (SenderState.SENDING, Event.ABORT), SenderState.ABORTED),),
     ),
     Sabotage(
         "a lost connection does not wait for its link's end",

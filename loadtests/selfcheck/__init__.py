@@ -1,1 +1,0 @@
-"""The load generator against a server whose every instant is known."""

@@ -1,0 +1,294 @@
+"""What links of all transports have in common, and the choice of transports."""
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.rigs.kv_links import NAMES, SharedBytesStore, blocks, linked, move, two
+from tests.rigs.kv_pair import BytesStore
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports import make_transports
+from twostroke.protocol.errors import ConfigError, ConnectionLost
+
+ALL = pytest.mark.parametrize("name", NAMES)
+ON_SOCKETS = pytest.mark.parametrize("name", ["shm", "tcp"])
+
+
+@ALL
+@pytest.mark.parametrize(("num_blocks", "head_dim"), [(1, 1), (2500, 4), (40, 8192)])
+async def test_blocks_arrive_in_the_order_of_both_tables(name: str, num_blocks: int, head_dim: int) -> None:
+    source, target = (SharedBytesStore(2, num_blocks, head_dim) for _ in range(2))
+    source.fill(1)
+    async with linked(name, source, target) as ends:
+        tables = [
+            [tuple(random.Random(seed).sample(range(num_blocks), num_blocks)) for seed in pair]
+            for pair in ((1, 2), (3, 4))
+        ]
+        for seal, layers in ((0, (0,)), (2**64 - 1, (1, 0))):
+            chunks = [[Segment(layer, tables[side][layer]) for layer in layers] for side in range(2)]
+            assert await move(ends, chunks[0], chunks[1], seal)
+            for layer in layers:
+                for from_id, to_id in zip(tables[0][layer], tables[1][layer], strict=True):
+                    assert source.block(layer, from_id) == target.block(layer, to_id)
+
+
+@ALL
+async def test_heads_and_blocks_of_other_sizes_are_filled_where_they_belong(name: str) -> None:
+    source = SharedBytesStore(1, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
+    target = SharedBytesStore(1, 160, 512, num_kv_heads=4, block_size=4)
+    source.fill(1)
+    source_cut, target_cut = Cut(source.layout, 1, 1, 4, "raw"), Cut(target.layout, 3, 1, 4, "raw")
+    order = tuple(random.Random(1).sample(range(160), 160))
+    async with linked(name, source, target, source_cut, target_cut) as ends:
+        assert await move(ends, [Segment(0, order)], [Segment(0, tuple(range(160)))])
+    size = 512 * 2  # of a row: one token of one head
+    for to_id, unit_id in enumerate(order):
+        block, part = divmod(unit_id, 4)
+        for kind in range(2):
+            start = ((block * 2 + kind) * 2 + 1) * 16 * size + part * 4 * size
+            end = ((to_id * 2 + kind) * 4 + 3) * 4 * size
+            assert target.layers[0][end : end + 4 * size] == source.layers[0][start : start + 4 * size]
+    untouched = target.layers[0][: 3 * 4 * size]  # heads 0 to 2 of K in block 0
+    assert untouched == bytes(len(untouched))
+
+
+@ALL
+async def test_many_calls_under_way_are_carried_out_in_their_order(name: str) -> None:
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
+    source.fill(1)
+    draw = random.Random(5)
+    sizes = [draw.choice([1, 2, 30, 64]) for _ in range(40)]  # some inline, some in parts
+    async with linked(name, source, target) as (sender, receiver):
+
+        async def call(make_call: Callable[[int, list[Segment]], object], seed: int) -> list[object]:
+            under_way: list[asyncio.Future[object]] = []
+            results: list[object] = []
+            order = random.Random(seed)
+            for seal, size in enumerate(sizes):
+                segments = [Segment(0, tuple(random.Random(seal).sample(range(64), size)))]
+                under_way.append(asyncio.ensure_future(make_call(seal, segments)))  # type: ignore[arg-type]
+                while len(under_way) > order.randrange(3):
+                    results.append(await under_way.pop(0))
+            return results + [await each for each in under_way]
+
+        _, intact = await asyncio.gather(
+            call(lambda seal, segments: sender.send(segments, seal), 1),
+            call(lambda seal, segments: receiver.receive(segments, seal), 2),
+        )
+        assert intact == [True] * len(sizes)
+    touched = {unit for seal, size in enumerate(sizes) for unit in random.Random(seal).sample(range(64), size)}
+    assert all(source.block(0, unit) == target.block(0, unit) for unit in touched)
+
+
+@ALL
+async def test_what_is_discarded_leaves_the_stream_in_step(name: str) -> None:
+    source, target = SharedBytesStore(1, 8, 20_000), SharedBytesStore(1, 8, 20_000)
+    source.fill(1)
+    async with linked(name, source, target) as (sender, receiver):
+        await asyncio.gather(sender.send([Segment(0, (0, 1, 2, 3, 4, 5))], 1), receiver.discard(6))
+        assert target.copy() == [bytes(len(target.layers[0]))]
+        assert await move((sender, receiver), [Segment(0, (7,))], [Segment(0, (2,))])
+        assert target.block(0, 2) == source.block(0, 7)
+
+
+@ALL
+@pytest.mark.parametrize("num_blocks", [2, 64])
+async def test_a_chunk_with_another_seal_or_another_chunks_bytes_is_not_intact(name: str, num_blocks: int) -> None:
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
+    source.fill(1)
+    chunk = [Segment(0, tuple(range(num_blocks)))]
+    async with linked(name, source, target) as (sender, receiver):
+        for sealed, expected in ((1, 2), (2**63, 2**63 + 2**40), (5, 5)):
+            _, is_intact = await asyncio.gather(sender.send(chunk, sealed), receiver.receive(chunk, expected))
+            assert is_intact == (sealed == expected), "the stream stays in step"
+        swapped = await asyncio.gather(
+            sender.send(chunk, 6), sender.send(chunk, 7), receiver.receive(chunk, 7), receiver.receive(chunk, 6)
+        )
+        assert swapped[2:] == [False, False]
+
+
+@ALL
+async def test_units_that_a_store_has_not_break_the_link(name: str) -> None:
+    source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
+    async with linked(name, source, target) as (sender, _):
+        with pytest.raises((ValueError, ConnectionLost), match="not all within"):
+            await sender.send([Segment(0, (64,))], 1)
+        with pytest.raises(ConnectionLost):
+            await sender.send([Segment(0, (1,))], 1)
+
+
+@ALL
+async def test_a_cancelled_receive_breaks_the_link_and_late_bytes_go_nowhere(name: str) -> None:
+    source, target = SharedBytesStore(1, 8, 16_384), SharedBytesStore(1, 8, 16_384)
+    source.fill(1)
+    async with linked(name, source, target) as (sender, receiver):
+        receive = asyncio.create_task(receiver.receive([Segment(0, (0, 1, 2, 3))], 1))
+        behind = asyncio.create_task(receiver.receive([Segment(0, (4, 5))], 2))
+        await asyncio.wait([receive], timeout=0.02)
+        receive.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receive
+        await receiver.close()
+        with pytest.raises(ConnectionLost):
+            await behind
+        with pytest.raises(ConnectionLost, match="closed"):
+            await receiver.receive([Segment(0, (0,))], 3)
+        send = asyncio.create_task(sender.send([Segment(0, (4, 5, 6, 7))], 1))
+        await asyncio.wait([send], timeout=0.05)
+        await sender.close()
+        await asyncio.wait([send])
+        assert send.cancelled() or isinstance(send.exception(), ConnectionLost | None)
+        assert target.copy() == [bytes(len(target.layers[0]))]
+
+
+@ALL
+async def test_a_peer_that_is_gone_breaks_the_link(name: str) -> None:
+    source, target = SharedBytesStore(1, 8, 16_384), SharedBytesStore(1, 8, 16_384)
+    async with linked(name, source, target) as (sender, receiver):
+        await sender.close()
+        for size in (1, 3):
+            with pytest.raises(ConnectionLost):
+                await receiver.receive([Segment(0, tuple(range(size)))], 1)
+        await receiver.close()
+        await receiver.close()
+
+
+@ALL
+async def test_a_peer_that_does_not_join_is_not_awaited_for_ever(name: str) -> None:
+    store = SharedBytesStore()
+    async with two(name, store, store, join_timeout_s=0.2) as (_, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(store))
+        with pytest.raises(ConnectionLost):
+            await pending.established()
+        await pending.close()
+
+
+@ALL
+async def test_a_pending_link_may_be_given_up_while_it_is_awaited(name: str) -> None:
+    store = SharedBytesStore()
+    async with two(name, store, store, join_timeout_s=30) as (_, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(store))
+        waiting = asyncio.create_task(pending.established())
+        await asyncio.wait([waiting], timeout=0.02)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await pending.close()
+
+
+@ALL
+async def test_parameters_of_another_transport_are_refused(name: str) -> None:
+    store = SharedBytesStore()
+    async with two(name, store, store) as (sending, _):
+        with pytest.raises(ConnectionLost, match="not those of"):
+            await sending.join({"segment": "x"}, blocks(store))
+
+
+@ON_SOCKETS
+async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers_come_first(name: str) -> None:
+    source, target = SharedBytesStore(), SharedBytesStore()
+    source.fill(1)
+    cut = blocks(source)
+    async with two(name, source, target) as (sending, receiving):
+        pending = await receiving.prepare("127.0.0.1", cut)
+        where = pending.params
+        strangers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
+        for stranger in strangers:
+            at = f"\0twostroke-kv-{where['name']}" if name == "shm" else (where["host"], where["port"])
+            stranger.connect(at)
+        zeros = "A" * 43 + "="
+        for wrong, complaint in (
+            ({"token": zeros}, "can't join"),
+            ({"token": "no"}, "not those of"),
+            ({"streams": 0} if name == "tcp" else {"token": 5}, "not those of"),
+            ({"port": 1} if name == "tcp" else {"name": "nobody"}, "can't join"),
+        ):
+            with pytest.raises(ConnectionLost, match=complaint):
+                await sending.join({**where, **wrong}, cut)
+        ends = await asyncio.gather(sending.join(where, cut), pending.established())
+        assert await move(ends, [Segment(0, (1,))], [Segment(0, (2,))])
+        assert target.block(0, 2) == source.block(0, 1)
+        with pytest.raises(ConnectionLost):
+            await sending.join(where, cut)
+        for stranger in strangers:
+            assert stranger.recv(1) == b"", "sent away once the peer had come"
+            stranger.close()
+
+
+@ON_SOCKETS
+async def test_a_transport_that_is_closed_closes_its_doors(name: str) -> None:
+    store = SharedBytesStore()
+    async with two(name, store, store) as (sending, receiving):
+        pending = await receiving.prepare("127.0.0.1", blocks(store))
+        waiting = asyncio.create_task(pending.established())
+        await asyncio.sleep(0)
+        await receiving.close()
+        with pytest.raises(ConnectionLost, match="given up"):
+            await waiting
+        with pytest.raises(ConnectionLost, match="can't join"):
+            await sending.join(pending.params, blocks(store))
+
+
+class GpuStore:
+    """One that says it is on a GPU."""
+
+    layout = BytesStore().layout
+    rank = 0
+    num_blocks = 1
+    device = "cuda:0"
+
+    def layer_tensor(self, layer: int) -> object:
+        raise NotImplementedError
+
+
+def test_a_store_gets_all_transports_that_it_can_do_best_first() -> None:
+    assert make_transports("auto", BytesStore()).reach.transports == ("tcp",)
+    mapped = make_transports("auto", SharedBytesStore())
+    assert mapped.reach.transports == tuple(mapped.by_name) == ("shm", "tcp")
+    assert (mapped.reach.device, mapped.reach.is_configured) == ("cpu", False)
+    assert make_transports("tcp", SharedBytesStore()).reach.is_configured
+    assert make_transports("tcp", SharedBytesStore()).reach.transports == ("tcp",)
+    assert make_transports("torch_distributed", BytesStore()).reach.transports == ("torch_distributed",)
+
+
+def test_a_name_of_a_transport_is_its_key() -> None:
+    for choice in ("shm", "tcp", "torch_distributed"):
+        assert [made.name for made in make_transports(choice, SharedBytesStore()).by_name.values()] == [choice]
+
+
+@pytest.mark.parametrize(
+    ("choice", "store", "way_out"),
+    [
+        ("pigeon", BytesStore(), "known are auto, cuda_ipc, shm, tcp, torch_distributed"),
+        ("shm", BytesStore(), "set the transport to auto or tcp"),
+        ("tcp", GpuStore(), "set the transport to auto"),
+        ("shm", GpuStore(), "set the transport to auto"),
+    ],
+)
+def test_a_transport_that_can_not_be_had_is_refused_with_the_way_out(
+    choice: str, store: BytesStore | GpuStore, way_out: str
+) -> None:
+    with pytest.raises(ConfigError, match=way_out):
+        make_transports(choice, store)
+
+
+def test_processes_of_one_machine_say_the_same_machine() -> None:
+    code = (
+        "from tests.rigs.kv_pair import BytesStore\n"
+        "from twostroke.kvtransfer.transports import make_transports\n"
+        "print(make_transports('auto', BytesStore()).reach.machine)"
+    )
+    theirs = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    assert theirs == make_transports("auto", BytesStore()).reach.machine != ""
+
+
+def test_torch_and_numba_are_imported_only_for_what_needs_them() -> None:
+    code = (
+        "import sys, twostroke.kvtransfer.sender, twostroke.kvtransfer.receiver, twostroke.kvtransfer.transports.tcp;"
+        "sys.exit(bool({'torch', 'numba'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,111 @@
+"""Two ends of a link of any transport, between stores of plain bytes; nothing may be left of them."""
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.kv_pair import BytesStore, link_threads, open_descriptors, settle, warm_up_torch
+from twostroke.kvtransfer.link import Transport
+from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.transports import sockets
+from twostroke.kvtransfer.transports.shm import ShmTransport
+from twostroke.kvtransfer.transports.tcp import TcpTransport
+from twostroke.protocol.kv_layout import Encoding
+
+NAMES = ("shm", "tcp", "tcp, 3 streams", "torch_distributed")
+
+
+class SharedBytesStore(BytesStore):
+    """One whose bytes other processes can map."""
+
+    def __init__(self, *sizes: int, **layout: Any):
+        super().__init__(*sizes, **layout)
+        size = len(self.layers[0])
+        self.memory_fd = os.memfd_create("kv-bytes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.memory_fd, size * len(self.layers))
+        fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        whole = memoryview(mmap.mmap(self.memory_fd, size * len(self.layers)))
+        self.layers = [whole[self.layer_offset(i) : self.layer_offset(i + 1)] for i in range(len(self.layers))]  # type: ignore[misc]
+
+    def layer_offset(self, layer: int) -> int:
+        return layer * self.num_blocks * self.block_bytes
+
+    def __del__(self) -> None:
+        os.close(self.memory_fd)
+
+
+def make(name: str, store: BytesStore, **options: Any) -> Transport:
+    """The transport of one side."""
+    if name == "torch_distributed":
+        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+
+        return TorchDistributedTransport(store, **options)
+    if name == "shm":
+        assert isinstance(store, SharedBytesStore)
+        return ShmTransport(store, **options)
+    return TcpTransport(store, streams=3, **options)
+
+
+def mappings() -> int:
+    """Of caches of peers and of our own."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kv-bytes")
+
+
+@contextlib.asynccontextmanager
+async def two(name: str, source: BytesStore, target: BytesStore, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """A transport on either side; no descriptor, mapping or thread may be left in the end.
+
+    With `tcp, 3 streams` both sides seem to be on different machines.
+    """
+    if name == "torch_distributed":
+        await warm_up_torch()
+    before = open_descriptors(), link_threads(), mappings()
+    sending, receiving = make(name, source, **options), make(name, target, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "tcp, 3 streams":
+            patch.setattr(sockets, "is_within_one_machine", lambda _: False)
+        try:
+            yield sending, receiving
+        finally:
+            await sending.close()
+            await receiving.close()
+
+    def is_nothing_left() -> bool:
+        after = open_descriptors(), link_threads(), mappings()
+        return all(now <= then for now, then in zip(after, before, strict=True))
+
+    await settle(is_nothing_left)
+
+
+def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
+    """Whole blocks as units."""
+    return Cut(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+
+
+async def join(sending: Any, receiving: Any, source_cut: Cut, target_cut: Cut | None = None) -> tuple[Any, Any]:
+    """Both ends of a link."""
+    pending = await receiving.prepare("127.0.0.1", target_cut or source_cut)
+    joined, established = await asyncio.gather(sending.join(pending.params, source_cut), pending.established())
+    return joined, established
+
+
+@contextlib.asynccontextmanager
+async def linked(
+    name: str, source: BytesStore, target: BytesStore, *cuts: Cut, **options: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Both ends of a link, of whole blocks if no cuts are said."""
+    async with two(name, source, target, **options) as (sending, receiving):
+        yield await join(sending, receiving, *(cuts or (blocks(source),)))
+
+
+async def move(ends: tuple[Any, Any], sent: Sequence[Segment], received: Sequence[Segment], seal: int = 5) -> bool:
+    """A chunk; whether it was intact."""
+    _, is_intact = await asyncio.gather(ends[0].send(sent, seal), ends[1].receive(received, seal))
+    return bool(is_intact)

@@ -1,0 +1,122 @@
+"""From a request's fields to what the model is asked: what is refused, by which name, and at which price."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from twostroke.router.http.body import parse_object
+from twostroke.router.openai.schemas import (
+    LACKING,
+    MAX_NAMED,
+    MAX_TOKEN_IDS,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    UnknownFields,
+    explain,
+)
+
+BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+
+
+def label_of_change(value):
+    return "-".join(value) if isinstance(value, dict) else value.__name__
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (ChatRequest, {"messages": [1] * 2000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"a": 1}] * 256}] * 200}),
+        (CompletionRequest, {"stop": [1] * 2000}),
+        (CompletionRequest, {"stop_token_ids": ["a"] * 2000}),
+    ],
+    ids=label_of_change,
+)
+def test_of_many_wrong_items_only_the_first_costs_an_error(model, change):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({**(CHAT if model is ChatRequest else BASE), **change})
+    assert caught.value.error_count() <= 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "refusal"),
+    [
+        ("", "prompt: string should have at least 1 character"),
+        ([], "prompt: list should have at least 1 item after validation, not 0"),
+        (["a", ""], "prompt.1: string should have at least 1 character"),
+        (["a", "\udfff"], "prompt.1: input should be a valid string, unable to parse raw data as a unicode string"),
+        (["a", 1], "prompt.1: input should be a valid string"),
+        ([1, 2, True], "prompt.2: input should be a valid integer"),
+        ([1, -1], "prompt.1: input should be greater than or equal to 0"),
+        ([[1], 2], "prompt.1: input should be a valid list"),
+        ([[1], [1, 2**31]], "prompt.1.1: input should be less than 2147483648"),
+        (["a"] * 65, "prompt: list should have at most 64 items after validation, not 65"),
+        ([*[1] * MAX_TOKEN_IDS, "a"], f"prompt: list should have at most {MAX_TOKEN_IDS} items"),
+    ],
+    ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
+)
+def test_what_a_prompt_lacks_is_told_where_it_lacks_it(prompt, refusal):
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert str(explain(caught.value.errors())).startswith(refusal)
+
+
+@pytest.mark.parametrize("name", sorted(LACKING))
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_what_would_change_the_answer_and_is_lacking_is_refused_by_name(model, name):
+    fields = CHAT if model is ChatRequest else BASE
+    why, harmless = LACKING[name]
+    for value in (None, *harmless):
+        UnknownFields(strict=True).check(model.model_validate({**fields, name: value}))
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({**fields, name: {"anything": "else"}})
+    refusal = explain(caught.value.errors())
+    assert (refusal.param, str(refusal)) == (name, f"{name}: is not supported: {why}")
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_what_has_no_effect_is_taken_whatever_it_says(name):
+    UnknownFields(strict=True).check(CompletionRequest.model_validate({**BASE, name: ["any", {"thing": 1}]}))
+
+
+def test_so_many_unknown_fields_are_named_and_no_more(caplog):
+    fields = UnknownFields(strict=False)
+    for i in range(MAX_NAMED + 10):
+        fields.check(CompletionRequest.model_validate({**BASE, f"field_{i}": 1}))
+    assert len(caplog.records) == MAX_NAMED
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "model prompt messages n seed stop stop_token_ids max_tokens min_tokens temperature top_p top_k min_p logit_bias",
+    "presence_penalty frequency_penalty repetition_penalty logprobs top_logprobs echo stream stream_options best_of",
+    "suffix user metadata response_format return_token_ids ignore_eos max_completion_tokens tools",
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=st.dictionaries(st.sampled_from(" ".join(FIELDS).split()), JSON, min_size=1, max_size=3), chat=st.booleans()
+)
+def test_any_json_is_either_parsed_or_refused_by_name(changes, chat):
+    fault = _fault(ChatRequest if chat else CompletionRequest, json.dumps({**(CHAT if chat else BASE), **changes}))
+    if fault is not None:
+        assert fault.param.split(".")[0] in changes
+        assert 400 <= fault.status < 500
+
+
+def _fault(model, body):
+    try:
+        model.model_validate(parse_object(body.encode()))
+    except ValidationError as error:
+        return explain(error.errors())
+    return None
