@@ -11,33 +11,17 @@ import triton.language as tl
 from safetensors.torch import save_file
 
 from tests.kernels.paged_cases import ReferenceBackend, assert_close, make_layout, paged_case
-from twostroke.model.architectures.decoder import Decoder
+from tests.model.conftest import TINY, make_decoder
 from twostroke.model.backend import Backend
 from twostroke.model.batch import Drawing
-from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
-from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
-from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint, expected_shapes
+from twostroke.model.checkpoint.config_file import parse_model_config
+from twostroke.model.checkpoint.weights import SINGLE_FILE, expected_shapes
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.launch import A100, H100
-from twostroke.model.parallel.tensor_parallel import SingleRank
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
 LENGTHS = {
     "decodes and chunks": [(1, 1), (1, 33), (2, 2), (17, 40), (5, 16)],
     "decodes alone": [(1, 16), (1, 17), (1, 2)],
@@ -80,14 +64,13 @@ def test_no_step_launches_a_variant_of_attention_that_was_not_compiled_at_first(
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_shapes(parse_model_config(CONFIG, "test"))
+    shapes = expected_shapes(parse_model_config(TINY, "test"))
     save_file(
         {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes},
         tmp_path / SINGLE_FILE,
     )
-    config = load_model_config(tmp_path)
     lengths = LENGTHS[kind]
     layout, num_blocks = make_layout(lengths, block_size=16)
     token_ids = torch.randint(0, 96, layout.slots.shape, generator=generator)
@@ -97,11 +80,9 @@ def test_a_decoder_on_the_cuda_backend_computes_what_it_does_on_the_references(k
     before[:, layout.slots // 16, :, :, layout.slots % 16] = float("nan")
 
     def run(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = load_decoder_weights(
-            Checkpoint(tmp_path, config), config, torch.float32, torch.device("cpu"), 128, backend
-        )
+        decoder, _ = make_decoder(tmp_path, backend, num_blocks=1, block_size=16, max_context=128)
         caches = before.clone()
-        logits = Decoder(config, weights, backend, SingleRank()).forward(token_ids, layout, list(caches), drawing)
+        logits = decoder.forward(token_ids, layout, list(caches), drawing)
         assert logits is not None
         return logits, caches
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.test_cuda_backend import CONFIG
+from tests.model.conftest import TINY as TINY_MODEL
 from tests.model.test_captured_steps import Repeating
 from twostroke.benchmarks.gpu import command as gpu
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, Row, Sizes
@@ -17,7 +17,7 @@ from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.cuda.kernels.launch import H100
 
 TINY = Sizes(
-    model=parse_model_config({**CONFIG, "num_hidden_layers": 1, "vocab_size": 32}, "test"),
+    model=parse_model_config({**TINY_MODEL, "num_hidden_layers": 1, "vocab_size": 32}, "test"),
     block_size=16,
     read_bytes=1024,
     gemm_size=16,

@@ -145,7 +145,7 @@ def multiply_depths(rows, a, a_stride, b, depths, steps, c, add, lines):
 
 @compiled
 def multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
-    """As `gemm._multiply` wants it: c[rows, 64] (+)= a b, all by address; c's rows are 256 bytes apart."""
+    """As `gemm._make_multiply` wants it: c[rows, 64] (+)= a b, all by address; c's rows are 256 bytes apart."""
     depths, rest = steps // DEPTH, steps % DEPTH
     lines = np.int64(64) if rows <= ROWS else np.int64(0)
     if depths:

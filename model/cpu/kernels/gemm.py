@@ -165,59 +165,64 @@ def _multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
         asked += lines
 
 
-@compiled
-def _multiply(words, multiply_block):
-    """`multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead)`: c[rows, 64] (+)= a b, all by address.
+def _make_multiply(multiply_block: Any) -> Any:
+    """`multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead)`: c[rows, 64] (+)= a b, all by address."""
 
-    words: x, packed W, bias, out, rows, in, bytes of a row of x, out, steps, block steps, row block, whether
-    out is bf16.
-    """
-    items, grain = words[1], words[2]
-    rows, inner, x_stride, columns, steps = words[7], words[8], words[9], words[10], words[11]
-    block_steps, row_block = words[12], words[13]
-    panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
-    memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
-    skipped = -memory.ctypes.data % LINE_BYTES // 4
-    sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
-    sums_at = sums.ctypes.data
-    whole_steps = x_stride // 4
-    last_halves = np.zeros((row_block, 2), np.uint16)
-    begin = take_items(words)
-    while begin < items:
-        following = take_items(words)
-        end = min(begin + grain, items)
-        for item in range(begin, end):
-            upcoming = item + 1 if item + 1 < end else min(following, items - 1)
-            panel = words[4] + item % panels * steps * STEP_BYTES
-            next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
-            first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
-            count = min(row_block, rows - first_row)
-            x = words[3] + first_row * x_stride
-            for start in range(0, whole_steps, block_steps):
-                block = min(block_steps, whole_steps - start)
-                b = panel + start * STEP_BYTES
-                ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
-                multiply_block(words, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
-            if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
+    @compiled
+    def multiply(words):
+        """words: x, packed W, bias, out, rows, in, bytes of a row of x, out, steps, block steps, row block, whether
+        out is bf16."""
+        items, grain = words[1], words[2]
+        rows, inner, x_stride, columns, steps = words[7], words[8], words[9], words[10], words[11]
+        block_steps, row_block = words[12], words[13]
+        panels = (columns + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+        memory = np.empty(row_block * PANEL_COLUMNS + 16, np.float32)
+        skipped = -memory.ctypes.data % LINE_BYTES // 4
+        sums = memory[skipped : skipped + row_block * PANEL_COLUMNS].reshape(row_block, PANEL_COLUMNS)
+        sums_at = sums.ctypes.data
+        whole_steps = x_stride // 4
+        last_halves = np.zeros((row_block, 2), np.uint16)
+        begin = take_items(words)
+        while begin < items:
+            following = take_items(words)
+            end = min(begin + grain, items)
+            for item in range(begin, end):
+                upcoming = item + 1 if item + 1 < end else min(following, items - 1)
+                panel = words[4] + item % panels * steps * STEP_BYTES
+                next_panel = words[4] + upcoming % panels * steps * STEP_BYTES
+                first_row, first_column = item // panels * row_block, item % panels * PANEL_COLUMNS
+                count = min(row_block, rows - first_row)
+                x = words[3] + first_row * x_stride
+                for start in range(0, whole_steps, block_steps):
+                    block = min(block_steps, whole_steps - start)
+                    b = panel + start * STEP_BYTES
+                    ahead = b + block * STEP_BYTES if start + block < whole_steps else next_panel
+                    multiply_block(words, count, x + 4 * start, x_stride, b, block, sums_at, start > 0, ahead)
+                if whole_steps < steps:  # an odd number of bf16: the last has no partner in x
+                    for row in range(count):
+                        end_of_row = as_halves(x + row * x_stride)
+                        last_halves[row, 0] = end_of_row[inner - 1]
+                    b = panel + whole_steps * STEP_BYTES
+                    multiply_block(words, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
                 for row in range(count):
-                    end_of_row = as_halves(x + row * x_stride)
-                    last_halves[row, 0] = end_of_row[inner - 1]
-                b = panel + whole_steps * STEP_BYTES
-                multiply_block(words, count, last_halves.ctypes.data, 4, b, 1, sums_at, whole_steps > 0, b)
-            for row in range(count):
-                place = sums[row].ctypes.data
-                finish_row(place, words[5], words[6], words[14], columns, first_row + row, first_column)
-        begin = following
+                    place = sums[row].ctypes.data
+                    finish_row(place, words[5], words[6], words[14], columns, first_row + row, first_column)
+            begin = following
+
+    return multiply
+
+
+_multiply_in_registers, _multiply_in_matrices = _make_multiply(_multiply_block), _make_multiply(amx.multiply_block)
 
 
 @Kernels
 def _multiply_by_registers(words):
-    _multiply(words, _multiply_block)
+    _multiply_in_registers(words)
 
 
 @Kernel
 def _multiply_by_amx(words):
-    _multiply(words, amx.multiply_block)
+    _multiply_in_matrices(words)
     amx.release_tiles()
 
 
