@@ -183,7 +183,7 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, contiguous and aligned."""
         used = math.prod(shape) * dtype.itemsize
-        fitting = [index for index in self._free if len(self._places[index]) >= used]
+        fitting = [index for index in reversed(self._free) if len(self._places[index]) >= used]  # the latest first
         if fitting:
             index = min(fitting, key=lambda index: len(self._places[index]))
             self._free.remove(index)
