@@ -24,7 +24,7 @@ class CpuBackend:
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
         """As Backend.embed."""
         if isinstance(table, Tensor):
-            return gemm.look_up(self.launcher, token_ids, table, first, dtype)
+            return gemm.look_up(self.launcher, token_ids, table, first)
         return table.embed(token_ids, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

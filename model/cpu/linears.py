@@ -13,10 +13,10 @@ from torch.nn import functional
 from twostroke.model.backend import Linear
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
-from twostroke.model.cpu.kernels import floats, gemm, quant, quant_tile
+from twostroke.model.cpu.kernels import floats, gemm, quant
 from twostroke.model.cpu.kernels.program import Launcher
 
-ROWS_AN_ITEM = 256  # of activations that a thread multiplies at a time, and of weights that torch widens
+ROWS_WIDENED = 256  # of weights, by torch, at a time
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, launcher: Launcher) -> Linear:
@@ -42,7 +42,7 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 def is_quantized_supported(dtype: torch.dtype, in_features: int) -> bool:
     """Whether CpuQuantizedLinear's kernels take such activations, on this CPU."""
-    return dtype == torch.bfloat16 and in_features % 8 == 0 and quant_tile.is_supported()
+    return dtype == torch.bfloat16 and in_features % 8 == 0 and quant.is_supported()
 
 
 class CpuLinear:
@@ -54,16 +54,16 @@ class CpuLinear:
         self._dtype = weight.dtype
         self._launcher = launcher
         self._packed = gemm.pack(weight.contiguous())
-        self._bias = torch.zeros(self.out_features) if bias is None else bias.to(torch.float32, copy=True)
+        self._bias = gemm.bias_of_panels(bias, self.out_features)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear, for contiguous x of the weights' dtype; gives bf16 or fp32."""
-        return gemm.multiply(self._launcher, x, self._packed, self._bias, out_dtype or x.dtype)
+        return gemm.multiply(self._launcher, x, self._packed, self._bias, self.out_features, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed."""
+        """As Linear.embed, of the weights' dtype."""
         shape = (self.out_features, self.in_features)
-        return gemm.look_up_packed(self._launcher, token_ids, self._packed, self._dtype, shape, first, dtype)
+        return gemm.look_up_packed(self._launcher, token_ids, self._packed, self._dtype, shape, first)
 
 
 class CpuQuantizedLinear:
@@ -75,51 +75,19 @@ class CpuQuantizedLinear:
         self._bits = bits
         self._launcher = launcher
         self._values, self._scales = quant.quantize_and_pack(weight.contiguous(), bits)
-        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._bias = gemm.bias_of_panels(bias, self.out_features)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """As Linear, for contiguous bf16 x; gives bf16 or fp32."""
-        dtype, rows, panels = out_dtype or x.dtype, x.shape[0], len(self._values)
-        out = self._launcher.empty((rows, self.out_features), dtype)
-        arguments = (
-            x.data_ptr(),
-            self._values.data_ptr(),
-            self._scales.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            self.in_features,
-            self.out_features,
-            int(dtype == torch.float32),
-            panels,
-            rows,
-        )
-        if rows <= quant.DIRECT_MOST_ROWS:
-            self._launcher.run(quant.direct_kernel(self._bits), panels, 1, *arguments)
-        else:
-            items = panels * -(-rows // ROWS_AN_ITEM)
-            self._launcher.run(quant.unpacked_kernel(self._bits), items, 1, *arguments, ROWS_AN_ITEM)
-        return out
+        weights = self._values, self._scales, self._bias, self._bits
+        return quant.multiply(self._launcher, x, *weights, self.out_features, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed. Raises ValueError for int4, of which no embedding is made."""
+        """As Linear.embed, in bf16. Raises ValueError for int4, of which no embedding is made."""
         if self._bits != 8:
             raise ValueError("an embedding is held in 8 bits, not in 4")
-        rows = token_ids.numel()
-        out = self._launcher.empty((rows, self.in_features), dtype)
-        self._launcher.run(
-            quant.look_up_int8_kernel(),
-            rows,
-            1,
-            token_ids.data_ptr(),
-            self._values.data_ptr(),
-            self._scales.data_ptr(),
-            out.data_ptr(),
-            first,
-            self.out_features,
-            self.in_features,
-            int(dtype == torch.float32),
-        )
-        return out
+        shape = self.out_features, self.in_features
+        return quant.look_up_int8(self._launcher, token_ids, self._values, self._scales, shape, first)
 
 
 class PlainLinear:
@@ -150,8 +118,8 @@ class TorchQuantizedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]):
         """weight [out, in], bias [out]."""
         self.out_features, self.in_features = weight.shape
-        starts = range(0, self.out_features, ROWS_AN_ITEM)
-        self._slices = [_nibbles_joined(quantize(weight[first : first + ROWS_AN_ITEM], bits)) for first in starts]
+        starts = range(0, self.out_features, ROWS_WIDENED)
+        self._slices = [_nibbles_joined(quantize(weight[first : first + ROWS_WIDENED], bits)) for first in starts]
         self._bias = None if bias is None else bias.clone()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -163,10 +131,10 @@ class TorchQuantizedLinear:
         """As Linear.embed."""
         out = torch.zeros((token_ids.numel(), self.in_features), dtype=dtype)
         indices = token_ids - first
-        parts = indices.where((indices >= 0) & (indices < self.out_features), -1) // ROWS_AN_ITEM
+        parts = indices.where((indices >= 0) & (indices < self.out_features), -1) // ROWS_WIDENED
         for number in torch.unique(parts[parts >= 0]).tolist():
             ours = parts == number
-            out[ours] = self._widened(self._slices[number], dtype)[indices[ours] % ROWS_AN_ITEM]
+            out[ours] = self._widened(self._slices[number], dtype)[indices[ours] % ROWS_WIDENED]
         return out
 
     def _widened(self, part: QuantizedWeight, dtype: torch.dtype) -> Tensor:

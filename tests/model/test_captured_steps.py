@@ -20,7 +20,7 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
-from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, take_items
+from twostroke.model.cpu.kernels.launch import Kernel, as_floats, as_integers, taken
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
@@ -42,37 +42,28 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _multiply(words):
+@Kernel
+def MULTIPLY(words):
     """words: weights, x, out, rows of x, columns; an item is a row of the weights."""
-    items, grain, rows, columns = words[1], words[2], words[6], words[7]
+    items, rows, columns = words[1], words[6], words[7]
     weights, x = carray(as_floats(words[3]), (items, columns)), carray(as_floats(words[4]), (rows, columns))
     out = carray(as_floats(words[5]), (rows, items))
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for item in range(begin, min(begin + grain, items)):
-            for row in range(rows):
-                total = np.float32(0)
-                for i in range(columns):
-                    total += weights[item, i] * x[row, i]
-                out[row, item] = total
+    for item in taken(words, items):
+        for row in range(rows):
+            total = np.float32(0)
+            for i in range(columns):
+                total += weights[item, i] * x[row, i]
+            out[row, item] = total
 
 
-def _look_up(words):
+@Kernel
+def LOOK_UP(words):
     """words: table, token ids, out, columns, rows of the table."""
     items, columns = words[1], words[6]
     table, ids = carray(as_floats(words[3]), (words[7], columns)), carray(as_integers(words[4]), (items,))
     out = carray(as_floats(words[5]), (items, columns))
-    while True:
-        item = take_items(words)
-        if item >= items:
-            return
-        for i in range(columns):
-            out[item, i] = table[ids[item], i]
-
-
-MULTIPLY, LOOK_UP = Kernel(_multiply), Kernel(_look_up)
+    for item in taken(words, items):
+        out[item] = table[ids[item]]
 
 
 class Backend(CpuBackend):
@@ -84,8 +75,7 @@ class Backend(CpuBackend):
     def embed(self, token_ids: Tensor, table: Any, first: int, dtype: torch.dtype) -> Tensor:
         weight = table.weight if isinstance(table, Linear) else table
         out = self.launcher.empty((len(token_ids), weight.shape[1]), dtype)
-        addresses = (weight.data_ptr(), token_ids.data_ptr(), out.data_ptr())
-        self.launcher.run(LOOK_UP, len(token_ids), 1, *addresses, weight.shape[1], len(weight))
+        self.launcher.run(LOOK_UP, len(token_ids), 1, weight, token_ids, out, weight.shape[1], len(weight))
         return out
 
 
@@ -95,12 +85,8 @@ class Linear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         out = self.backend.launcher.empty((len(x), self.out_features), torch.float32)
-        addresses = (self.weight.data_ptr(), x.data_ptr(), out.data_ptr())
-        self.backend.launcher.run(MULTIPLY, self.out_features, 5, *addresses, len(x), x.shape[1])
+        self.backend.launcher.run(MULTIPLY, self.out_features, 5, self.weight, x, out, len(x), x.shape[1])
         return out
-
-    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
 
 
 def decoder_with_kv(folder: Any, backend: CpuBackend) -> tuple[Decoder, KVCache]:

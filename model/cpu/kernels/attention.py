@@ -1,11 +1,10 @@
 """Paged attention on CPUs.
 
-Decode (one query a sequence): a numba kernel over (sequence, KV head) pairs that walks the block table once, with the
-online softmax of FlashAttention (Dao et al. 2022): every key and value is read once for all query heads of its group.
-In bf16, where the CPU has the instructions and the shape fits, cpu_decode does the same in tiles. Where there are too
-few pairs for the cores, their contexts are shared in segments (cpu_segments).
-Prefill chunks, sequence by sequence: flash attention, ours in bf16 where the CPU has the instructions (cpu_prefill),
-else torch's over a gathered context.
+Decode (one query a sequence) walks each block table once, with the online softmax of FlashAttention (Dao et al. 2022):
+every key and value is read once for all query heads of its group. In bf16, where the CPU has the instructions and the
+shape fits, decode.py does so in tiles, elsewhere a kernel here.
+Prefill chunks, sequence by sequence: flash attention, ours under the same conditions (prefill.py), else torch's over a
+gathered context.
 Reference: model/reference.py.
 """
 
@@ -16,24 +15,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels import decode as cpu_decode
-from twostroke.model.cpu.kernels import decode as cpu_segments
-from twostroke.model.cpu.kernels import floats as cpu_dot
-from twostroke.model.cpu.kernels import prefill as cpu_prefill
-from twostroke.model.cpu.kernels.decode import keep, merge, num_segments
-from twostroke.model.cpu.kernels.floats import exponential, store, widen
+from twostroke.model.cpu.kernels import decode as tiled_decode
+from twostroke.model.cpu.kernels import prefill as tiled_prefill
+from twostroke.model.cpu.kernels.decode import combine, keep, num_segments, segment_tokens
+from twostroke.model.cpu.kernels.floats import exponential, fits_tiles, prefetch, widen
 from twostroke.model.cpu.kernels.launch import (
-    KernelPair,
-    as_floats,
-    as_halves,
+    Kernels,
     as_short_integers,
+    as_stored,
     compiled,
-    float_bits,
     float_of_bits,
-    prefetch,
-    take_items,
+    taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+
+
+@compiled
+def _read(tokens, count, rounded, wide):
+    """wide [rounded, D] = tokens [count, D], zeros after them."""
+    for token in range(count):
+        for i in range(tokens.shape[1]):
+            wide[token, i] = widen(tokens[token, i])
+    for token in range(count, rounded):
+        for i in range(tokens.shape[1]):
+            wide[token, i] = np.float32(0)
 
 
 @compiled
@@ -61,12 +66,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
                 prefetch(following + kv.shape[2] * run_bytes + line)
         count = min(block_size, context - index * block_size)
         rounded = (count + 3) // 4 * 4
-        for token in range(count):
-            for i in range(dim):
-                wide[token, i] = widen(kv[block, 0, head, token, i])
-        for token in range(count, rounded):
-            for i in range(dim):
-                wide[token, i] = np.float32(0)
+        _read(kv[block, 0, head], count, rounded, wide)
         for query in range(group):
             for token in range(0, rounded, 4):
                 first, second, third, fourth = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
@@ -98,12 +98,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
             weight_sum[query] += total
             for token in range(count, rounded):
                 scores[query, token] = np.float32(0)
-        for token in range(count):
-            for i in range(dim):
-                wide[token, i] = widen(kv[block, 1, head, token, i])
-        for token in range(count, rounded):
-            for i in range(dim):
-                wide[token, i] = np.float32(0)
+        _read(kv[block, 1, head], count, rounded, wide)
         for query in range(group):
             for token in range(0, rounded, 4):
                 first, second = scores[query, token], scores[query, token + 1]
@@ -117,100 +112,50 @@ def _attend(queries, kv, head, table, begin, context, block_size, mixed, best, w
                     )
 
 
-@compiled
-def _decode(words, q, kv, out):
-    """words: q, KV layer, out, tables, contexts, heads, KV heads, head dim, block size, blocks, table width, scale,
-    sequences, segment tokens, partials."""
-    items, grain = words[1], words[2]
+@Kernels
+def _decode(words):
+    """words: as those of tiled_decode.decode, but the last."""
     heads, kv_heads, dim, block_size, sequences = words[8], words[9], words[10], words[11], words[15]
-    tokens, partials, group = words[16], words[17], heads // kv_heads
+    tokens, most, group = words[16], words[17], heads // kv_heads
     scale = float_of_bits(np.uint32(words[14]))
-    q, out = carray(q, (sequences, heads, dim)), carray(out, (sequences, heads, dim))
-    kv = carray(kv, (words[12], 2, kv_heads, block_size, dim))
+    q = carray(as_stored(words, words[3]), (sequences, heads, dim))
+    kv = carray(as_stored(words, words[4]), (words[12], 2, kv_heads, block_size, dim))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
-    queries = np.empty((group, dim), np.float32)
-    mixed, part = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
-    best, part_best = np.empty(group, np.float32), np.empty(group, np.float32)
-    weight_sum, part_weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
-    most, segments = items // (sequences * kv_heads), np.int64(1)
-    if partials != 0:
-        segments = num_segments(contexts, tokens)
-        items = sequences * kv_heads * segments
-    while True:
-        begin = take_items(words)
-        if begin >= items:
-            return
-        for item in range(begin, min(begin + grain, items)):
-            pair, segment = item // segments, item % segments
-            sequence, head = pair // kv_heads, pair % kv_heads
-            first, table, context = head * group, tables[sequence], np.int64(contexts[sequence])
+    queries, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
+    best, weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
+    segments = num_segments(contexts, tokens)
+    for item in taken(words, sequences * kv_heads * segments):
+        pair, segment = item // segments, item % segments
+        sequence, head = pair // kv_heads, pair % kv_heads
+        begin, end = segment * tokens, min((segment + 1) * tokens, np.int64(contexts[sequence]))
+        if begin < end:
             for query in range(group):
                 for i in range(dim):
-                    queries[query, i] = widen(q[sequence, first + query, i]) * scale
-            if partials != 0:
-                start = segment * tokens
-                if start < context:
-                    end = min(start + tokens, context)
-                    _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
-                    keep(partials, pair * most + segment, group, dim, part, part_best, part_weight_sum)
-                continue
-            end = min(tokens, context)
-            _attend(queries, kv, head, table, 0, end, block_size, mixed, best, weight_sum)
-            for start in range(tokens, context, tokens):
-                end = min(start + tokens, context)
-                _attend(queries, kv, head, table, start, end, block_size, part, part_best, part_weight_sum)
-                for row in range(group):
-                    best[row], weight_sum[row] = merge(
-                        mixed[row], best[row], weight_sum[row], part[row], part_best[row], part_weight_sum[row]
-                    )
-            for row in range(group):
-                for i in range(dim):
-                    store(out[sequence, first + row], i, mixed[row, i] / weight_sum[row])
-
-
-def _decode_fp32(words):
-    _decode(words, as_floats(words[3]), as_floats(words[4]), as_floats(words[5]))
-
-
-def _decode_bf16(words):
-    _decode(words, as_halves(words[3]), as_halves(words[4]), as_halves(words[5]))
-
-
-_DECODE = KernelPair(_decode_fp32, _decode_bf16)
+                    queries[query, i] = widen(q[sequence, head * group + query, i]) * scale
+            _attend(queries, kv, head, tables[sequence], begin, end, block_size, mixed, best, weight_sum)
+            keep(words[5], pair * most + segment, group, dim, mixed, best, weight_sum)
 
 
 def decode_attention(launcher: Launcher, q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
     """The first `layout.num_decodes` rows of q [T, H, D] into those of out [T, H, D], both contiguous."""
     num_blocks, _, kv_heads, block_size, dim = kv_layer.shape
-    use_tiles = q.dtype == torch.bfloat16 and cpu_decode.is_supported(dim, block_size)
-    kernel = cpu_decode.kernel() if use_tiles else _DECODE.of(q.dtype)
     count, heads = layout.num_decodes, q.shape[1]
-    plan = cpu_segments.plan(launcher, count * kv_heads, heads // kv_heads, dim, block_size, layout.max_context_len)
-    enough = cpu_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
-    heads_together = kv_heads if use_tiles and plan.partials is None and count >= enough else 1
+    tokens = segment_tokens(block_size)
+    segments = -(-layout.max_context_len // tokens)
+    partials = launcher.empty((count * kv_heads, segments, heads // kv_heads, dim + 2), torch.float32)
+    use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
+    enough = count >= tiled_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
+    heads_together = kv_heads if use_tiles and enough else 1
     launcher.run(
-        kernel,
-        plan.num_items // heads_together,
+        tiled_decode.decode if use_tiles else _decode.of(q.dtype),
+        count * kv_heads // heads_together * segments,
         1,
-        q.data_ptr(),
-        kv_layer.data_ptr(),
-        out.data_ptr(),
-        layout.block_tables.data_ptr(),
-        layout.context_lens.data_ptr(),
-        heads,
-        kv_heads,
-        dim,
-        block_size,
-        num_blocks,
-        layout.block_tables.shape[1],
-        float_bits(dim**-0.5),
-        count,
-        plan.tokens,
-        plan.address,
-        heads_together,
+        *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
+        *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], dim**-0.5),
+        *(count, tokens, segments, heads_together),
     )
-    cpu_segments.combine(launcher, plan, layout.context_lens, count, kv_heads, out)
+    combine(launcher, partials, layout.context_lens, kv_heads, block_size, out[:count])
 
 
 def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
@@ -219,10 +164,10 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Ten
     starts = layout.query_starts[layout.num_decodes :].tolist()
     contexts = layout.context_lens[layout.num_decodes :].tolist()
     tables = layout.block_tables[layout.num_decodes :]
-    use_tiles = q.dtype == torch.bfloat16 and cpu_dot.is_supported()
+    use_tiles = q.dtype == torch.bfloat16 and fits_tiles(dim, block_size)
     for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
         if use_tiles:
-            cpu_prefill.attend(q[begin:end], kv_layer, table, context, out[begin:end])
+            tiled_prefill.attend(q[begin:end], kv_layer, table, context, out[begin:end])
             continue
         blocks = kv_layer[table[: -(-context // block_size)].long()]
         # [blocks, 2, G, block_size, D] -> [2, G, context, D]

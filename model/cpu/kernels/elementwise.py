@@ -1,6 +1,6 @@
 """Norms, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
 
-Every kernel exists for fp32 and for bf16. Reference: model/reference.py.
+Reference: model/reference.py.
 """
 
 import numpy as np
@@ -10,14 +10,13 @@ from torch import Tensor
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels.floats import exponential, store, widen
 from twostroke.model.cpu.kernels.launch import (
-    KernelPair,
+    Kernels,
     as_floats,
-    as_halves,
     as_integers,
+    as_stored,
     compiled,
-    float_bits,
     float_of_bits,
-    take_items,
+    taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
 
@@ -34,34 +33,26 @@ def _normalise(x, weight, eps, out):
         store(out, i, widen(x[i]) * scale * widen(weight[i]))
 
 
-@compiled
-def _rms_norm(words, x, weight, out):
-    """words: x, weight, out, hidden, eps as bits."""
-    rows, grain, hidden = words[1], words[2], words[6]
-    eps = float_of_bits(np.uint32(words[7]))
-    x, weight, out = carray(x, (rows, hidden)), carray(weight, (hidden,)), carray(out, (rows, hidden))
-    while True:
-        begin = take_items(words)
-        if begin >= rows:
-            return
-        for row in range(begin, min(begin + grain, rows)):
-            _normalise(x[row], weight, eps, out[row])
+@Kernels
+def _rms_norm(words):
+    """words: x, weight, out, hidden, eps."""
+    rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
+    x, weight = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (hidden,))
+    out = carray(as_stored(words, words[5]), (rows, hidden))
+    for row in taken(words, rows):
+        _normalise(x[row], weight, eps, out[row])
 
 
-@compiled
-def _add_rms_norm(words, x, residual, weight):
-    """words: x (becomes the normalised sum), residual (becomes the sum), weight, hidden, eps as bits."""
-    rows, grain, hidden = words[1], words[2], words[6]
-    eps = float_of_bits(np.uint32(words[7]))
-    x, residual, weight = carray(x, (rows, hidden)), carray(residual, (rows, hidden)), carray(weight, (hidden,))
-    while True:
-        begin = take_items(words)
-        if begin >= rows:
-            return
-        for row in range(begin, min(begin + grain, rows)):
-            for i in range(hidden):
-                store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
-            _normalise(residual[row], weight, eps, x[row])
+@Kernels
+def _add_rms_norm(words):
+    """words: x (becomes the normalised sum), residual (becomes the sum), weight, hidden, eps."""
+    rows, hidden, eps = words[1], words[6], float_of_bits(np.uint32(words[7]))
+    x, residual = carray(as_stored(words, words[3]), (rows, hidden)), carray(as_stored(words, words[4]), (rows, hidden))
+    weight = carray(as_stored(words, words[5]), (hidden,))
+    for row in taken(words, rows):
+        for i in range(hidden):
+            store(residual[row], i, widen(x[row, i]) + widen(residual[row, i]))
+        _normalise(residual[row], weight, eps, x[row])
 
 
 @compiled
@@ -73,116 +64,54 @@ def _rotate(source, cos_sin, out):
         store(out, half + i, second * cos_sin[i] + first * cos_sin[half + i])
 
 
-@compiled
-def _rope_and_write_kv(words, qkv, kv, out):
+@Kernels
+def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions."""
-    rows, grain = words[1], words[2]
-    heads, kv_heads, dim, block_size = words[9], words[10], words[11], words[12]
+    rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
+    qkv = carray(as_stored(words, words[3]), (rows, heads + 2 * kv_heads, dim))
+    kv = carray(as_stored(words, words[4]), (words[13], 2, kv_heads, block_size, dim))
+    out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
-    qkv = carray(qkv, (rows, heads + 2 * kv_heads, dim))
-    kv = carray(kv, (words[13], 2, kv_heads, block_size, dim))
-    out = carray(out, (rows, heads, dim))
-    while True:
-        begin = take_items(words)
-        if begin >= rows:
-            return
-        for row in range(begin, min(begin + grain, rows)):
-            angles = cos_sin[positions[row]]
-            block, offset = slots[row] // block_size, slots[row] % block_size
-            for head in range(heads):
-                _rotate(qkv[row, head], angles, out[row, head])
-            for head in range(kv_heads):
-                _rotate(qkv[row, heads + head], angles, kv[block, 0, head, offset])
-                value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
-                for i in range(dim):
-                    place[i] = value[i]
+    for row in taken(words, rows):
+        angles = cos_sin[positions[row]]
+        block, offset = slots[row] // block_size, slots[row] % block_size
+        for head in range(heads):
+            _rotate(qkv[row, head], angles, out[row, head])
+        for head in range(kv_heads):
+            _rotate(qkv[row, heads + head], angles, kv[block, 0, head, offset])
+            value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
+            for i in range(dim):
+                place[i] = value[i]
 
 
-@compiled
-def _silu_mul(words, gate_up, out):
+@Kernels
+def _silu_mul(words):
     """words: gate_up, out, inner size."""
-    rows, grain, inner = words[1], words[2], words[5]
-    gate_up, out = carray(gate_up, (rows, 2 * inner)), carray(out, (rows, inner))
-    while True:
-        begin = take_items(words)
-        if begin >= rows:
-            return
-        for row in range(begin, min(begin + grain, rows)):
-            for i in range(inner):
-                gate = widen(gate_up[row, i])
-                sigmoid = np.float32(1) / (np.float32(1) + exponential(-gate))
-                store(out[row], i, gate * sigmoid * widen(gate_up[row, inner + i]))
-
-
-def _rms_norm_fp32(words):
-    _rms_norm(words, as_floats(words[3]), as_floats(words[4]), as_floats(words[5]))
-
-
-def _rms_norm_bf16(words):
-    _rms_norm(words, as_halves(words[3]), as_halves(words[4]), as_halves(words[5]))
-
-
-def _add_rms_norm_fp32(words):
-    _add_rms_norm(words, as_floats(words[3]), as_floats(words[4]), as_floats(words[5]))
-
-
-def _add_rms_norm_bf16(words):
-    _add_rms_norm(words, as_halves(words[3]), as_halves(words[4]), as_halves(words[5]))
-
-
-def _rope_and_write_kv_fp32(words):
-    _rope_and_write_kv(words, as_floats(words[3]), as_floats(words[4]), as_floats(words[5]))
-
-
-def _rope_and_write_kv_bf16(words):
-    _rope_and_write_kv(words, as_halves(words[3]), as_halves(words[4]), as_halves(words[5]))
-
-
-def _silu_mul_fp32(words):
-    _silu_mul(words, as_floats(words[3]), as_floats(words[4]))
-
-
-def _silu_mul_bf16(words):
-    _silu_mul(words, as_halves(words[3]), as_halves(words[4]))
-
-
-_RMS_NORM = KernelPair(_rms_norm_fp32, _rms_norm_bf16)
-_ADD_RMS_NORM = KernelPair(_add_rms_norm_fp32, _add_rms_norm_bf16)
-_ROPE_AND_WRITE_KV = KernelPair(_rope_and_write_kv_fp32, _rope_and_write_kv_bf16)
-_SILU_MUL = KernelPair(_silu_mul_fp32, _silu_mul_bf16)
+    rows, inner = words[1], words[5]
+    gate_up, out = (
+        carray(as_stored(words, words[3]), (rows, 2 * inner)),
+        carray(as_stored(words, words[4]), (rows, inner)),
+    )
+    for row in taken(words, rows):
+        for i in range(inner):
+            gate = widen(gate_up[row, i])
+            sigmoid = np.float32(1) / (np.float32(1) + exponential(-gate))
+            store(out[row], i, gate * sigmoid * widen(gate_up[row, inner + i]))
 
 
 def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x contiguous [T, hidden] -> the same shape and dtype."""
     rows, hidden = x.shape
     out = launcher.empty((rows, hidden), x.dtype)
-    launcher.run(
-        _RMS_NORM.of(x.dtype),
-        rows,
-        _grain(hidden),
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        hidden,
-        float_bits(eps),
-    )
+    launcher.run(_rms_norm.of(x.dtype), rows, _grain(hidden), x, weight, out, hidden, eps)
     return out
 
 
 def add_rms_norm(launcher: Launcher, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Both contiguous [T, hidden] and overwritten: x becomes norm(x + residual), residual becomes the sum."""
     rows, hidden = x.shape
-    launcher.run(
-        _ADD_RMS_NORM.of(x.dtype),
-        rows,
-        _grain(hidden),
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        hidden,
-        float_bits(eps),
-    )
+    launcher.run(_add_rms_norm.of(x.dtype), rows, _grain(hidden), x, residual, weight, hidden, eps)
     return x, residual
 
 
@@ -195,21 +124,11 @@ def rope_and_write_kv(
     heads = width // dim - 2 * kv_heads
     out = launcher.empty((rows, heads, dim), qkv.dtype)
     launcher.run(
-        _ROPE_AND_WRITE_KV.of(qkv.dtype),
+        _rope_and_write_kv.of(qkv.dtype),
         rows,
         _grain(width),
-        qkv.data_ptr(),
-        kv_layer.data_ptr(),
-        out.data_ptr(),
-        cos_sin.data_ptr(),
-        layout.positions.data_ptr(),
-        layout.slots.data_ptr(),
-        heads,
-        kv_heads,
-        dim,
-        block_size,
-        num_blocks,
-        cos_sin.shape[0],
+        *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
+        *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
     )
     return out
 
@@ -218,7 +137,7 @@ def silu_mul(launcher: Launcher, gate_up: Tensor) -> Tensor:
     """gate_up contiguous [T, 2 I] -> [T, I]."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = launcher.empty((rows, inner), gate_up.dtype)
-    launcher.run(_SILU_MUL.of(gate_up.dtype), rows, _grain(inner), gate_up.data_ptr(), out.data_ptr(), inner)
+    launcher.run(_silu_mul.of(gate_up.dtype), rows, _grain(inner), gate_up, out, inner)
     return out
 
 

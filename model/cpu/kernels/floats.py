@@ -1,14 +1,16 @@
-"""How CPU kernels read and write numbers: fp32 in registers; bf16 in memory is handled as its 16 bits.
+"""How CPU kernels read, write and multiply numbers: fp32 in registers; bf16 in memory is handled as its 16 bits.
 
 Widening is a shift; on the way back a value is rounded to nearest even.
 
-bf16 matrix tiles with AVX512-BF16's `vdpbf16ps`: 4 rows by 16 to 64 columns, and 16 rows by one vector,
-accumulated in fp32 registers.
-
-C[4, 16 n] (+)= A[4, 2 pairs] B[2 pairs, 16 n]. A is row-major bf16. B is packed by pairs of its rows, [pairs, columns,
-2], so that one 32-bit lane holds what one instruction multiplies and adds. C is row-major fp32.
+Register tiles: C[rows, 16 n] (+)= A[rows, steps] B[steps, 16 n]. One step is 4 bytes of a row of A and of each column
+of B: a pair of bf16 along the inner dimension, of which AVX512-BF16's `vdpbf16ps` multiplies both and adds them to an
+fp32 lane, or one fp32. A is row-major; B of bf16 is packed by pairs of its rows, [pairs, columns, 2]; C is row-major
+fp32.
+All sums stay in registers over the steps, and each is added up by itself, step after step, so it does not depend on how
+many rows are computed together.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,9 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
-from twostroke.model.cpu.kernels.launch import bits_of_float, compiled, float_of_bits
+from twostroke.model.cpu.kernels.launch import WIDE, at, bits_of_float, compiled, float_of_bits, written_in_llvm
 
 
 def widen(value):
@@ -88,29 +90,19 @@ def largest(values, count):
     return highest
 
 
-@intrinsic
-def _larger(typingctx: Any, left: Any, right: Any) -> Any:
+@written_in_llvm(types.float32, types.float32, types.float32)
+def _larger(builder, left, right):
     """The larger of two float32, neither NaN. Of `max` and of comparisons LLVM makes no vector loop."""
-    del typingctx, left, right
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        real = ir.FloatType()
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(real, (real, real)), "llvm.maxnum.f32"
-        )
-        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
-
-    return types.float32(types.float32, types.float32), codegen
+    return call(builder, "llvm.maxnum.f32", ir.FloatType(), left, right, fastmath=("nnan", "nsz"))
 
 
-TILE_ROWS = 4
 LANES = 16
+LINE_BYTES = 64  # a cache line, and a vector
+TILE_ROWS = 4  # of attention's tiles
 
-_INT = ir.IntType(32)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-_INTS = ir.VectorType(_INT, LANES)
-_ORDER = ir.VectorType(_INT, 2 * LANES)
+INT = ir.IntType(32)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+INTS = ir.VectorType(INT, LANES)
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -126,183 +118,246 @@ class BFloat(ir.Type):  # type: ignore[misc]
         return hash(BFloat)
 
 
-PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def is_supported() -> bool:
-    """Whether this CPU has the instruction."""
+    """Whether this CPU has `vdpbf16ps`."""
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _make_tile(vectors: int) -> Any:
-    """The tile of 16 * `vectors` columns: (a, a stride, b, b stride, pairs, c, c stride, whether to add to c) -> 0.
+def fits_tiles(dim: int, block_size: int) -> bool:
+    """Whether attention's tiles can be used: heads are whole vectors of bf16, blocks whole vectors of tokens."""
+    return is_supported() and dim % (2 * LANES) == 0 and block_size % LANES == 0
 
-    Addresses and strides are int64, strides in bytes.
+
+def call(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
+    """The result of one of LLVM's own functions."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=fastmath)
+
+
+def dot_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """total + left * right, of pairs of bf16."""
+    pairs = builder.bitcast(left, _PAIRS), builder.bitcast(right, _PAIRS)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
+
+
+def multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """total + left * right, of fp32."""
+    factors = builder.bitcast(left, FLOATS), builder.bitcast(right, FLOATS)
+    return call(builder, "llvm.fma.v16f32", FLOATS, *factors, total)
+
+
+def spread(builder: Any, base: Any, offset: Any) -> Any:
+    """The 4 bytes that many bytes behind the address `base`, in each lane."""
+    value = builder.load(at(builder, base, offset, INT), align=2)
+    lane = builder.insert_element(ir.Constant(INTS, ir.Undefined), value, INT(0))
+    return builder.shuffle_vector(lane, lane, ir.Constant(INTS, [0] * LANES))
+
+
+def ask_for_line(builder: Any, address: Any, locality: int) -> None:
+    """Prefetch a cache line to be read: 3 into all caches, 0 into the L1 cache and on to no other."""
+    byte = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, INT(0), INT(locality), INT(1))
+
+
+@written_in_llvm()
+def prefetch(builder, address):
+    """Ask for the cache line at an address, to be read soon."""
+    ask_for_line(builder, address, 3)
+
+
+class RegisterTile:
+    """What writes code with sums [rows, 16 `vectors`] that stay in registers."""
+
+    def __init__(self, builder: Any, rows: int, vectors: int):
+        self._builder = builder
+        self.sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
+
+    def clear(self) -> None:
+        for place in (place for row in self.sums for place in row):
+            self._builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
+
+    def load(self, c: Any, c_stride: Any) -> None:
+        for place, source in self._places(c, c_stride):
+            self._builder.store(self._builder.load(source, align=4), place)
+
+    def store(self, c: Any, c_stride: Any) -> None:
+        for place, target in self._places(c, c_stride):
+            self._builder.store(self._builder.load(place), target, align=4)
+
+    def _places(self, c: Any, c_stride: Any) -> list[tuple[Any, Any]]:
+        """Each sum with its pointer in memory."""
+        builder = self._builder
+        starts = [builder.add(c, builder.mul(c_stride, WIDE(row))) for row in range(len(self.sums))]
+        return [
+            (place, at(builder, start, WIDE(LINE_BYTES * vector), FLOATS))
+            for row, start in zip(self.sums, starts, strict=True)
+            for vector, place in enumerate(row)
+        ]
+
+    def add(self, row: int, combine: Any, left: Any, columns: list[Any]) -> None:
+        """sums[row] += left * columns, ready before whatever is loaded behind this.
+
+        Else LLVM may load for many rows ahead, and then has no registers for the sums: it does so where a tile has been
+        optimised more than once, that is in the kernel's machine code that comes from numba's cache, not in that of the
+        process which compiled it.
+        """
+        builder, places = self._builder, self.sums[row]
+        totals = [
+            combine(builder, builder.load(place), left, column) for place, column in zip(places, columns, strict=True)
+        ]
+        count = len(totals)
+        kept = builder.asm(  # no instruction
+            ir.FunctionType(ir.LiteralStructType([FLOATS] * count), [FLOATS] * count),
+            "",
+            ",".join(["=v"] * count + [str(index) for index in range(count)] + ["~{memory}"]),
+            totals,
+            side_effect=True,
+        )
+        for index, place in enumerate(places):
+            builder.store(builder.extract_value(kept, index), place)
+
+
+def write_tile(
+    builder: Any,
+    shape: tuple[int, int],
+    combine: Any,
+    a: tuple[Any, Any],
+    b: tuple[Any, Any],
+    c: tuple[Any, Any],
+    add: Any,
+    walk: Callable[[Callable[[Any], None]], None],
+) -> None:
+    """Code for one tile of `shape`, rows and vectors. a, b and c: addresses and strides in bytes.
+
+    `add` of 0 starts from zero, 1 from what C holds. `walk(step)` is to write the loop that calls step(index).
     """
+    rows, vectors = shape
+    tile = RegisterTile(builder, rows, vectors)
+    row_starts = [builder.add(a[0], builder.mul(a[1], WIDE(row))) for row in range(rows)]
 
-    @intrinsic
-    def tile(
-        typingctx: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, pairs: Any, c: Any, c_stride: Any, add: Any
-    ) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a, a_stride, b, b_stride, pairs, c, c_stride, add = arguments
-            dot = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(_FLOATS, (_FLOATS, PAIRS, PAIRS)),
-                "llvm.x86.avx512bf16.dpbf16ps.512",
-            )
-            wide = a.type
+    def step(index: Any) -> None:
+        down = builder.add(b[0], builder.mul(index, b[1]))
+        columns = [
+            builder.load(at(builder, down, WIDE(LINE_BYTES * vector), INTS), align=4) for vector in range(vectors)
+        ]
+        across = builder.mul(index, WIDE(4))
+        for row in range(rows):
+            tile.add(row, combine, spread(builder, row_starts[row], across), columns)
 
-            def at(base: Any, *offsets: Any, kind: Any) -> Any:
-                for offset in offsets:
-                    base = builder.add(base, offset)
-                return builder.inttoptr(base, kind.as_pointer())
+    with builder.if_else(builder.trunc(add, ir.IntType(1))) as (adding, fresh):
+        with adding:
+            tile.load(*c)
+        with fresh:
+            tile.clear()
+    walk(step)
+    tile.store(*c)
 
-            def place(row: int, vector: int) -> Any:
-                down = builder.mul(c_stride, ir.Constant(wide, row))
-                return at(c, down, ir.Constant(wide, 64 * vector), kind=_FLOATS)
 
-            sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(vectors)] for _ in range(TILE_ROWS)]
-            with builder.if_else(builder.trunc(add, ir.IntType(1))) as (adding, fresh):
-                with adding:
-                    for row in range(TILE_ROWS):
-                        for vector in range(vectors):
-                            builder.store(builder.load(place(row, vector), align=4), sums[row][vector])
-                with fresh:
-                    for row in range(TILE_ROWS):
-                        for vector in range(vectors):
-                            builder.store(ir.Constant(_FLOATS, [0.0] * LANES), sums[row][vector])
+def for_each_height(builder: Any, rows: Any, most: int, write: Callable[[int], None]) -> None:
+    """Code for 1 to `most` rows, of which `rows` says when it runs."""
+    end = builder.append_basic_block()
+    choice = builder.switch(rows, end)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block()
+        choice.add_case(WIDE(count), block)
+        builder.position_at_end(block)
+        write(count)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _make_attention_tile(vectors: int) -> Any:
+    @written_in_llvm()
+    def tile(builder, a, a_stride, b, b_stride, pairs, c, c_stride, add):
+        def walk(step: Callable[[Any], None]) -> None:
             with cgutils.for_range(builder, pairs) as loop:
-                across = builder.mul(loop.index, ir.Constant(wide, 4))
-                down = builder.mul(loop.index, b_stride)
-                columns = [
-                    builder.bitcast(
-                        builder.load(at(b, down, ir.Constant(wide, 64 * vector), kind=_INTS), align=4), PAIRS
-                    )
-                    for vector in range(vectors)
-                ]
-                for row in range(TILE_ROWS):
-                    start = builder.mul(a_stride, ir.Constant(wide, row))
-                    pair = builder.load(at(a, start, across, kind=_INT), align=2)
-                    lane = builder.insert_element(ir.Constant(_INTS, ir.Undefined), pair, ir.Constant(_INT, 0))
-                    spread = builder.shuffle_vector(lane, lane, ir.Constant(_INTS, [0] * LANES))
-                    for vector in range(vectors):
-                        total = builder.load(sums[row][vector])
-                        total = builder.call(dot, (total, builder.bitcast(spread, PAIRS), columns[vector]))
-                        builder.store(total, sums[row][vector])
-            for row in range(TILE_ROWS):
-                for vector in range(vectors):
-                    builder.store(builder.load(sums[row][vector]), place(row, vector), align=4)
-            return ir.Constant(wide, 0)
+                step(loop.index)
 
-        return types.int64(*[types.int64] * 8), codegen
+        write_tile(builder, (TILE_ROWS, vectors), dot_pairs, (a, a_stride), (b, b_stride), (c, c_stride), add, walk)
 
     return tile
 
 
-dot_tile_16 = _make_tile(1)
-dot_tile_32 = _make_tile(2)
-dot_tile_48 = _make_tile(3)
-dot_tile_64 = _make_tile(4)
+_tile_32 = _make_attention_tile(2)
+_tile_64 = _make_attention_tile(4)
 
 
-@intrinsic
-def dot_rows(typingctx: Any, a: Any, b: Any, b_stride: Any, vectors: Any, c: Any) -> Any:
-    """c[16] = b[16, 32 `vectors`] a[32 `vectors`], both row-major bf16, c fp32: (a, b, b stride, vectors, c) -> 0.
+@compiled
+def multiply(rows, a, a_stride, b, b_stride, pairs, c, c_stride, columns, add):
+    """c[rows, columns] (+)= a b, of bf16, in tiles of TILE_ROWS rows, the last of which may reach beyond `rows`.
 
-    Addresses and strides are int64, strides in bytes.
+    Addresses, and strides in bytes; `columns` is a multiple of 32.
     """
-    del typingctx, a, b, b_stride, vectors, c
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        a, b, b_stride, vectors, c = arguments
-        dot = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, (_FLOATS, PAIRS, PAIRS)), "llvm.x86.avx512bf16.dpbf16ps.512"
-        )
-        wide = a.type
-
-        def pairs_at(address: Any) -> Any:
-            return builder.bitcast(builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2), PAIRS)
-
-        sums = [cgutils.alloca_once(builder, _FLOATS) for _ in range(LANES)]
-        for total in sums:
-            builder.store(ir.Constant(_FLOATS, [0.0] * LANES), total)
-        with cgutils.for_range(builder, vectors) as loop:
-            across = builder.mul(loop.index, ir.Constant(wide, 64))
-            right = pairs_at(builder.add(a, across))
-            for row, total in enumerate(sums):
-                start = builder.add(builder.add(b, builder.mul(b_stride, ir.Constant(wide, row))), across)
-                builder.store(builder.call(dot, (builder.load(total), pairs_at(start), right)), total)
-        # Neighbouring lanes of two vectors are added into one vector, until lane i holds the sum of vector i.
-        parts = [builder.load(total) for total in sums]
-        even = ir.Constant(_INTS, list(range(0, 2 * LANES, 2)))
-        odd = ir.Constant(_INTS, list(range(1, 2 * LANES, 2)))
-        while len(parts) > 1:
-            parts = [
-                builder.fadd(builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd))
-                for left, right in zip(parts[::2], parts[1::2], strict=True)
-            ]
-        builder.store(parts[0], builder.inttoptr(c, _FLOATS.as_pointer()), align=4)
-        return ir.Constant(wide, 0)
-
-    return types.int64(*[types.int64] * 5), codegen
+    for row in range(0, rows, TILE_ROWS):
+        left, result = a + row * a_stride, c + row * c_stride
+        for column in range(0, columns // 64 * 64, 64):
+            _tile_64(left, a_stride, b + 4 * column, b_stride, pairs, result + 4 * column, c_stride, add)
+        if columns % 64:
+            column = columns - 32
+            _tile_32(left, a_stride, b + 4 * column, b_stride, pairs, result + 4 * column, c_stride, add)
 
 
-@intrinsic
-def interleave(typingctx: Any, first: Any, second: Any, vectors: Any, packed: Any) -> Any:
-    """packed[32 `vectors`, 2] of two rows of 2-byte numbers, as B's pairs of rows are; addresses; returns 0."""
-    del typingctx, first, second, vectors, packed
+@written_in_llvm()
+def dot_rows(builder, a, b, b_stride, vectors, c):
+    """c[16] = b[16, 32 `vectors`] a[32 `vectors`], both row-major bf16, c fp32. Addresses, and a stride in bytes."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        first, second, vectors, packed = arguments
-        wide = first.type
-        numbers = ir.VectorType(ir.IntType(16), 2 * LANES)
-        with cgutils.for_range(builder, vectors) as loop:
-            across = builder.mul(loop.index, ir.Constant(wide, 64))
-            rows = [
-                builder.load(builder.inttoptr(builder.add(row, across), numbers.as_pointer()), align=2)
-                for row in (first, second)
-            ]
-            for half in range(2):
-                order = [lane + 2 * LANES * row for lane in range(half * LANES, (half + 1) * LANES) for row in range(2)]
-                pairs = builder.shuffle_vector(*rows, ir.Constant(_ORDER, order))
-                place = builder.add(packed, builder.add(across, builder.add(across, ir.Constant(wide, 64 * half))))
-                builder.store(pairs, builder.inttoptr(place, numbers.as_pointer()), align=4)
-        return ir.Constant(wide, 0)
+    def pairs_at(address: Any, offset: Any) -> Any:
+        return builder.load(at(builder, address, offset, INTS), align=2)
 
-    return types.int64(*[types.int64] * 4), codegen
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
+    for total in sums:
+        builder.store(ir.Constant(FLOATS, [0.0] * LANES), total)
+    with cgutils.for_range(builder, vectors) as loop:
+        across = builder.mul(loop.index, WIDE(64))
+        right = pairs_at(a, across)
+        for row, total in enumerate(sums):
+            left = pairs_at(builder.add(b, builder.mul(b_stride, WIDE(row))), across)
+            builder.store(dot_pairs(builder, builder.load(total), left, right), total)
+    # Neighbouring lanes of two vectors are added into one vector, until lane i holds the sum of vector i.
+    parts = [builder.load(total) for total in sums]
+    even = ir.Constant(INTS, list(range(0, 2 * LANES, 2)))
+    odd = ir.Constant(INTS, list(range(1, 2 * LANES, 2)))
+    while len(parts) > 1:
+        parts = [
+            builder.fadd(builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd))
+            for left, right in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    builder.store(parts[0], builder.inttoptr(c, FLOATS.as_pointer()), align=4)
 
 
-@intrinsic
-def transpose(typingctx: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
-    """16 rows of 16 numbers of 4 bytes, as columns: (source, its stride, target, its stride) -> 0.
+@written_in_llvm()
+def interleave(builder, first, second, vectors, packed):
+    """packed[32 `vectors`, 2] of two rows of 2-byte numbers, as B's pairs of rows are. Addresses."""
+    numbers = ir.VectorType(ir.IntType(16), 2 * LANES)
+    with cgutils.for_range(builder, vectors) as loop:
+        across = builder.mul(loop.index, WIDE(64))
+        rows = [builder.load(at(builder, row, across, numbers), align=2) for row in (first, second)]
+        for half in range(2):
+            order = [lane + 2 * LANES * row for lane in range(half * LANES, (half + 1) * LANES) for row in range(2)]
+            pairs = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 2 * LANES), order))
+            place = builder.add(packed, builder.add(across, across))
+            builder.store(pairs, at(builder, place, WIDE(64 * half), numbers), align=4)
 
-    Addresses and strides are int64, strides in bytes.
-    """
-    del typingctx, source, source_stride, target, target_stride
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        source, source_stride, target, target_stride = arguments
-        wide = source.type
+@written_in_llvm()
+def transpose(builder, source, source_stride, target, target_stride):
+    """16 rows of 16 numbers of 4 bytes, as columns. Addresses, and strides in bytes."""
 
-        def at(base: Any, stride: Any, row: int) -> Any:
-            return builder.inttoptr(builder.add(base, builder.mul(stride, ir.Constant(wide, row))), _INTS.as_pointer())
+    def row_at(base: Any, stride: Any, row: int) -> Any:
+        return at(builder, base, builder.mul(stride, WIDE(row)), INTS)
 
-        rows = [builder.load(at(source, source_stride, row), align=2) for row in range(LANES)]
-        # Bit by bit of the indices: what lies off the diagonal of each square of 2 x 2 blocks changes places.
-        for bit in (1, 2, 4, 8):
-            upper = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
-            lower = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
-            for row in range(LANES):
-                if not row & bit:
-                    pair = rows[row], rows[row | bit]
-                    rows[row] = builder.shuffle_vector(*pair, ir.Constant(_INTS, upper))
-                    rows[row | bit] = builder.shuffle_vector(*pair, ir.Constant(_INTS, lower))
-        for row, value in enumerate(rows):
-            builder.store(value, at(target, target_stride, row), align=4)
-        return ir.Constant(wide, 0)
-
-    return types.int64(*[types.int64] * 4), codegen
+    rows = [builder.load(row_at(source, source_stride, row), align=2) for row in range(LANES)]
+    # Bit by bit of the indices: what lies off the diagonal of each square of 2 x 2 blocks changes places.
+    for bit in (1, 2, 4, 8):
+        upper = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
+        lower = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
+        for row in range(LANES):
+            if not row & bit:
+                pair = rows[row], rows[row | bit]
+                rows[row] = builder.shuffle_vector(*pair, ir.Constant(INTS, upper))
+                rows[row | bit] = builder.shuffle_vector(*pair, ir.Constant(INTS, lower))
+    for row, value in enumerate(rows):
+        builder.store(value, row_at(target, target_stride, row), align=4)

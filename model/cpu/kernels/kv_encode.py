@@ -4,14 +4,13 @@ The format and its error bounds are described in kvtransfer/transports/host_unit
 interpreter's lock.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 from numpy.typing import NDArray
 
+from twostroke.model.cpu.kernels.floats import store, widen
 from twostroke.model.cpu.kernels.launch import bits_of_float, float_of_bits
 
 _LEAST_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
@@ -71,31 +70,11 @@ def _fp8_value(code):
     return -value if bits >= np.uint32(0x80) else value
 
 
-@_inline
-def _widen_fp32(value):
-    return value
-
-
-@_inline
-def _widen_bf16(bits):
-    return float_of_bits(np.uint32(bits) << np.uint32(16))
-
-
-@_inline
-def _narrow_fp32(value):
-    return value
-
-
-@_inline
-def _narrow_bf16(value):
-    bits = bits_of_float(value)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-def _encoder(widen: Any, code_of: Any, limit: float) -> Callable[..., None]:
+def _make_encoder(code_of: Any, limit: float) -> Any:
     most = np.float32(limit)
 
-    def run(raw: Any, wire: Any) -> None:  # raw [units, rows, head_dim], wire [units, rows * (head_dim + 2)]
+    @njit(nogil=True, error_model="numpy")
+    def encode(raw, wire):  # raw [units, rows, head_dim], wire [units, rows * (head_dim + 2)]
         units, rows, dim = raw.shape
         for unit in range(units):
             for row in range(rows):
@@ -112,11 +91,12 @@ def _encoder(widen: Any, code_of: Any, limit: float) -> Callable[..., None]:
                 for i in range(dim):
                     codes[i] = code_of(widen(values[i]) * inverse)
 
-    return run
+    return encode
 
 
-def _decoder(value_of: Any, narrow: Any) -> Callable[..., None]:
-    def run(wire: Any, raw: Any) -> None:
+def _make_decoder(value_of: Any) -> Any:
+    @njit(nogil=True, error_model="numpy")
+    def decode(wire, raw):
         units, rows, dim = raw.shape
         for unit in range(units):
             for row in range(rows):
@@ -125,35 +105,19 @@ def _decoder(value_of: Any, narrow: Any) -> Callable[..., None]:
                 bits = (np.uint32(wire[unit, at]) << np.uint32(16)) | (np.uint32(wire[unit, at + 1]) << np.uint32(24))
                 scale = float_of_bits(bits)
                 for i in range(dim):
-                    values[i] = narrow(value_of(codes[i]) * scale)
+                    store(values, i, value_of(codes[i]) * scale)
 
-    return run
+    return decode
 
 
-_FORMATS = {"int8": (_int8_code, _int8_value, 127.0), "fp8": (_fp8_code, _fp8_value, 448.0)}
-_STORED = {"float32": (_widen_fp32, _narrow_fp32, types.float32), "bfloat16": (_widen_bf16, _narrow_bf16, types.uint16)}
+# Compiled for fp32 and for bf16 when they are first needed; a third of a second each.
+_ENCODERS = {"int8": _make_encoder(_int8_code, 127.0), "fp8": _make_encoder(_fp8_code, 448.0)}
+_DECODERS = {"int8": _make_decoder(_int8_value), "fp8": _make_decoder(_fp8_value)}
 _NUMPY = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
-@functools.cache
-def _compiled(encoding: str, dtype: str, *, encodes: bool) -> Callable[..., None]:
-    """The kernel of an encoding and a stored dtype; a third of a second, once."""
-    code_of, value_of, limit = _FORMATS[encoding]
-    widen, narrow, stored = _STORED[dtype]
-    raw, wire = types.Array(stored, 3, "C"), types.Array(types.uint8, 2, "C")
-    if encodes:
-        source = types.Array(stored, 3, "C", readonly=True)
-        function, signature = _encoder(widen, code_of, limit), types.void(source, wire)
-    else:
-        function, signature = (
-            _decoder(value_of, narrow),
-            types.void(types.Array(types.uint8, 2, "C", readonly=True), raw),
-        )
-    compiled: Callable[..., None] = njit([signature], nogil=True, error_model="numpy")(function)
-    return compiled
-
-
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """So that what is compiled serves sources that can be written and those that can't."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -169,8 +133,8 @@ def encode_rows(
     rows = wire.size // num_units // (head_dim + 2) if num_units else 0
     values = _values(raw, dtype, (num_units, rows, head_dim))
     if dtype == "float16":
-        values, dtype = values.astype(np.float32), "float32"
-    _compiled(encoding, dtype, encodes=True)(_read_only(values), wire.reshape(num_units, rows * (head_dim + 2)))
+        values = values.astype(np.float32)
+    _ENCODERS[encoding](_read_only(values), wire.reshape(num_units, rows * (head_dim + 2)))
 
 
 def decode_rows(
@@ -181,10 +145,10 @@ def decode_rows(
     values = _values(raw, dtype, (num_units, rows, head_dim))
     codes = _read_only(wire.reshape(num_units, rows * (head_dim + 2)))
     if dtype != "float16":
-        _compiled(encoding, dtype, encodes=False)(codes, values)
+        _DECODERS[encoding](codes, values)
         return
     widened = np.empty(values.shape, np.float32)
-    _compiled(encoding, "float32", encodes=False)(codes, widened)
+    _DECODERS[encoding](codes, widened)
     with np.errstate(over="ignore"):
         values[:] = widened
 

@@ -7,14 +7,18 @@ callbacks that torch's OpenMP runtime calls: `GOMP_parallel(callback, words, thr
 A kernel takes one pointer to int64 words: word 0 is the next item to be taken, word 1 the number of items, word 2 how
 many are taken at a time; the rest are its own arguments, addresses and sizes. Threads take items until none is left, so
 one that starts late or is disturbed does less.
+
+How a kernel's numbers are stored, as fp32 or as bf16, is part of its words' type: it is written once and compiled for
+both.
 """
 
 import contextlib
 import ctypes
 import functools
 import hashlib
+import inspect
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,38 +26,64 @@ import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.core.datamodel import models
+from numba.extending import intrinsic, overload, register_model
+from torch import Tensor
 
-FIRST_ARGUMENT = 3
 _MATH = {"reassoc", "contract", "nsz", "arcp"}
 """What sums need to be vectorised; NaN and infinity keep their meaning. numpy's error model does too: a check for a
 division by zero would end the loop early, and such loops are not vectorised."""
 
-WORDS = types.CPointer(types.int64)
+WIDE = ir.IntType(64)
+
+
+class Words(types.CPointer):  # type: ignore[misc]
+    """The type of a kernel's argument: `int64 *`, and how its numbers are `stored`, where there is a choice."""
+
+    def __init__(self, stored: types.Type | None = None):
+        super().__init__(types.int64)
+        self.stored = stored
+        self.name = f"words of {stored}"
+
+    @property
+    def key(self) -> types.Type | None:
+        """What tells two of them apart."""
+        return self.stored
+
+
+register_model(Words)(models.PointerModel)
 
 
 class Kernel:
-    """A compiled callback and the way to run it."""
+    """A function of words that torch's threads run: compiled, or read from numba's cache, when it is first needed,
+    since not every CPU can compile every kernel."""
 
-    def __init__(self, function: Callable[[Any], None]):
-        # Without a writable folder for its cache numba refuses `cache=True`; then every start compiles anew.
+    def __init__(self, function: Callable[[Any], None], stored: types.Type | None = None):
+        self._function = function
+        self._signature = types.void(Words(stored))
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
         with _cache_of_these_sources():
             try:
-                self._compiled = cfunc(types.void(WORDS), cache=True, error_model="numpy")(function)
-            except RuntimeError:
-                self._compiled = cfunc(types.void(WORDS), error_model="numpy")(function)
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+                return cfunc(self._signature, cache=True, fastmath=_MATH, error_model="numpy")(self._function)
+            except RuntimeError:  # no writable folder for a cache: every start compiles anew
+                return cfunc(self._signature, fastmath=_MATH, error_model="numpy")(self._function)
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         """Where the machine code is: a C function from a pointer to words to nothing."""
         return cast(int, self._compiled.address)
 
-    def run(self, num_items: int, grain: int, *arguments: int) -> None:
-        """Run over items 0 to `num_items`, `grain` at a time; `arguments` are addresses and sizes, all contiguous."""
-        words = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(0, num_items, grain, *arguments)
-        self.run_team(ctypes.addressof(words), min(torch.get_num_threads(), -(-num_items // grain)))
+    @functools.cached_property
+    def _callback(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def run(self, num_items: int, grain: int, *arguments: Tensor | float) -> None:
+        """Run over items 0 to `num_items`, `grain` at a time; `arguments` are as for `packed`."""
+        words = packed(num_items, grain, arguments)
+        memory = (ctypes.c_int64 * len(words))(*words)
+        self.run_team(ctypes.addressof(memory), min(torch.get_num_threads(), -(-num_items // grain)))
 
     def run_team(self, words: int, threads: int) -> None:
         """Have up to `threads` threads call it with the address `words`, and wait for them."""
@@ -64,19 +94,28 @@ class Kernel:
             self._callback(words)
 
 
-class KernelPair:
-    """One operation for fp32 and for bf16, each compiled (or read from numba's cache) when it is first needed."""
+class Kernels:
+    """One operation as a kernel for numbers in fp32 and one for bf16."""
 
-    def __init__(self, fp32: Callable[[Any], None], bf16: Callable[[Any], None]):
-        self._functions = {torch.float32: fp32, torch.bfloat16: bf16}
-        self._kernels: dict[torch.dtype, Kernel] = {}
+    def __init__(self, function: Callable[[Any], None]):
+        self._of = {torch.float32: Kernel(function, types.float32), torch.bfloat16: Kernel(function, types.uint16)}
 
     def of(self, dtype: torch.dtype) -> Kernel:
         """The kernel of `dtype`. Raises KeyError for another than fp32 and bf16."""
-        kernel = self._kernels.get(dtype)
-        if kernel is None:
-            kernel = self._kernels[dtype] = Kernel(self._functions[dtype])
-        return kernel
+        return self._of[dtype]
+
+
+def packed(num_items: int, grain: int, arguments: Sequence[Tensor | float]) -> list[int]:
+    """A kernel's words: of a contiguous tensor the address, of a float its bits as fp32, of an integer itself."""
+    words = [0, num_items, grain]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            words.append(argument.data_ptr())
+        elif isinstance(argument, float):
+            words.append(int.from_bytes(struct.pack("<f", argument), "little"))
+        else:
+            words.append(argument)
+    return words
 
 
 @contextlib.contextmanager
@@ -115,98 +154,92 @@ def openmp_function(name: str) -> int:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`numba.njit` for the parts of a kernel; they are cached with the callback that they become part of."""
+    """`numba.njit` for the parts of a kernel; they are cached with the kernel that they become part of."""
     return njit(nogil=True, fastmath=_MATH, error_model="numpy")(function)
 
 
-def float_bits(value: float) -> int:
-    """An fp32 argument as a word; the kernel reads it back with `float_of_bits`."""
-    return int.from_bytes(struct.pack("<f", value), "little")
+def written_in_llvm(result: Any = types.int64, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled code of one that writes its LLVM: (builder, *arguments) -> its value, or None for 0.
+
+    Arguments are of the types `parameters`, or else int64, as addresses are; words stay what they are.
+    """
+
+    def decorate(write: Callable[..., Any]) -> Any:
+        def typed(typingctx: Any, *given: Any) -> Any:
+            kinds = parameters or [kind if isinstance(kind, Words) else types.int64 for kind in given]
+
+            def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                value = write(builder, *arguments)
+                return WIDE(0) if value is None else value
+
+            return result(*kinds), codegen
+
+        typed.__name__, typed.__doc__ = write.__name__, write.__doc__
+        typed.__signature__ = inspect.signature(write)  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return decorate
 
 
-@intrinsic
-def take_items(typingctx: Any, words: Any) -> Any:
+def at(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
+    """The pointer to a `kind` that many bytes behind the address `base`."""
+    return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+
+
+def _pointer_to(kind: types.Type, pointee: Any) -> Any:
+    """int64 address -> pointer to numbers of this kind."""
+
+    @written_in_llvm(types.CPointer(kind))
+    def as_pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, pointee.as_pointer())
+
+    return as_pointer
+
+
+as_floats = _pointer_to(types.float32, ir.FloatType())
+as_halves = _pointer_to(types.uint16, ir.IntType(16))  # the bits of bf16 values
+as_integers = _pointer_to(types.int64, WIDE)
+as_short_integers = _pointer_to(types.int32, ir.IntType(32))
+
+
+def as_stored(words, address):
+    """int64 address -> pointer to numbers that are stored as the kernel's are."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(as_stored)
+def _as_stored(words, address):
+    as_pointer = as_floats if words.stored == types.float32 else as_halves
+    return lambda words, address: as_pointer(address)
+
+
+@written_in_llvm()
+def take_items(builder, words):
     """The first item of the next portion: an atomic add of `grain` to word 0."""
-    del typingctx, words
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        (pointer,) = arguments
-        grain = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), 2)]))
-        return builder.atomic_rmw("add", pointer, grain, "monotonic")
-
-    return types.int64(WORDS), codegen
+    return builder.atomic_rmw("add", words, builder.load(builder.gep(words, [WIDE(2)])), "monotonic")
 
 
-@intrinsic
-def as_floats(typingctx: Any, address: Any) -> Any:
-    """int64 address -> float32*."""
-    del typingctx, address
-    return types.CPointer(types.float32)(types.int64), _to_pointer
+@compiled
+def taken(words, items):
+    """Those of the items 0 to `items` that fall to this thread."""
+    grain = words[2]
+    while True:
+        begin = take_items(words)
+        if begin >= items:
+            return
+        end = min(begin + grain, items)
+        while begin < end:
+            yield begin
+            begin += 1
 
 
-@intrinsic
-def as_halves(typingctx: Any, address: Any) -> Any:
-    """int64 address -> uint16*, the bits of bf16 values."""
-    del typingctx, address
-    return types.CPointer(types.uint16)(types.int64), _to_pointer
-
-
-@intrinsic
-def as_integers(typingctx: Any, address: Any) -> Any:
-    """int64 address -> int64*."""
-    del typingctx, address
-    return types.CPointer(types.int64)(types.int64), _to_pointer
-
-
-@intrinsic
-def as_short_integers(typingctx: Any, address: Any) -> Any:
-    """int64 address -> int32*."""
-    del typingctx, address
-    return types.CPointer(types.int32)(types.int64), _to_pointer
-
-
-def _to_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-
-@intrinsic
-def float_of_bits(typingctx: Any, bits: Any) -> Any:
+@written_in_llvm(types.float32, types.uint32)
+def float_of_bits(builder, bits):
     """uint32 -> the float32 with these bits."""
-    del typingctx, bits
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
+    return builder.bitcast(bits, ir.FloatType())
 
 
-@intrinsic
-def bits_of_float(typingctx: Any, value: Any) -> Any:
+@written_in_llvm(types.uint32, types.float32)
+def bits_of_float(builder, value):
     """float32 -> its bits as uint32."""
-    del typingctx, value
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an int64 address, to be read soon; returns 0."""
-    del typingctx, address
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), (byte, flag, flag, flag)), "llvm.prefetch.p0"
-        )
-        read, keep, data = ir.Constant(flag, 0), ir.Constant(flag, 3), ir.Constant(flag, 1)
-        builder.call(function, (builder.inttoptr(arguments[0], byte), read, keep, data))
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64), codegen
+    return builder.bitcast(value, ir.IntType(32))

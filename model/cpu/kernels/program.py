@@ -13,10 +13,8 @@ recording, then to other recordings, since one program runs at a time.
 The one place through which CPU kernels get their output memory and are run, or recorded.
 """
 
-import bisect
 import contextlib
 import ctypes
-import functools
 import math
 import platform
 import weakref
@@ -27,13 +25,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from twostroke.model.cpu.kernels.launch import WORDS, Kernel, as_integers, compiled, openmp_function
+from twostroke.model.cpu.kernels.launch import (
+    WIDE,
+    Kernel,
+    as_integers,
+    compiled,
+    openmp_function,
+    packed,
+    written_in_llvm,
+)
 
 PATIENCE = 500
 """How often a waiting thread looks again before it offers its core to others at each look: some 10 us."""
@@ -48,26 +52,26 @@ class Program:
     """Kernels in the order in which they were appended. What they point to must outlive the program."""
 
     def __init__(self) -> None:
-        self._ops: list[tuple[int, tuple[int, ...]]] = []
+        self._ops: list[tuple[int, list[int]]] = []
         self._memory: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self._ops)
 
-    def append(self, kernel: Kernel, num_items: int, grain: int, arguments: tuple[int, ...]) -> None:
+    def append(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
         """One more `Kernel.run`, with the same arguments at every replay."""
-        self._ops.append((kernel.address, (0, num_items, grain, *arguments)))
+        self._ops.append((kernel.address, packed(num_items, grain, arguments)))
         self._memory = None
 
     def replay(self) -> None:
         """Run all kernels, one after the other, on all threads of torch's pool."""
         if self._memory is None:
-            self._memory = _packed(self._ops)
+            self._memory = _laid_out(self._ops)
         self._memory[_ARRIVED] = 0
-        _walker().run_team(self._memory.ctypes.data, torch.get_num_threads())
+        _walk.run_team(self._memory.ctypes.data, torch.get_num_threads())
 
 
-def _packed(ops: list[tuple[int, tuple[int, ...]]]) -> npt.NDArray[np.int64]:
+def _laid_out(ops: list[tuple[int, list[int]]]) -> npt.NDArray[np.int64]:
     """The words of a program and of its kernels, each kernel's on cache lines of its own."""
     starts = np.cumsum([_round(_OPS + 2 * len(ops)), *(_round(len(words)) for _, words in ops)])
     memory = np.zeros(int(starts[-1]) + _LINE, np.int64)
@@ -87,6 +91,45 @@ def _round(words: int) -> int:
     return -(-words // _LINE) * _LINE
 
 
+@written_in_llvm()
+def call_kernel(builder, address, words):
+    """Call the kernel at an address with its words' address."""
+    pointer = WIDE.as_pointer()
+    function = builder.inttoptr(address, ir.FunctionType(ir.VoidType(), (pointer,)).as_pointer())
+    builder.call(function, (builder.inttoptr(words, pointer),))
+
+
+@written_in_llvm()
+def call(builder, address):
+    """The result of the C function at an address, which takes nothing and returns an int."""
+    function = builder.inttoptr(address, ir.FunctionType(ir.IntType(32), ()).as_pointer())
+    return builder.sext(builder.call(function, ()), WIDE)
+
+
+@written_in_llvm()
+def arrive(builder, program):
+    """Count one arrival; what this thread wrote before is seen by those who see the count."""
+    builder.atomic_rmw("add", program, WIDE(1), "acq_rel")
+
+
+@written_in_llvm()
+def arrivals(builder, program):
+    """How many arrivals have been counted."""
+    return builder.load_atomic(program, "acquire", 8)
+
+
+@written_in_llvm()
+def pause(builder):
+    """Tell the core that this is a waiting loop, where there is such an instruction."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        function = ir.FunctionType(ir.VoidType(), ())
+        builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), ())
+    elif platform.machine() in ("aarch64", "arm64"):
+        function = ir.FunctionType(ir.VoidType(), (ir.IntType(32),))
+        hint = cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.hint")
+        builder.call(hint, (ir.IntType(32)(1),))
+
+
 @compiled
 def _meet(program, expected):
     """Wait until `expected` arrivals have been counted, this thread's included."""
@@ -100,6 +143,7 @@ def _meet(program, expected):
             call(program[_YIELD])
 
 
+@Kernel
 def _walk(program):
     """The body of the parallel region, run by every thread of the team, whose size only OpenMP knows."""
     threads, thread = 1, 0
@@ -114,151 +158,57 @@ def _walk(program):
             as_integers(words)[0] = 0  # the items, for the next replay: nobody takes any now
 
 
-@functools.cache
-def _walker() -> Kernel:
-    return Kernel(_walk)
-
-
-@intrinsic
-def call_kernel(typingctx: Any, address: Any, words: Any) -> Any:
-    """Call the kernel at an address with its words' address; both int64. Returns 0."""
-    del typingctx, address, words
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        word = ir.IntType(64)
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), (word.as_pointer(),)).as_pointer())
-        builder.call(function, (builder.inttoptr(arguments[1], word.as_pointer()),))
-        return ir.Constant(word, 0)
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def call(typingctx: Any, address: Any) -> Any:
-    """The result of the C function at an int64 address, which takes nothing and returns an int."""
-    del typingctx, address
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), ()).as_pointer())
-        return builder.sext(builder.call(function, ()), ir.IntType(64))
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def arrive(typingctx: Any, program: Any) -> Any:
-    """Count one arrival; what this thread wrote before is seen by those who see the count. Returns 0."""
-    del typingctx, program
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "acq_rel")
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(WORDS), codegen
-
-
-@intrinsic
-def arrivals(typingctx: Any, program: Any) -> Any:
-    """How many arrivals have been counted."""
-    del typingctx, program
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature
-        return builder.load_atomic(arguments[0], "acquire", 8)
-
-    return types.int64(WORDS), codegen
-
-
-@intrinsic
-def pause(typingctx: Any) -> Any:
-    """Tell the core that this is a waiting loop, where there is such an instruction. Returns 0."""
-    del typingctx
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del context, signature, arguments
-        number = ir.IntType(32)
-        if platform.machine() in ("x86_64", "AMD64"):
-            function = ir.FunctionType(ir.VoidType(), ())
-            builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), ())
-        elif platform.machine() in ("aarch64", "arm64"):
-            function = ir.FunctionType(ir.VoidType(), (number,))
-            hint = cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.hint")
-            builder.call(hint, (ir.Constant(number, 1),))
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(), codegen
-
-
 ALIGNMENT = 64  # bytes: a cache line, and a vector
-CHUNK_BYTES = 1 << 20
 
 
 class Arena:
-    """Belongs to one thread. Memory is taken from the system in chunks and never given back: programs point into it."""
+    """Places for tensors, each free again when the last tensor on it is gone. Belongs to one thread.
+
+    They are never given back to the system: programs point into them.
+    """
 
     def __init__(self) -> None:
-        self._chunks: list[npt.NDArray[np.uint8]] = []
-        self._free: list[tuple[int, int, int]] = []
-        """(chunk, begin, end) of free places, ascending; neighbours are merged."""
+        self._places: list[npt.NDArray[np.uint8]] = []
+        self._free: list[int] = []  # by index
 
     @property
     def num_bytes(self) -> int:
-        """All chunks together; pages that nobody wrote take no memory."""
-        return sum(map(len, self._chunks))
+        """All places together; pages that nobody wrote take no memory."""
+        return sum(map(len, self._places))
 
     @property
     def free_bytes(self) -> int:
-        return sum(end - begin for _, begin, end in self._free)
+        return sum(len(self._places[index]) for index in self._free)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised, contiguous and aligned; its place is free again when the last tensor on it is gone."""
+        """Uninitialised, contiguous and aligned."""
         used = math.prod(shape) * dtype.itemsize
-        chunk, begin, end = self._take(-(-max(used, 1) // ALIGNMENT) * ALIGNMENT)
+        fitting = [index for index in reversed(self._free) if len(self._places[index]) >= used]  # the latest first
+        if fitting:
+            index = min(fitting, key=lambda index: len(self._places[index]))
+            self._free.remove(index)
+        else:
+            index = self._add_place(used)
         # The storage holds this array: views live on it even where torch forgets what they are views of.
-        place = self._chunks[chunk][begin:end]
-        weakref.finalize(place, self._give_back, chunk, begin, end).atexit = False
-        return torch.from_numpy(place)[:used].view(dtype).view(shape)
+        memory = self._places[index][:]
+        weakref.finalize(memory, self._free.append, index).atexit = False
+        return torch.from_numpy(memory)[:used].view(dtype).view(shape)
+
+    def _add_place(self, size: int) -> int:
+        memory = np.empty(max(size, 1) + ALIGNMENT, np.uint8)
+        skipped = -memory.ctypes.data % ALIGNMENT
+        self._places.append(memory[skipped : skipped + max(size, 1)])
+        return len(self._places) - 1
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor of this arena once more, without holding its place: good until others write there.
 
         Raises ValueError for a tensor that is not of this arena.
         """
-        for chunk in self._chunks:
-            offset = tensor.data_ptr() - chunk.ctypes.data
-            if 0 <= offset < len(chunk):
-                return torch.from_numpy(chunk[offset : offset + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
-        raise ValueError(f"a tensor at {tensor.data_ptr():#x} is not of this arena")
-
-    def _take(self, size: int) -> tuple[int, int, int]:
-        fitting = [place for place in self._free if place[2] - place[1] >= size]
-        if not fitting:
-            fitting = [self._add_chunk(size)]
-        chunk, begin, end = min(fitting, key=lambda place: place[2] - place[1])
-        index = self._free.index((chunk, begin, end))
-        self._free[index : index + 1] = [(chunk, begin + size, end)] if begin + size < end else []
-        return chunk, begin, begin + size
-
-    def _add_chunk(self, size: int) -> tuple[int, int, int]:
-        size = max(size, CHUNK_BYTES)
-        memory = np.empty(size + ALIGNMENT, np.uint8)
-        skipped = -memory.ctypes.data % ALIGNMENT
-        self._chunks.append(memory[skipped : skipped + size])
-        place = (len(self._chunks) - 1, 0, size)
-        self._free.append(place)
-        return place
-
-    def _give_back(self, chunk: int, begin: int, end: int) -> None:
-        index = bisect.bisect(self._free, (chunk, begin, end))
-        if index < len(self._free) and self._free[index][:2] == (chunk, end):
-            end = self._free.pop(index)[2]
-        if index > 0 and self._free[index - 1][::2] == (chunk, begin):
-            index -= 1
-            begin = self._free.pop(index)[1]
-        self._free.insert(index, (chunk, begin, end))
+        for place in self._places:
+            if tensor.data_ptr() == place.ctypes.data:
+                return torch.from_numpy(place[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        raise ValueError(f"a tensor at {tensor.data_ptr():#x} does not begin a place of this arena")
 
 
 class NotRecordable(Exception):
@@ -273,12 +223,12 @@ class Launcher:
         """Where programs have their intermediate results."""
         self._program: Program | None = None
 
-    def run(self, kernel: Kernel, num_items: int, grain: int, *arguments: int) -> None:
+    def run(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
         """As Kernel.run."""
         if self._program is None:
             kernel.run(num_items, grain, *arguments)
         else:
-            self._program.append(kernel, num_items, grain, arguments)
+            self._program.append(kernel, num_items, grain, *arguments)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, contiguous memory for a kernel's output."""

@@ -36,54 +36,44 @@ def test_decode_equals_the_reference(dtype: torch.dtype, heads: int, kv_heads: i
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (40, 48)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_contexts_shared_in_segments_give_the_same_bits(dtype: torch.dtype, dim: int, block_size: int) -> None:
-    """More threads than sequences and heads, contexts of one segment and of several."""
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "dim", "block_size"),
+    [
+        (torch.float32, 1, 64, 16),
+        (torch.float32, 1, 40, 48),
+        (torch.bfloat16, 1, 64, 16),
+        (torch.bfloat16, 1, 40, 48),
+        # One thread takes all KV heads of a sequence; three are too many for that.
+        (torch.bfloat16, 2, 64, 16),
+        (torch.bfloat16, 2, 64, 48),
+        (torch.bfloat16, 2, 64, 256),
+    ],
+)
+def test_any_number_of_threads_gives_the_same_bits(
+    dtype: torch.dtype, kv_heads: int, dim: int, block_size: int
+) -> None:
+    """Contexts of one segment and of several."""
     generator = torch.Generator().manual_seed(0)
-    contexts = [1, 511, 2000]
-    steps = [
-        SequenceStep([0], context - 1, range(128 * row, 128 * (row + 1)), None) for row, context in enumerate(contexts)
-    ]
-    layout = make_layout(steps, block_size, CPU)
-    q = torch.randn(3, 3, dim, generator=generator).to(dtype)
-    kv_layer = (torch.randn(384, 2, 1, block_size, dim, generator=generator) * 3).to(dtype)
-    whole, shared = torch.empty_like(q), torch.empty_like(q)
-    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, whole)
-    torch.set_num_threads(3)
-    try:
-        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, shared)
-    finally:
-        torch.set_num_threads(1)
-    assert torch.equal(whole, shared)
-    expected = reference.attention(q, kv_layer, layout).view_as(q)
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(shared, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_whole_sequences_give_the_same_bits_as_their_heads_alone(block_size: int) -> None:
-    """One thread takes all KV heads of a sequence; three are too many for that. Contexts of one segment and more."""
-    generator = torch.Generator().manual_seed(0)
-    contexts = [1, 129, 600, 511, 1400]
+    contexts = [1, 129, 600, 511, 2000]
     width = -(-max(contexts) // block_size)
     steps = [
         SequenceStep([0], context - 1, range(width * row, width * (row + 1)), None)
         for row, context in enumerate(contexts)
     ]
     layout = make_layout(steps, block_size, CPU)
-    q = torch.randn(5, 6, 64, generator=generator).to(torch.bfloat16)
-    kv_layer = (torch.randn(5 * width, 2, 2, block_size, 64, generator=generator) * 3).to(torch.bfloat16)
-    whole, apart = torch.empty_like(q), torch.empty_like(q)
-    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, whole)
+    q = torch.randn(5, 3 * kv_heads, dim, generator=generator).to(dtype)
+    kv_layer = (torch.randn(5 * width, 2, kv_heads, block_size, dim, generator=generator) * 3).to(dtype)
+    alone, shared = torch.empty_like(q), torch.empty_like(q)
+    cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, alone)
     torch.set_num_threads(3)
     try:
-        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, apart)
+        cpu_attention.decode_attention(Launcher(), q, kv_layer, layout, shared)
     finally:
         torch.set_num_threads(1)
-    assert torch.equal(whole, apart)
+    assert torch.equal(alone, shared)
     expected = reference.attention(q, kv_layer, layout).view_as(q)
-    torch.testing.assert_close(whole, expected, rtol=1e-2, atol=1e-2)
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(shared, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (1, 63), (64, 64), (150, 33), (3, 2)])
