@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -154,21 +155,21 @@ def source_forgets(served: Served) -> None:
 
 
 def source_never_hears(served: Served) -> None:
-    served.fleet.worker("decode")._exports.send = lambda *_: False  # type: ignore[method-assign,union-attr]
+    worker: Any = served.fleet.worker("decode")
+    worker._exports = SimpleNamespace(send=lambda *_: False)
 
 
 def source_breaks_off(served: Served) -> None:
     """Its side of the transfers closes as soon as the first is under way."""
-    worker = served.fleet.worker("decode")
-    exports, sender = worker._exports, worker._sender  # type: ignore[union-attr]
-    send, tasks = exports.send, set()  # type: ignore[union-attr]
+    worker: Any = served.fleet.worker("decode")
+    send, tasks = worker._exports.send, set()
 
     def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
         sent = send(ticket, token_ids, cache_salt)
-        tasks.add(asyncio.create_task(sender.close()))  # type: ignore[union-attr]
+        tasks.add(asyncio.create_task(worker._sender.close()))
         return sent
 
-    exports.send = send_and_close  # type: ignore[method-assign,union-attr]
+    worker._exports = SimpleNamespace(send=send_and_close)
 
 
 def on_expect(served: Served, act: Callable[[Any], None]) -> None:

@@ -77,9 +77,9 @@ def test_each_transfer_is_timed_and_the_links_are_told() -> None:
 def test_what_the_links_of_several_ranks_have_in_common_is_told_once() -> None:
     target, missing = Peer("d0", 2), ("shm: one machine",)
     links = (
-        LinkReport(target, 0, "tcp", "the only one", missing),
-        LinkReport(target, 1, "tcp", "the only one", missing),
-        LinkReport(Peer("d1", 3), 0, "shm", "another worker's", ()),
+        LinkReport(target, "tcp", "the only one", missing),
+        LinkReport(target, "tcp", "the only one", missing),
+        LinkReport(Peer("d1", 3), "shm", "another worker's", ()),
     )
     sender: Any = SimpleNamespace(links=lambda: links)
     assert _links(sender, target) == ("tcp", "the only one", missing)
