@@ -1,6 +1,6 @@
 """Whole runs, by Locust's own processes against the stub server, and the server's queues, read from its metrics.
 
-Two processes where a run ends well, since one is the selfcheck's test.
+Two processes, since one is the selfcheck's test.
 """
 
 import os
@@ -32,7 +32,7 @@ PLAN = Plan(
     vocabulary=VOCABULARY,
     num_workers=2,
 )
-ENDLESS = msgspec.structs.replace(PLAN, seconds=600.0, num_workers=1)
+ENDLESS = msgspec.structs.replace(PLAN, seconds=600.0)
 
 
 def run(plan: Plan, scenario: str, folder: Path) -> RunFolder:
