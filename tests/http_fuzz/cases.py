@@ -73,7 +73,7 @@ def _agreeing(case: Case) -> Case:
     for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if isinstance(body.get(field), int | float):  # what /detokenize does not know may be anything
             body[field] = int(body[field]) % LONGEST + 1
-    if body.get("n") and body["n"] % 7:
+    if isinstance(body.get("n"), int | float) and body["n"] % 7:
         body["n"] = int(body["n"]) % MOST_CHOICES + 1
     if body.get("best_of"):
         body["best_of"] = body.get("n") or 1

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLost
+from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     Cancel,
@@ -38,6 +38,7 @@ from twostroke.protocol.requests import (
     Peer,
     PrefillReply,
     SampledToken,
+    SamplingParams,
     Ticket,
     TokenEvent,
     finish_reason,
@@ -331,13 +332,6 @@ def until():
 
 
 @pytest.fixture
-def info_at():
-    """Makes the facts of a worker that listens as a listener does."""
-    layout = KVLayout("a model", "float32", 1, 1, 8, 16)
-    return lambda listener: WorkerInfo("decode", Peer("w", 5), listener.address, (), layout, 10, 100)
-
-
-@pytest.fixture
 def expected():
     return expected_tokens
 
@@ -347,8 +341,6 @@ def a_request():
     """Makes the template of a request; keyword arguments replace fields."""
 
     def make(**changes) -> GenerateRequest:
-        from twostroke.protocol.requests import SamplingParams
-
         base = GenerateRequest("template", "", (1, 2, 3, 4, 5), 5, SamplingParams(seed=9), 12)
         return msgspec.structs.replace(base, **changes)
 
@@ -432,8 +424,3 @@ def site_of(fleet_of, tokenizer):
                 await service.close()
 
     return make
-
-
-@pytest.fixture
-def refusal():
-    return lambda status: RequestError("no", status=status)

@@ -157,11 +157,11 @@ SYSTEM, FIRST, SECOND = Piece(1, 4), Piece(2, 3), Piece(3, 3)
 TWO_TURNS = Session(4, 0.0, (Turn((SYSTEM, FIRST), 2), Turn((SECOND,), 2, think_s=1.0)))
 
 
-def asked(plan: Plan, session: Session) -> FakeServer:
+def asked(plan: Plan, session: Session, *, asks_stages: bool = True) -> FakeServer:
     server = FakeServer(VirtualCrew())
 
     def talk() -> None:
-        conversation = Conversation(plan, session, server.line, server.crew)
+        conversation = Conversation(plan, session, replace(server.line, asks_stages=asks_stages), server.crew)
         for _ in session.turns:
             conversation.prepare()
             conversation.send(server.crew.now(), 0.0)
@@ -186,16 +186,8 @@ def test_a_completion_has_the_pieces_token_ids_and_asks_for_exactly_the_planned_
 
 
 def test_other_servers_are_asked_nothing_but_what_the_plan_says() -> None:
-    server = FakeServer(VirtualCrew())
     plan = msgspec.structs.replace(PLAN, prompts="text", ignore_eos=False, service_tier="gold")
-    conversation = Conversation(plan, ONE_TURN, replace(server.line, asks_stages=False), server.crew)
-
-    def talk() -> None:
-        conversation.prepare()
-        conversation.send(0.0, 0.0)
-
-    server.crew.run(talk)
-    body = server.asked[0][2]
+    ((_, _, body),) = asked(plan, ONE_TURN, asks_stages=False).asked
     assert body.keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options", "service_tier"}
     assert body["prompt"] == text(ONE_TURN.turns[0].prompt)
 

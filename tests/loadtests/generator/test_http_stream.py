@@ -9,7 +9,6 @@ import pytest
 
 from tests.loadtests.generator.fake_server import REFUSAL, delta_event
 from tests.loadtests.generator.scripted_server import HEAD, chunk, end, event, scripted_server, token_event
-from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.http_stream import (
     PIECES_AT_ONCE,
     BadResponse,
@@ -96,12 +95,6 @@ def test_the_api_key_is_sent_where_there_is_one() -> None:
 def test_an_https_server_is_spoken_to_by_tls() -> None:
     assert endpoint_of("https://127.0.0.1").tls is not None
     assert endpoint_of("https://127.0.0.1").address == ("127.0.0.1", 443)
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://127.0.0.1:port"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(LoadTestError, match="url"):
-        endpoint_of(url)
 
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"

@@ -32,6 +32,7 @@ PLAN = Plan(
     vocabulary=VOCABULARY,
     num_workers=2,
 )
+ENDLESS = msgspec.structs.replace(PLAN, seconds=600.0)
 
 
 def run(plan: Plan, scenario: str, folder: Path) -> RunFolder:
@@ -83,7 +84,7 @@ def test_a_run_that_ctrl_c_ends_has_a_record_of_everything_sent(
         raise KeyboardInterrupt
 
     when_sent(monkeypatch, interrupt)
-    endless = msgspec.structs.replace(PLAN, seconds=600.0, workload=Fixed(8, 250))
+    endless = msgspec.structs.replace(ENDLESS, workload=Fixed(8, 250))
     with pytest.raises(KeyboardInterrupt):
         run(endless, "steady", tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
@@ -100,9 +101,8 @@ def test_a_lost_process_ends_the_run_and_is_told(tmp_path: Path, monkeypatch: py
         os.kill(worker.pid, signal.SIGKILL)
 
     when_sent(monkeypatch, kill_one)
-    endless = msgspec.structs.replace(PLAN, seconds=600.0)
     with pytest.raises(RunLost, match=r"sending process \d was killed by SIGKILL"):
-        run(endless, "immediate", tmp_path / "run")
+        run(ENDLESS, "immediate", tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     assert folder.facts().ended_early
     assert list(folder.records())

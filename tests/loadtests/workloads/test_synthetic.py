@@ -13,7 +13,6 @@ from tests.loadtests.workloads.test_sessions import hit_rate
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.workloads.synthetic import (
     SHAPES,
-    LogNormal,
     Quantiles,
     normal_pair,
     scale_to,
@@ -80,13 +79,6 @@ def test_a_table_gives_its_own_quantiles_and_lengths_in_between() -> None:
     assert [table.at(share) for share in (0.0, 0.5, 1.0)] == [10, 100, 400]
     assert table.at(0.75) == pytest.approx(200)  # as many times 100 as 400 is of it
     assert 10 < table.at(0.1) < table.at(0.2) < 100
-
-
-def test_a_log_normal_length_has_its_median_and_mean() -> None:
-    draw = random.Random(1)
-    lengths = [LogNormal(100, 0.8).at(draw.random()) for _ in range(20_000)]
-    assert median(lengths) == pytest.approx(100, rel=0.03)
-    assert mean(lengths) == pytest.approx(100 * 2.71828 ** (0.8**2 / 2), rel=0.03)
 
 
 @pytest.mark.parametrize("spearman", [-0.52, 0.0, 0.7])

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from twostroke.protocol.errors import WorkerLost
+from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
@@ -21,12 +22,13 @@ from twostroke.protocol.messages import (
 )
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
 
 SECRET = b"the cluster's secret"
+LAYOUT = KVLayout("a model", "float32", 1, 1, 8, 16)
 GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)
 
 
@@ -214,7 +216,7 @@ async def test_an_unexpected_failure_is_told_and_the_channel_comes_back(fleet_of
 
 
 @pytest.fixture
-def channels_to(info_at):
+def channels_to():
     """Call it as `async with channels_to(worker) as (channels, info)`.
 
     `worker(connection, message)` answers each message; the first is the router's hello.
@@ -231,7 +233,7 @@ def channels_to(info_at):
         channels = TokenChannels(network=network, peer=Peer("r", 1), clock=clock, config=TokenChannelConfig(**config))
         listens(channels.listener)
         try:
-            yield channels, info_at(listener)
+            yield channels, WorkerInfo("decode", Peer("w", 5), listener.address, (), LAYOUT, 10, 100)
         finally:
             await channels.close()
             await listener.close()

@@ -162,14 +162,6 @@ async def test_a_whole_request_is_cancelled_nowhere(fleet_of, a_request):
         assert not {rig["p0"].seen[0].request_id} & {*rig["p0"].cancelled, *rig["d0"].cancelled}
 
 
-async def test_many_requests_at_once_each_get_their_own_tokens(fleet_of, a_request, expected):
-    async with fleet_of(2, 2) as rig:
-        requests = [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3, max_tokens=20) for i in range(40)]
-        results = await asyncio.gather(*(collect(rig, request) for request in requests))
-        assert results == [expected(request) for request in requests]
-        assert len(rig["d0"].seen) == len(rig["d1"].seen) == 20
-
-
 async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_request, until, monkeypatch):
     monkeypatch.setattr("twostroke.router.channels.token_stream.MAX_UNREAD", 20)
     async with fleet_of(0, 1) as rig:

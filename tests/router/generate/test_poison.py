@@ -32,35 +32,6 @@ def poison(a_request):
     return lambda **changes: a_request(token_ids=POISON, num_prompt_tokens=3, **changes)
 
 
-@pytest.fixture
-def neighbours(a_request):
-    return [a_request(token_ids=(i, 2, 3), num_prompt_tokens=3, max_tokens=30) for i in range(6)]
-
-
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 4), (2, 3), (3, 3)])
-async def test_it_takes_two_workers_down_at_most_and_its_neighbours_none(
-    fleet_of, poison, neighbours, expected, num_prefill, num_decode
-):
-    async with fleet_of(num_prefill, num_decode) as rig:
-        crash_on_poison(rig)
-        answers = [asyncio.create_task(collect(rig, one)) for one in neighbours]
-        assert await refused(rig, poison()) == (422, "poison_request")
-        assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
-        assert len(the_dead(rig)) == 2
-        assert not rig.fleet.owned
-
-
-async def test_it_is_refused_at_once_when_it_comes_again_with_another_seed_too(fleet_of, poison):
-    async with fleet_of(0, 3) as rig:
-        crash_on_poison(rig)
-        await refused(rig, poison())
-        alive = [worker for worker in rig.fleet.all.values() if not worker.dead]
-        before = sum(len(worker.seen) for worker in alive)
-        again = poison()
-        assert await refused(rig, again) == (422, "poison_request")
-        assert sum(len(worker.seen) for worker in alive) == before
-
-
 @pytest.mark.parametrize("num_prefill", [0, 2])
 async def test_the_choices_of_one_prompt_are_one_suspect(site_of, num_prefill):
     async with site_of(num_prefill, 4) as site:
@@ -82,18 +53,6 @@ async def test_a_later_token_that_kills_its_worker_kills_two(fleet_of, poison, e
                 worker.poison = None
         assert await refused(rig, poison()) == (422, "poison_request")
         assert len(the_dead(rig)) == 2
-
-
-async def test_many_clients_that_send_it_at_once_are_refused_and_the_rest_is_served(
-    fleet_of, poison, neighbours, expected
-):
-    async with fleet_of(0, 6) as rig:
-        crash_on_poison(rig)
-        clients = [asyncio.create_task(refused(rig, poison())) for _ in range(3)]
-        answers = [asyncio.create_task(collect(rig, one)) for one in neighbours]
-        assert set(await asyncio.gather(*clients)) == {(422, "poison_request")}
-        assert await asyncio.gather(*answers) == [expected(one) for one in neighbours]
-        assert len(the_dead(rig)) <= 3, "each was on a worker of its own before anybody could know"
 
 
 async def test_a_request_whose_workers_are_killed_by_chance_is_served(fleet_of, a_request, expected, until):

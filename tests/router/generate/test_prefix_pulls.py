@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from tests.router.generate.reading_tokens import collect, nth_token
@@ -88,26 +87,6 @@ async def test_a_conversation_that_moves_between_decode_workers_takes_its_histor
         assert stages.transfer_s == 0.03
         busy.cancel()
         await asyncio.wait([busy])
-
-
-@pytest.mark.parametrize("change", [{"cache_salt": b"another tenant"}, {"token_ids": (9, *PROMPT[1:])}])
-async def test_another_prefix_is_not_pulled(fleet_of, prompt_of, change):
-    async with fleet_of(1, 1) as rig:
-        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
-        second = prompt_of(*PROMPT, *written, 1, 2, 3)
-        if "token_ids" in change:
-            change = {"token_ids": (*change["token_ids"], *second.token_ids[len(PROMPT) :])}
-        await collect(rig, msgspec.structs.replace(second, **change))
-        assert rig["p0"].pulls == []
-
-
-async def test_a_worker_that_has_restarted_is_not_asked_for_what_it_held(fleet_of, prompt_of):
-    async with fleet_of(1, 1) as rig:
-        written = await collect(rig, prompt_of(*PROMPT, max_tokens=200))
-        await rig["d0"].die()
-        await rig["d0"].start()
-        await collect(rig, prompt_of(*PROMPT, *written, 1, 2, 3))
-        assert rig["p0"].pulls == []
 
 
 @pytest.mark.parametrize("is_connected", [True, False])

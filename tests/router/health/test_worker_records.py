@@ -171,37 +171,35 @@ def test_half_of_all_are_left_out_at_most_and_a_single_one_never():
     assert scene.ejection.ejected(["a"]) == frozenset()
 
 
-def test_one_request_finds_out_whether_the_worker_can_do_it_again():
+@pytest.fixture
+def probing():
+    """A scene in which a request is to find out whether a, left out before, can do it again."""
     scene = Failing()
     scene.fail("a")
     scene.now = 3.0
     scene.ejection.begin("a")
-    assert scene.out() == {"a"}, "others wait for what comes of it"
-    scene.ejection.succeeded("a")
-    assert scene.out() == set()
+    return scene
 
 
-def test_a_failed_probe_leaves_the_worker_out_for_twice_as_long():
-    scene = Failing()
-    scene.fail("a")
-    scene.now = 3.0
-    scene.ejection.begin("a")
-    scene.fail("a", 1)
-    scene.now = 6.9
-    assert scene.out() == {"a"}
-    scene.now = 7.1
-    assert scene.out() == set()
+def test_one_request_finds_out_whether_the_worker_can_do_it_again(probing):
+    assert probing.out() == {"a"}, "others wait for what comes of it"
+    probing.ejection.succeeded("a")
+    assert probing.out() == set()
 
 
-def test_a_probe_whose_client_leaves_tells_nothing_and_the_next_request_is_one():
-    scene = Failing()
-    scene.fail("a")
-    scene.now = 3.0
-    scene.ejection.begin("a")
-    scene.ejection.unresolved("a")
-    assert scene.out() == set()
-    scene.ejection.begin("a")
-    assert scene.out() == {"a"}
+def test_a_failed_probe_leaves_the_worker_out_for_twice_as_long(probing):
+    probing.fail("a", 1)
+    probing.now = 6.9
+    assert probing.out() == {"a"}
+    probing.now = 7.1
+    assert probing.out() == set()
+
+
+def test_a_probe_whose_client_leaves_tells_nothing_and_the_next_request_is_one(probing):
+    probing.ejection.unresolved("a")
+    assert probing.out() == set()
+    probing.ejection.begin("a")
+    assert probing.out() == {"a"}
 
 
 def test_a_lost_connection_is_one_failure_however_many_requests_tell_of_it():

@@ -106,19 +106,6 @@ async def test_echo_puts_the_prompt_first_streamed_or_not(site_of):
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk) == echoed
 
 
-async def test_the_default_is_sixteen_tokens_for_completions_and_the_context_for_chat(site_of):
-    async with site_of(0, 1) as site:
-        await complete(site, max_tokens=None)
-        assert site.rig["d0"].seen[-1].max_tokens == 16
-        await complete(site, max_tokens=None, prompt=[7] * 505)
-        assert site.rig["d0"].seen[-1].max_tokens == 7
-        await site.http.post(
-            "/v1/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "a"}], "seed": 1}
-        )
-        asked = site.rig["d0"].seen[-1]
-        assert asked.max_tokens == 512 - asked.num_prompt_tokens
-
-
 async def test_a_stop_string_ends_the_choice_and_the_workers_are_told(site_of, until):
     async with site_of(1, 1) as site:
         whole = await complete(site, ignore_eos=True)

@@ -139,18 +139,6 @@ def test_what_was_set_aside_and_not_used_comes_back_and_what_was_used_beyond_is_
     assert caught.value.retry_after_s == 61
 
 
-def test_requests_over_the_limit_are_told_when_the_next_may_come() -> None:
-    clock = Clock()
-    own = limited(clock, requests_per_minute=2)
-    own.count_request()
-    own.count_request()
-    with pytest.raises(RateLimited, match="used up its requests; try again in 30 s") as caught:
-        own.count_request()
-    assert (caught.value.status, caught.value.retry_after_s) == (429, 30)
-    clock.now += 30
-    own.count_request()
-
-
 def test_tokens_are_set_aside_while_a_request_runs() -> None:
     clock = Clock()
     own = limited(clock, tokens_per_minute=600)
@@ -171,10 +159,3 @@ def test_places_come_back_however_a_request_ends() -> None:
         raise ZeroDivisionError
     with own.in_flight(2):
         pass
-
-
-def test_more_choices_than_a_key_may_ever_have_are_not_told_to_try_again() -> None:
-    own = limited(Clock(), max_in_flight=2)
-    with pytest.raises(RequestError, match="3 choices, and the API key may have 2") as caught, own.in_flight(3):
-        raise AssertionError("has no place")
-    assert (caught.value.status, caught.value.param, caught.value.retry_after_s) == (400, "n", None)

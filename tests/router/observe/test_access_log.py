@@ -71,15 +71,6 @@ async def test_refusals_are_logged_too_and_what_is_asked_for_every_second_is_not
     assert SECRET not in "\n".join(logged)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_refusal_for_overload_is_told_by_its_code(site_of, logged, stream):
-    async with site_of(0, 1, max_choices_in_flight=1) as site:
-        answer = await site.http.post("/v1/completions", json={**ASKED, "stream": stream, "n": 2})
-        assert answer.status_code == 429
-    (line,) = access(logged)
-    assert (line["status"], line["code"]) == (429, "overloaded")
-
-
 async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(site_of, logged, monkeypatch):
     failure = RequestError("the request took too long", code="timeout", status=504)
 

@@ -55,6 +55,7 @@ async def test_what_is_not_given_has_openais_defaults(maker):
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
     assert (sampling.logprobs, request.max_tokens, request.stop_token_ids) == (None, 16, (1,))
     assert sampling.seed != (await only(maker)).sampling.seed
+    assert (await only(maker, prompt=[5] * 95)).max_tokens == 5, "or what there is room for"
     assert (await only(maker, top_k=-1)).sampling.top_k == 0
     assert (await only(maker, ignore_eos=True)).stop_token_ids == ()
     assert (await only(maker, temperature=0)).sampling.temperature == 0

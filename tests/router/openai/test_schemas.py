@@ -1,13 +1,8 @@
 """From a request's fields to what the model is asked: what is refused, by which name, and at which price."""
 
-import json
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from twostroke.router.http.body import parse_object
 from twostroke.router.openai.schemas import (
     LACKING,
     MAX_NAMED,
@@ -89,34 +84,3 @@ def test_so_many_unknown_fields_are_named_and_no_more(caplog):
     for i in range(MAX_NAMED + 10):
         fields.check(CompletionRequest.model_validate({**BASE, f"field_{i}": 1}))
     assert len(caplog.records) == MAX_NAMED
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = [
-    "model prompt messages n seed stop stop_token_ids max_tokens min_tokens temperature top_p top_k min_p logit_bias",
-    "presence_penalty frequency_penalty repetition_penalty logprobs top_logprobs echo stream stream_options best_of",
-    "suffix user metadata response_format return_token_ids ignore_eos max_completion_tokens tools",
-]
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    changes=st.dictionaries(st.sampled_from(" ".join(FIELDS).split()), JSON, min_size=1, max_size=3), chat=st.booleans()
-)
-def test_any_json_is_either_parsed_or_refused_by_name(changes, chat):
-    fault = _fault(ChatRequest if chat else CompletionRequest, json.dumps({**(CHAT if chat else BASE), **changes}))
-    if fault is not None:
-        assert fault.param.split(".")[0] in changes
-        assert 400 <= fault.status < 500
-
-
-def _fault(model, body):
-    try:
-        model.model_validate(parse_object(body.encode()))
-    except ValidationError as error:
-        return explain(error.errors())
-    return None

@@ -16,7 +16,7 @@ from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerSt
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Load
-from twostroke.router.routing.workers import AVAILABLE, UNWELCOME, Classes, KnownWorker, known_workers
+from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 OTHER_KIND = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
@@ -46,7 +46,7 @@ def peers(*names: str) -> set[Peer]:
 class Workers:
     """Prefill workers p0, p1, ... and decode workers d0, d1, ... that have told these numbers.
 
-    Those in `down` can't be reached; other keywords are changes to a worker's facts, by its name.
+    Other keywords are changes to a worker's facts, by its name.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Workers:
         *,
         costs: StepCosts | None = COSTS,
         bytes_per_s: float = QUICK,
-        down: Sequence[str] = (),
         **changes: Mapping[str, Any],
     ):
         names = [*(f"p{row}" for row in range(len(prefill))), *(f"d{row}" for row in range(len(decode)))]
@@ -64,9 +63,8 @@ class Workers:
         self.known = dict(
             zip(names, known_workers([info(name, **changes.get(name, {})) for name in names]), strict=True)
         )
-        for (name, one), stats in zip(self.known.items(), (*prefill, *decode), strict=True):
-            tier = UNWELCOME if name in down else AVAILABLE
-            one.update(stats, Load(), costs, self.classes, tier=tier, bytes_per_s=bytes_per_s)
+        for one, stats in zip(self.known.values(), (*prefill, *decode), strict=True):
+            one.update(stats, Load(), costs, self.classes, tier=AVAILABLE, bytes_per_s=bytes_per_s)
 
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]

@@ -39,23 +39,6 @@ def change(sequence, stored=(), removed=()):
     return BlocksChanged(sequence, pack_names(stored), pack_names(removed))
 
 
-def test_each_worker_is_found_with_as_much_of_a_prompt_as_it_holds(index):
-    index.heard(A, all_of(1, 2, 3))
-    index.heard(B, all_of(1, 2, 3, 4, 5, 9))
-    assert held(index, [1, 2, 3, 4, 5, 6], A, B, C) == {A: 3, B: 5}
-    assert held(index, [1, 2], A, B, C) == {A: 2, B: 2}
-    assert held(index, [9, 8], A, B, C) == {B: 1}
-    assert held(index, [7], A, B, C) == held(index, [], A, B, C) == {}
-
-
-def test_changes_in_their_order_keep_it_up_to_date(index):
-    assert index.heard(A, all_of(1, 2, 3, sequence=7))
-    assert index.heard(A, change(8, stored=[4], removed=[]))
-    assert index.heard(A, change(9, removed=[3, 4]))
-    assert held(index, [1, 2, 3, 4], A) == {A: 2}
-    assert len(index) == 2
-
-
 def test_a_gap_is_told_once_and_mended_by_the_next_snapshot_alone(index):
     index.heard(A, all_of(1, 2, sequence=7))
     assert not index.heard(A, change(9, stored=[3]))
@@ -87,13 +70,6 @@ def test_a_worker_that_was_forgotten_while_it_told_changes_is_asked_once_for_all
     assert not index.heard(A, change(1, stored=[2]))
     assert index.heard(A, change(2, stored=[3]))
     assert held(index, [1, 2], A) == held(index, [3], A) == {}
-
-
-def test_a_worker_that_has_left_or_restarted_holds_nothing_and_others_do(index):
-    for worker in (A, B):
-        index.heard(worker, all_of(1, 2))
-    index.keep({B, Peer("a", 2)})
-    assert held(index, [1, 2], A, B, Peer("a", 2)) == {B: 2}
 
 
 def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, monkeypatch):

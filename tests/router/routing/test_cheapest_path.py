@@ -165,12 +165,6 @@ def test_a_prefill_worker_that_failed_is_never_taken_and_a_decode_worker_only_fo
     assert fleet.names(ejected=peers("p0"))[0] is None
 
 
-def test_workers_whose_channel_is_down_count_like_those_that_failed():
-    fleet = Fleet([IDLE], [IDLE, load(running=9)], down=("p0", "d0"))
-    assert fleet.names() == (None, "d1", None)
-    assert fleet.names(failed=peers("d1"))[1] == "d0"
-
-
 def test_workers_that_drain_take_nothing_new():
     leaving = load(is_draining=True)
     assert Fleet([leaving], [leaving, load(running=9)]).names() == (None, "d1", None)
@@ -247,18 +241,6 @@ def test_what_is_cached_needs_no_computing_but_the_last_token_does(held, new, pr
 def test_attention_to_what_is_cached_is_paid_for():
     fleet = Fleet([IDLE], [], costs=msgspec.structs.replace(COSTS, pair_s=1e-6))
     assert reading(fleet, "p0", need(300), 100).prefill_s == pytest.approx(0.01 + 0.2 + 1e-6 * 200 * (100 + 100))
-
-
-def test_a_prefix_is_pulled_where_that_is_quicker_than_computing_it():
-    asked = need(401, min_pull_tokens=64)
-    slow = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 1000)
-    cost = reading(slow, "p0", asked, 0, "p1")
-    assert (cost.pull_s, cost.new_tokens) == (0, 401), "KV takes as long, and the hop on top"
-    quick = Fleet([IDLE, IDLE], [], bytes_per_s=QUICK / 250)
-    cost = reading(quick, "p0", asked, 0, "p1")
-    assert (cost.pull_s, cost.prefill_s, cost.new_tokens) == (pytest.approx(HOP_S + 0.1), pytest.approx(0.011), 1)
-    assert cost.total_s == pytest.approx(HOP_S + 0.1 + 0.011)
-    assert reading(quick, "p0", asked, 350, "p1").new_tokens == 51, "50 tokens less are too few"
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,6 @@ async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for
     assert following.new_tokens == 400 + 48 + 15 - (400 + 32), "the block with its last token is not held"
 
 
-async def test_what_is_expected_is_not_believed_for_ever():
-    rig = Rig(expected_s=5.0, min_pull_tokens=None)
-    rig.take(request())
-    rig.clock.now = 11.0
-    assert rig.chooser.choose(request()).new_tokens == 400
-
-
 async def test_other_tenants_prefixes_are_not_found():
     rig = Rig()
     rig.tell_blocks("p1", PROMPT, salt=b"tenant")

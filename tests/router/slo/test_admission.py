@@ -1,21 +1,28 @@
-"""Who is let in, by numbers: single decisions, and hours of load on virtual time."""
-
-from itertools import pairwise
+"""Who is let in: single decisions, by numbers. What comes of them under load: tests/simulation/policies."""
 
 import pytest
 
-from tests.router.slo.admitted_load import DECODE, PREFILL, AdmittedLoad, percentile, request_of
-from twostroke.protocol.requests import GenerateRequest, Peer
-from twostroke.protocol.stats import QueuedWork, WorkerStats
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
+from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import Estimate, Path
 from twostroke.router.observe.stages import Stages
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
+from twostroke.router.slo.attainment import MEMORY_S
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 
 INTERACTIVE = SLOClass(name="interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)
 BATCH = SLOClass(name="batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)
 FREE = SLOClass(name="free")
 CLASSES = SLOConfig(classes=(INTERACTIVE, BATCH, FREE))
+
+ABOUT = (Address("127.0.0.1", 1), (), KVLayout("fake", "float32", 2, 2, 8, 16), 1000, 4096)
+PREFILL, DECODE = (WorkerInfo(role, Peer(role, 1), *ABOUT) for role in ("prefill", "decode"))
+
+
+def request_of(one: SLOClass, *, outputs: int = 20) -> GenerateRequest:
+    promise = Promise(one.name, one.priority, one.share, one.ttft_s, one.tpot_s)
+    return GenerateRequest("", "", (1,) * 100, 100, SamplingParams(), outputs, promise=promise)
 
 
 class Door:
@@ -64,6 +71,16 @@ def test_the_longer_the_queue_the_later_a_request_is_told_to_come_back() -> None
     assert 5 <= told[1] <= 7
     assert 20 <= told[2] <= 23
     assert told[3] == 60
+
+
+def test_the_more_were_refused_lately_the_later_the_next_is_told_to_come_back() -> None:
+    door = Door()
+    for _ in range(10):
+        door.ask(INTERACTIVE)
+    told = [door.retry_after_s(INTERACTIVE, queue_s=1.0) for _ in range(21)]
+    assert told[0] == 1
+    assert told == sorted(told)
+    assert told[20] == pytest.approx(20 * MEMORY_S / 11, abs=2), "at the pace of those that were let in"
 
 
 def test_who_is_promised_nothing_is_refused_by_an_endless_queue_only() -> None:
@@ -241,64 +258,6 @@ def test_choices_of_an_admitted_response_are_not_judged_again() -> None:
     late = Path(PREFILL, DECODE, estimate=Estimate(9.0, 0.0, 0.1, 0.0, 0.0, 0.02))
     door.ask(INTERACTIVE)
     door.admission.admit(request_of(INTERACTIVE), late, 0.0, True)
-
-
-HIGH = SLOClass(name="high", ttft_s=2.5, tpot_s=0.3, priority=10, share=0.3)
-MIDDLE = SLOClass(name="middle", ttft_s=5.0, tpot_s=0.3, priority=5)
-LOW = SLOClass(name="low", ttft_s=25.0, tpot_s=0.5, priority=0, share=0.1)
-THREE = SLOConfig(classes=(HIGH, MIDDLE, LOW))
-MIX = {"high": 0.3, "middle": 0.3, "low": 0.4}
-CAPACITY = {0.5: 1.9, 0.1: 3.0}  # requests a second, by seconds of a prompt: prefill or decode is the bottleneck
-
-
-def offered(load: AdmittedLoad, times: float, prompt_s: float, since: float, seconds: float, **more: float) -> None:
-    rates = {name: part * times * CAPACITY[prompt_s] for name, part in MIX.items()}
-    load.offer(rates, since=since, seconds=seconds, **more)
-
-
-@pytest.mark.parametrize("prompt_s", CAPACITY)
-def test_at_capacity_hardly_anybody_is_refused(prompt_s: float) -> None:
-    load = AdmittedLoad(THREE, prompt_s=prompt_s, row_s=0.01)
-    offered(load, 0.6, prompt_s, 0, 1200)
-    report = load.run()
-    assert report.met() >= 0.97 * sum(report.offered.values())
-
-
-@pytest.mark.parametrize(("bias", "seconds"), [(0.6, 600), (1.0, 3600), (1.6, 600)])
-@pytest.mark.parametrize("prompt_s", CAPACITY)
-def test_in_an_hour_of_five_times_the_capacity_promises_hold_and_no_class_starves(
-    prompt_s: float, bias: float, seconds: float
-) -> None:
-    at_capacity = AdmittedLoad(THREE, prompt_s=prompt_s, row_s=0.01)
-    offered(at_capacity, 1.0, prompt_s, 0, 600)
-    usual = at_capacity.run().met() / 600
-
-    load = AdmittedLoad(THREE, prompt_s=prompt_s, row_s=0.01, bias=bias)
-    offered(load, 5.0, prompt_s, 0, seconds)
-    report = load.run()
-
-    assert report.met() / seconds >= 0.9 * usual
-    for one in (HIGH, LOW):
-        done = report.done[one.name]
-        assert percentile((job.stages.ttft_s / one.ttft_s for job in done), 99) <= 1.5
-        assert percentile((job.stages.tpot_s / one.tpot_s for job in done), 99) <= 1.5
-    parts = [report.refused_part(one.name) for one in (HIGH, MIDDLE, LOW)]
-    assert parts[0] < parts[1]
-    assert parts[0] < parts[2]
-    admitted = {name: len(times) for name, times in report.admitted_at.items()}
-    assert admitted["low"] >= 0.7 * LOW.share * sum(admitted.values())
-    assert max(after - before for before, after in pairwise(report.admitted_at["low"])) < 60
-
-
-@pytest.mark.parametrize("prompt_s", CAPACITY)
-def test_who_comes_back_when_told_is_let_in_about_then(prompt_s: float) -> None:
-    load = AdmittedLoad(THREE, prompt_s=prompt_s, row_s=0.01)
-    for since in range(0, 2000, 400):
-        offered(load, 4.0, prompt_s, since, 30, retries=1.0)
-    report = load.run()
-    ratios = sorted(waited / told for told, waited in report.waited)
-    assert len(ratios) > 200
-    assert 1 <= ratios[len(ratios) // 2] <= 3
 
 
 def test_estimates_of_what_requests_put_out_follow_what_they_do() -> None:
