@@ -186,7 +186,7 @@ def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None
 class Fleet:
     """All ranks of a source and of a target."""
 
-    def __init__(self, source: KVLayout, target: KVLayout, transport: str = "memory"):
+    def __init__(self, source: KVLayout, target: KVLayout, transport: str = "tcp"):
         self.sources = [ArrayStore(source, rank) for rank in range(source.tp_size)]
         self.targets = [ArrayStore(target, rank) for rank in range(target.tp_size)]
         network = TcpNetwork(SECRET)
@@ -232,7 +232,7 @@ async def test_ranks_of_unequal_workers_exchange_a_prompt(
     num_tokens, num_skipped = 21, target_block
     source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
-    async with asyncio.timeout(30), Fleet(source, target, "tcp") as fleet:
+    async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
         outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]

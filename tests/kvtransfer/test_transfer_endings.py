@@ -296,7 +296,7 @@ async def test_too_many_offers_without_a_request_are_refused() -> None:
 
 
 LAYOUT = BytesStore().layout
-KV = KVHello(LAYOUT, 0, "raw", reach("memory"))
+KV = KVHello(LAYOUT, 0, "raw", reach("tcp"))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ KV = KVHello(LAYOUT, 0, "raw", reach("memory"))
             Hello(P, D, replace(KV, layout=replace(LAYOUT, tp_size=2, num_kv_heads=2))),
             "the number of KV heads differs: 2 at the source, 1 at the target",
         ),
-        (Hello(P, D, replace(KV, reach=reach("other"))), "the source offers other, the target memory"),
+        (Hello(P, D, replace(KV, reach=reach("other"))), "the source offers other, the target tcp"),
         *(
             (Hello(P, D, replace(KV, rank=rank)), f"rank {rank} of 1 has nothing for rank 0 of 1")
             for rank in (-1, 1, 1 << 40)

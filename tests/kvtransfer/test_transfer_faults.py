@@ -81,32 +81,32 @@ async def test_a_link_that_breaks_ends_all_transfers_on_it_and_the_next_one_has_
 
 
 async def test_a_link_that_can_not_be_joined_is_the_next_time_another_transports() -> None:
-    async with faulty_pair(("memory_fast", "memory_slow")) as (pair, source, _):
+    async with faulty_pair(("tcp", "torch_distributed")) as (pair, source, _):
         source.refusals = 1
         out, incoming = begin(pair)
         finish(out)
-        await fails(out.done(), match="the memory_fast link can't be joined: the peer can't be reached")
+        await fails(out.done(), match="the tcp link can't be joined: the peer can't be reached")
         await fails(incoming.verified())
         assert source.log == ["refused a join"]
         assert pair.sender.stats.links_lost == 1
         await settle(lambda: not pair.sender._tasks)
         await assert_a_transfer_works(pair)
         (report,) = pair.sender.links()
-        assert report.transport == "memory_slow"
-        assert "memory_fast: a link by it broke or could not be joined" in report.missing
+        assert report.transport == "torch_distributed"
+        assert "tcp: a link by it broke or could not be joined" in report.missing
         await pair.sender.close()
         await assert_a_transfer_works(pair, (22, 23))
-        assert [report.transport for report in pair.sender.links()] == ["memory_fast"], "it is tried again"
+        assert [report.transport for report in pair.sender.links()] == ["tcp"], "it is tried again"
 
 
 async def test_a_link_that_can_not_be_prepared_is_another_transports() -> None:
-    async with faulty_pair(("memory_fast", "memory_slow")) as (pair, _, target):
+    async with faulty_pair(("tcp", "torch_distributed")) as (pair, _, target):
         target.prepare_refusals = 1
         out, incoming = begin(pair)
         finish(out)
         await incoming.verified()
         await out.done()
-        assert [report.transport for report in pair.sender.links()] == ["memory_slow"]
+        assert [report.transport for report in pair.sender.links()] == ["torch_distributed"]
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
