@@ -299,23 +299,20 @@ def test_a_seal_is_a_seed_of_64_bits_that_both_sides_come_to() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("changes", "peers"),
     [
-        {"transfer_id": b"u" * 16},
-        {"sequence": 4},
-        {"runs": (Run(3, 0, 4), Run(2, 0, 4))},
-        {"runs": (Run(2, 0, 4), Run(3, 1, 4))},
-        {"runs": (Run(2, 0, 4), Run(3, 0, 5))},
-        {"num_bytes": 4097},
+        ({"transfer_id": b"u" * 16}, (SOURCE, TARGET)),
+        ({"sequence": 4}, (SOURCE, TARGET)),
+        ({"runs": (Run(3, 0, 4), Run(2, 0, 4))}, (SOURCE, TARGET)),
+        ({"runs": (Run(2, 0, 4), Run(3, 1, 4))}, (SOURCE, TARGET)),
+        ({"runs": (Run(2, 0, 4), Run(3, 0, 5))}, (SOURCE, TARGET)),
+        ({"num_bytes": 4097}, (SOURCE, TARGET)),
+        ({}, (SOURCE, Peer("decode-0", 10))),
+        ({}, (Peer("prefill-0", 1), TARGET)),
+        ({}, (TARGET, SOURCE)),
     ],
 )
-def test_a_seal_is_of_everything_that_a_chunks_message_says(other: dict[str, object]) -> None:
-    changed = msgspec.structs.replace(CHUNK, **other)
-    assert chunk_seal(changed, SOURCE, TARGET) != chunk_seal(CHUNK, SOURCE, TARGET)
-
-
-@pytest.mark.parametrize(
-    "peers", [(SOURCE, Peer("decode-0", 10)), (Peer("prefill-0", 1), TARGET), (TARGET, SOURCE)], ids=str
-)
-def test_a_seal_is_of_both_epochs(peers: tuple[Peer, Peer]) -> None:
-    assert chunk_seal(CHUNK, *peers) != chunk_seal(CHUNK, SOURCE, TARGET)
+def test_a_seal_is_of_everything_that_a_chunks_message_says_and_of_both_epochs(
+    changes: dict[str, object], peers: tuple[Peer, Peer]
+) -> None:
+    assert chunk_seal(msgspec.structs.replace(CHUNK, **changes), *peers) != chunk_seal(CHUNK, SOURCE, TARGET)

@@ -168,6 +168,13 @@ def finish(out: OutgoingTransfer, num_layers: int = 3, *, commits: bool = True) 
         out.commit(TOKEN)
 
 
+def begin_and_finish(pair: Pair) -> tuple[OutgoingTransfer, IncomingTransfer]:
+    """A transfer of which everything is ready, and committed."""
+    out, incoming = begin(pair)
+    finish(out)
+    return out, incoming
+
+
 def assert_whole(pair: Pair, blocks: tuple[int, int] = (4, 5)) -> None:
     for layer in range(3):
         assert [pair.target.block(layer, block) for block in blocks] == [pair.source.block(layer, b) for b in (0, 1)]
