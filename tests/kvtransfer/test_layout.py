@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout
@@ -161,18 +161,6 @@ def test_every_byte_arrives_once_where_it_belongs(
 
 def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(segment.layer, unit) for segment in cut.segments(runs, block_ids) for unit in segment.unit_ids]
-
-
-def test_a_unit_of_whole_blocks_is_its_block() -> None:
-    cut = Cut(layout_of(1, 2, 4), 0, 2, 4, "raw")
-    assert cut.is_whole_blocks
-    assert cut.segments([Run(1, 1, 2)], (7, 3, 9)) == (Segment(1, (3, 9)),)
-
-
-def test_a_part_of_a_block_is_numbered_within_it() -> None:
-    cut = Cut(layout_of(1, 2, 4), 0, 2, 2, "raw")
-    assert not cut.is_whole_blocks
-    assert cut.segments([Run(0, 1, 3), Run(1, 0, 1)], (7, 3)) == (Segment(0, (15, 6, 7)), Segment(1, (14,)))
 
 
 @pytest.mark.parametrize(("encoding", "num_bytes"), [("raw", 2 * 2 * 4 * 2 * 2), ("int8", 2 * 2 * 4 * (2 + 2))])
