@@ -237,36 +237,6 @@ async def test_a_verdict_goes_to_all_routers_but_the_one_that_told_it_and_but_on
 
 
 @played_by(play)
-async def test_a_router_that_comes_later_is_told_all_verdicts_with_what_they_have_left(scene: Scene) -> None:
-    telling = await scene.welcomed()
-    telling.send(Convicted((Verdict(b"s" * 16, 1.0), GUILTY)))
-    began = asyncio.get_running_loop().time()
-    await asyncio.sleep(2.0)
-    later = await scene.connect("router-1")
-    assert await later.receive() == Welcome(WORKER)
-    told = await later.receive()
-    assert isinstance(told, Convicted)
-    (verdict,) = told.verdicts
-    assert verdict.fingerprint == GUILTY.fingerprint
-    passed = asyncio.get_running_loop().time() - began
-    assert GUILTY.left_s - passed <= verdict.left_s < GUILTY.left_s - 1.9
-
-
-@played_by(play)
-async def test_a_router_that_tells_verdicts_without_end_is_remembered_in_part(scene: Scene) -> None:
-    telling = await scene.welcomed()
-    for first in range(0, 5000, 1000):
-        numbers = range(first, first + 1000)
-        telling.send(Convicted(tuple(Verdict(number.to_bytes(16, "big"), 600.0) for number in numbers)))
-    await asyncio.sleep(0.1)
-    later = await scene.connect("router-1")
-    await later.receive()
-    told = await later.receive()
-    assert isinstance(told, Convicted)
-    assert [int.from_bytes(verdict.fingerprint, "big") for verdict in told.verdicts] == [*range(3976, 5000)]
-
-
-@played_by(play)
 async def test_a_connection_that_never_says_hello_ends_after_a_lease(scene: Scene) -> None:
     connection = await scene.fabric.at("router-0").connect(scene.address)
     with pytest.raises(ConnectionLost):

@@ -8,9 +8,7 @@ from tests.simulation.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket
-from twostroke.protocol.stats import QueuedWork
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
-from twostroke.worker.worker import queued_work
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
@@ -203,15 +201,6 @@ async def test_a_stopping_worker_ends_its_requests_after_the_step_under_way(rig:
         assert isinstance(outcome, WorkerLost)
     with pytest.raises(WorkerLost):
         rig.worker.check_health()
-
-
-def test_what_is_queued_is_summed_up_by_class_the_highest_priority_first() -> None:
-    late = Promise("chat", priority=2, share=0.5, ttft_left_s=-1.0)
-    assert queued_work([(BATCH, 100), (CHAT, 7), (BATCH, 1), (late, 3)]) == (
-        QueuedWork("chat", 2, 0.5, tokens=10, requests=2),
-        QueuedWork("batch", 0, 0.1, tokens=101, requests=2),
-    )
-    assert queued_work([]) == ()
 
 
 @of_both_roles()
