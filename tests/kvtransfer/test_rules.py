@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.kvtransfer.rules.layout import ChunkPlan
@@ -145,6 +145,7 @@ def test_tokens_that_can_not_be_ready_or_skipped_raise() -> None:
         make(skip=5)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_unit_of_every_layer_is_taken_exactly_once_in_any_order_of_events(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 3))
