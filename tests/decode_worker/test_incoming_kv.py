@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.memory_network import MemoryConnection
 from tests.simulation.worker_rig import (
@@ -56,253 +57,229 @@ async def told(connection: MemoryConnection, kind: type) -> object:
     return message
 
 
-def test_a_request_whose_prefill_worker_has_not_begun_waits_as_long_as_its_router_says_nothing():
-    async def script(rig: Rig) -> None:
-        request = a_request()
-        call = begin(rig.worker.decode(request, rig.ticket()))
-        await asyncio.sleep(LONG_S)
-        assert rig.worker.stats().computed_tokens == 0
-        rig.router.send(PrefillFailed("r"))
-        await call
-        assert await rig.is_right(request, None)
-
-    play(script, **PATIENT, router_wait_s=1.0)
+@played_by(play, **PATIENT, router_wait_s=1.0)
+async def test_a_request_whose_prefill_worker_has_not_begun_waits_as_long_as_its_router_says_nothing(rig: Rig) -> None:
+    request = a_request()
+    call = begin(rig.worker.decode(request, rig.ticket()))
+    await asyncio.sleep(LONG_S)
+    assert rig.worker.stats().computed_tokens == 0
+    rig.router.send(PrefillFailed("r"))
+    await call
+    assert await rig.is_right(request, None)
 
 
-def test_it_waits_no_longer_than_its_router_lives():
-    async def script(rig: Rig) -> None:
-        with pytest.raises(WorkerLost, match="is gone"):
-            await rig.worker.decode(a_request(), rig.ticket())
-        assert asyncio.get_running_loop().time() < LONG_S
-        assert rig.worker.stats().computed_tokens == 0
-
-    play(script, role="decode")
+@played_by(play, role="decode")
+async def test_it_waits_no_longer_than_its_router_lives(rig: Rig) -> None:
+    with pytest.raises(WorkerLost, match="is gone"):
+        await rig.worker.decode(a_request(), rig.ticket())
+    assert asyncio.get_running_loop().time() < LONG_S
+    assert rig.worker.stats().computed_tokens == 0
 
 
 @pytest.mark.parametrize("first", ["the request", "the offer"])
-def test_kv_whose_request_waits_for_room_is_kept_and_comes_when_there_is_some(first: str):
-    async def script(rig: Rig) -> None:
-        busy, ticket, request = await fill(rig), rig.ticket(), a_request(18, cache_salt=b"tenant")
-        async with source_beside(rig, peer=PREFILL) as prefill:
-            if first == "the request":
-                call = begin(rig.worker.decode(request, ticket))
-                await asyncio.sleep(1.0)
-            transfer, token = await prefill.hand_over(ticket, request)
-            transfer.commit(token)
-            if first == "the offer":
-                await asyncio.sleep(1.0)
-                call = begin(rig.worker.decode(request, ticket))
-            await asyncio.sleep(LONG_S)
-            assert prefill.transfers.is_busy
-            rig.engine.released.set()
-            await asyncio.gather(busy, call)
-            await transfer.done()
-            assert await rig.is_right(request, None)
-        stats = rig.worker.stats()
-        assert (stats.transfers_done, stats.transfers_failed) == (1, 0)
-        assert stats.computed_tokens == 20, "the other request's prompt alone is computed here"
-
-    play(script, **FULL)
-
-
-def test_a_source_hears_that_its_request_waits_only_where_it_does():
-    async def script(rig: Rig) -> None:
-        waiting = await rig.offer(18, "waiting")
-        busy = await fill(rig)
-        call = begin(rig.worker.decode(a_request(18, "waiting", cache_salt=b"tenant"), waiting))
-        assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(waiting.transfer_id)
+@played_by(play, **FULL)
+async def test_kv_whose_request_waits_for_room_is_kept_and_comes_when_there_is_some(rig: Rig, first: str) -> None:
+    busy, ticket, request = await fill(rig), rig.ticket(), a_request(18, cache_salt=b"tenant")
+    async with source_beside(rig, peer=PREFILL) as prefill:
+        if first == "the request":
+            call = begin(rig.worker.decode(request, ticket))
+            await asyncio.sleep(1.0)
+        transfer, token = await prefill.hand_over(ticket, request)
+        transfer.commit(token)
+        if first == "the offer":
+            await asyncio.sleep(1.0)
+            call = begin(rig.worker.decode(request, ticket))
+        await asyncio.sleep(LONG_S)
+        assert prefill.transfers.is_busy
         rig.engine.released.set()
-        await busy
-        assert await told(rig.prefill, Awaited | Grant | Abort) == Grant(waiting.transfer_id, 0)
-        await rig.prefill.close()
-        at_once = await rig.offer(10, "at once")
-        other = begin(rig.worker.decode(a_request(10, "at once", cache_salt=b"tenant"), at_once))
-        assert await told(rig.prefill, Awaited | Grant | Abort) == Grant(at_once.transfer_id, 0)
-        for task in (call, other):
-            task.cancel()
-        await asyncio.gather(call, other, return_exceptions=True)
+        await asyncio.gather(busy, call)
+        await transfer.done()
+        assert await rig.is_right(request, None)
+    stats = rig.worker.stats()
+    assert (stats.transfers_done, stats.transfers_failed) == (1, 0)
+    assert stats.computed_tokens == 20, "the other request's prompt alone is computed here"
 
-    play(script, **FULL)
+
+@played_by(play, **FULL)
+async def test_a_source_hears_that_its_request_waits_only_where_it_does(rig: Rig) -> None:
+    waiting = await rig.offer(18, "waiting")
+    busy = await fill(rig)
+    call = begin(rig.worker.decode(a_request(18, "waiting", cache_salt=b"tenant"), waiting))
+    assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(waiting.transfer_id)
+    rig.engine.released.set()
+    await busy
+    assert await told(rig.prefill, Awaited | Grant | Abort) == Grant(waiting.transfer_id, 0)
+    await rig.prefill.close()
+    at_once = await rig.offer(10, "at once")
+    other = begin(rig.worker.decode(a_request(10, "at once", cache_salt=b"tenant"), at_once))
+    assert await told(rig.prefill, Awaited | Grant | Abort) == Grant(at_once.transfer_id, 0)
+    for task in (call, other):
+        task.cancel()
+    await asyncio.gather(call, other, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
     "end", ["the client leaves", "the router cancels", "the router is lost", "the prefill failed", "the engine dies"]
 )
-def test_kept_kv_is_given_up_with_its_request(end: str):
-    async def script(rig: Rig) -> None:
-        busy = await fill(rig)
-        ticket = await rig.offer(18)
-        call = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), ticket))
-        assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(ticket.transfer_id)
-        match end:
-            case "the client leaves":
-                call.cancel()
-            case "the router cancels":
-                rig.router.send(Cancel("r"))
-            case "the router is lost":
-                await rig.router.close()
-            case "the prefill failed":
-                rig.router.send(PrefillFailed("r"))
-            case "the engine dies":
-                rig.engine.fail_at_step = rig.engine.num_steps
-                rig.engine.released.set()
-        message = await told(rig.prefill, Awaited | Grant | Abort)
-        assert isinstance(message, Abort)
-        assert rig.worker._receiver._kept == set()
-        rig.engine.released.set()
-        with suppress(WorkerLost):
-            await busy
-        with suppress(WorkerLost, asyncio.CancelledError):
-            await call
-
-    play(script, **FULL)
-
-
-def test_a_request_that_ended_in_its_transfer_waits_for_no_word_of_its_router():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(cache_salt=b"tenant"), await rig.offer()))
-        await told(rig.prefill, Grant)
-        rig.router.send(Cancel("r"))
-        await call
-        await asyncio.sleep(1.0)
-        assert rig.worker.stats().transfers_failed == 1
-        loop = asyncio.get_running_loop()
-        assert not [when for when, _, timer in loop._timers if when > LONG_S and not timer.cancelled()]
-
-    play(script, role="decode", router_wait_s=2 * LONG_S)
-
-
-def test_kept_kv_is_given_up_with_its_worker():
-    async def script(rig: Rig) -> None:
-        busy, ticket, request = await fill(rig), rig.ticket(), a_request(18, cache_salt=b"tenant")
-        async with source_beside(rig, peer=PREFILL) as prefill:
-            transfer, _ = await prefill.hand_over(ticket, request)
-            call = begin(rig.worker.decode(request, ticket))
-            await asyncio.sleep(LONG_S)
-            assert prefill.transfers.is_busy
+@played_by(play, **FULL)
+async def test_kept_kv_is_given_up_with_its_request(rig: Rig, end: str) -> None:
+    busy = await fill(rig)
+    ticket = await rig.offer(18)
+    call = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), ticket))
+    assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(ticket.transfer_id)
+    match end:
+        case "the client leaves":
+            call.cancel()
+        case "the router cancels":
+            rig.router.send(Cancel("r"))
+        case "the router is lost":
+            await rig.router.close()
+        case "the prefill failed":
+            rig.router.send(PrefillFailed("r"))
+        case "the engine dies":
+            rig.engine.fail_at_step = rig.engine.num_steps
             rig.engine.released.set()
-            await rig.worker.stop()
-            with pytest.raises(TransferFailed):
-                await transfer.done()
-        assert rig.worker._receiver._kept == set()
-        for task in (busy, call):
-            with pytest.raises(WorkerLost):
-                await task
-
-    play(script, **FULL)
-
-
-def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here_when_the_router_says_so():
-    async def script(rig: Rig) -> None:
-        request = a_request()
-        call = begin(rig.worker.decode(request, await rig.offer()))
-        await asyncio.sleep(5.0)
-        assert rig.worker.stats().transfers_failed == 1
-        assert rig.worker.stats().computed_tokens == rig.pool.owned_blocks == 0
-        rig.router.send(PrefillFailed("r"))
-        reply = await call
-        assert await rig.is_right(request, None)
-        assert reply.transfer_s == 0.0
-        assert rig.worker.stats().transfers_failed == 1
-
-    play(script, role="decode")
+    message = await told(rig.prefill, Awaited | Grant | Abort)
+    assert isinstance(message, Abort)
+    assert rig.worker._receiver._kept == set()
+    rig.engine.released.set()
+    with suppress(WorkerLost):
+        await busy
+    with suppress(WorkerLost, asyncio.CancelledError):
+        await call
 
 
-def test_a_failed_transfer_of_which_the_router_says_nothing_is_computed_here_in_the_end():
-    async def script(rig: Rig) -> None:
-        request = a_request()
-        await rig.worker.decode(request, await rig.offer())
-        assert await rig.is_right(request, None)
-
-    play(script, role="decode", router_wait_s=3.0)
-
-
-def test_an_offer_whose_request_is_given_up_is_aborted_at_once():
-    async def script(rig: Rig) -> None:
-        long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
-        await asyncio.sleep(0)
-        waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
-        await asyncio.sleep(0.002)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        ticket = await rig.offer(18, "late")
-        late = begin(rig.worker.decode(a_request(18, "late", cache_salt=b"tenant"), ticket))
-        await asyncio.sleep(0)
-        late.cancel()
-        while not isinstance(message := await rig.prefill.receive(), Abort):
-            pass
-        assert message.transfer_id == ticket.transfer_id
-        assert asyncio.get_running_loop().time() < 1.0
-        await long
-
-    play(script, role="decode", num_blocks=8)
+@played_by(play, role="decode", router_wait_s=2 * LONG_S)
+async def test_a_request_that_ended_in_its_transfer_waits_for_no_word_of_its_router(rig: Rig) -> None:
+    call = begin(rig.worker.decode(a_request(cache_salt=b"tenant"), await rig.offer()))
+    await told(rig.prefill, Grant)
+    rig.router.send(Cancel("r"))
+    await call
+    await asyncio.sleep(1.0)
+    assert rig.worker.stats().transfers_failed == 1
+    loop = asyncio.get_running_loop()
+    assert not [when for when, _, timer in loop._timers if when > LONG_S and not timer.cancelled()]
 
 
-def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy():
-    async def script(rig: Rig) -> None:
-        ticket, request = rig.ticket(), a_request()
-        rig.engine.released.clear()
-        busy = begin(rig.worker.decode(a_request(9, "busy"), None))
-        await asyncio.sleep(0)
+@played_by(play, **FULL)
+async def test_kept_kv_is_given_up_with_its_worker(rig: Rig) -> None:
+    busy, ticket, request = await fill(rig), rig.ticket(), a_request(18, cache_salt=b"tenant")
+    async with source_beside(rig, peer=PREFILL) as prefill:
+        transfer, _ = await prefill.hand_over(ticket, request)
         call = begin(rig.worker.decode(request, ticket))
-        async with source_beside(rig, peer=PREFILL) as prefill:
-            transfer, token = await prefill.hand_over(ticket, request)
-            transfer.commit(token)
-            await transfer.done()
-        await a_moment()
-        assert rig.events() == {"r": expected(request)[:1]}
+        await asyncio.sleep(LONG_S)
+        assert prefill.transfers.is_busy
         rig.engine.released.set()
-        await asyncio.gather(busy, call)
-        assert await rig.is_right(request, None)
+        await rig.worker.stop()
+        with pytest.raises(TransferFailed):
+            await transfer.done()
+    assert rig.worker._receiver._kept == set()
+    for task in (busy, call):
+        with pytest.raises(WorkerLost):
+            await task
 
-    play(script, role="decode")
+
+@played_by(play, role="decode")
+async def test_a_transfer_that_makes_no_progress_is_given_up_and_its_prompt_computed_here_when_the_router_says_so(
+    rig: Rig,
+) -> None:
+    request = a_request()
+    call = begin(rig.worker.decode(request, await rig.offer()))
+    await asyncio.sleep(5.0)
+    assert rig.worker.stats().transfers_failed == 1
+    assert rig.worker.stats().computed_tokens == rig.pool.owned_blocks == 0
+    rig.router.send(PrefillFailed("r"))
+    reply = await call
+    assert await rig.is_right(request, None)
+    assert reply.transfer_s == 0.0
+    assert rig.worker.stats().transfers_failed == 1
+
+
+@played_by(play, role="decode", router_wait_s=3.0)
+async def test_a_failed_transfer_of_which_the_router_says_nothing_is_computed_here_in_the_end(rig: Rig) -> None:
+    request = a_request()
+    await rig.worker.decode(request, await rig.offer())
+    assert await rig.is_right(request, None)
+
+
+@played_by(play, role="decode", num_blocks=8)
+async def test_an_offer_whose_request_is_given_up_is_aborted_at_once(rig: Rig) -> None:
+    long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
+    await asyncio.sleep(0)
+    waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
+    await asyncio.sleep(0.002)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    ticket = await rig.offer(18, "late")
+    late = begin(rig.worker.decode(a_request(18, "late", cache_salt=b"tenant"), ticket))
+    await asyncio.sleep(0)
+    late.cancel()
+    while not isinstance(message := await rig.prefill.receive(), Abort):
+        pass
+    assert message.transfer_id == ticket.transfer_id
+    assert asyncio.get_running_loop().time() < 1.0
+    await long
+
+
+@played_by(play, role="decode")
+async def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy(rig: Rig) -> None:
+    ticket, request = rig.ticket(), a_request()
+    rig.engine.released.clear()
+    busy = begin(rig.worker.decode(a_request(9, "busy"), None))
+    await asyncio.sleep(0)
+    call = begin(rig.worker.decode(request, ticket))
+    async with source_beside(rig, peer=PREFILL) as prefill:
+        transfer, token = await prefill.hand_over(ticket, request)
+        transfer.commit(token)
+        await transfer.done()
+    await a_moment()
+    assert rig.events() == {"r": expected(request)[:1]}
+    rig.engine.released.set()
+    await asyncio.gather(busy, call)
+    assert await rig.is_right(request, None)
 
 
 @pytest.mark.parametrize("when", ["as it is verified", "after its first token"])
-def test_a_failure_told_of_kv_that_has_come_changes_nothing(when: str):
-    async def script(rig: Rig) -> None:
-        ticket, request = rig.ticket(), a_request()
-        call = begin(rig.worker.decode(request, ticket))
-        async with source_beside(rig, peer=PREFILL) as prefill:
-            transfer, token = await prefill.hand_over(ticket, request)
-            await a_moment()
-            incoming = rig.worker._calls["r"].incoming
-            count = incoming._on_ended
-
-            def count_and_tell(ended: IncomingTransfer) -> None:
-                """Before the worker has looked at the end."""
-                count(ended)
-                rig.worker._prefill_failed("r")
-
-            if when == "as it is verified":
-                incoming._on_ended = count_and_tell
-            else:
-                rig.engine.released.clear()
-            transfer.commit(token)
-            await transfer.done()
+@played_by(play, role="decode")
+async def test_a_failure_told_of_kv_that_has_come_changes_nothing(rig: Rig, when: str) -> None:
+    ticket, request = rig.ticket(), a_request()
+    call = begin(rig.worker.decode(request, ticket))
+    async with source_beside(rig, peer=PREFILL) as prefill:
+        transfer, token = await prefill.hand_over(ticket, request)
         await a_moment()
-        rig.router.send(PrefillFailed("r"))
-        await a_moment()
-        rig.engine.released.set()
-        assert await rig.is_right(request, await call)
-        stats = rig.worker.stats()
-        assert (stats.computed_tokens, stats.transfers_done, stats.transfers_failed) == (0, 1, 0)
+        incoming = rig.worker._calls["r"].incoming
+        count = incoming._on_ended
 
-    play(script, role="decode")
+        def count_and_tell(ended: IncomingTransfer) -> None:
+            """Before the worker has looked at the end."""
+            count(ended)
+            rig.worker._prefill_failed("r")
+
+        if when == "as it is verified":
+            incoming._on_ended = count_and_tell
+        else:
+            rig.engine.released.clear()
+        transfer.commit(token)
+        await transfer.done()
+    await a_moment()
+    rig.router.send(PrefillFailed("r"))
+    await a_moment()
+    rig.engine.released.set()
+    assert await rig.is_right(request, await call)
+    stats = rig.worker.stats()
+    assert (stats.computed_tokens, stats.transfers_done, stats.transfers_failed) == (0, 1, 0)
 
 
-def test_kv_without_a_first_token_is_taken_for_a_failed_transfer():
-    async def script(rig: Rig) -> None:
-        ticket, request = rig.ticket(), a_request()
-        async with source_beside(rig, peer=PREFILL) as prefill:
-            transfer, _ = await prefill.hand_over(ticket, request)
-            transfer.commit(None)
-            reply = await rig.worker.decode(request, ticket)
-            await transfer.done()
-        assert await rig.is_right(request, reply)
-        assert reply.transfer_s == 0.0
-
-    play(script, role="decode")
+@played_by(play, role="decode")
+async def test_kv_without_a_first_token_is_taken_for_a_failed_transfer(rig: Rig) -> None:
+    ticket, request = rig.ticket(), a_request()
+    async with source_beside(rig, peer=PREFILL) as prefill:
+        transfer, _ = await prefill.hand_over(ticket, request)
+        transfer.commit(None)
+        reply = await rig.worker.decode(request, ticket)
+        await transfer.done()
+    assert await rig.is_right(request, reply)
+    assert reply.transfer_s == 0.0
 
 
 async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> tuple[int | None, bool]:
@@ -333,107 +310,93 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
     return num_tokens, is_whole
 
 
-def test_what_was_decoded_here_is_sent_to_whoever_pulls_it():
-    async def script(rig: Rig) -> None:
-        first = a_request(10, max_tokens=20)
-        await rig.worker.decode(first, None)
-        turn = (*first.token_ids, *expected_tokens(first, LAYERS))
-        second = msgspec.structs.replace(first, token_ids=(*turn, 1, 2, 3), num_prompt_tokens=len(turn) + 3)
-        assert await export(rig, second) == (28, True), "the last drawn token was never computed"
-        same = msgspec.structs.replace(first, token_ids=turn[:28], num_prompt_tokens=28)
-        assert await export(rig, same) == (24, True), "a token must be left to compute"
-        other = msgspec.structs.replace(second, cache_salt=b"another tenant")
-        assert await export(rig, other) == (None, False)
-        assert await export(rig, second, taken=False) == (28, False)
-
-    play(script, role="decode")
+@played_by(play, role="decode")
+async def test_what_was_decoded_here_is_sent_to_whoever_pulls_it(rig: Rig) -> None:
+    first = a_request(10, max_tokens=20)
+    await rig.worker.decode(first, None)
+    turn = (*first.token_ids, *expected_tokens(first, LAYERS))
+    second = msgspec.structs.replace(first, token_ids=(*turn, 1, 2, 3), num_prompt_tokens=len(turn) + 3)
+    assert await export(rig, second) == (28, True), "the last drawn token was never computed"
+    same = msgspec.structs.replace(first, token_ids=turn[:28], num_prompt_tokens=28)
+    assert await export(rig, same) == (24, True), "a token must be left to compute"
+    other = msgspec.structs.replace(second, cache_salt=b"another tenant")
+    assert await export(rig, other) == (None, False)
+    assert await export(rig, second, taken=False) == (28, False)
 
 
-def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(), rig.ticket()))
-        await asyncio.sleep(0.05)
-        assert rig.worker.stats().num_waiting == 1
+@played_by(play, role="decode")
+async def test_after_a_failed_prefill_the_prompt_is_computed_here_at_once(rig: Rig) -> None:
+    call = begin(rig.worker.decode(a_request(), rig.ticket()))
+    await asyncio.sleep(0.05)
+    assert rig.worker.stats().num_waiting == 1
+    rig.router.send(PrefillFailed("r"))
+    rig.router.send(PrefillFailed("r"))
+    await call
+    assert await rig.is_right(a_request(), None)
+    assert asyncio.get_running_loop().time() < 1.0
+
+
+@played_by(play, role="decode", num_blocks=8)
+async def test_a_prefill_that_fails_while_its_request_waits_for_blocks_is_not_waited_for(rig: Rig) -> None:
+    long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
+    waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
+    await asyncio.sleep(0.01)
+    rig.router.send(PrefillFailed("r"))
+    await asyncio.gather(long, waiting)
+    assert await rig.is_right(a_request(18), None)
+    assert rig.worker.stats().transfers_failed == 0, "none was begun"
+    assert asyncio.get_running_loop().time() < 1.0
+
+
+@played_by(play, role="decode")
+async def test_a_draining_worker_waits_for_transfers_too(rig: Rig) -> None:
+    call = begin(rig.worker.decode(a_request(), await rig.offer()))
+    await asyncio.sleep(0.1)
+    draining = begin(rig.worker.drain())
+    await asyncio.sleep(1.0)
+    assert not draining.done()
+    await asyncio.sleep(3.0)
+    rig.router.send(PrefillFailed("r"))
+    await asyncio.gather(call, draining)
+    assert rig.pool.owned_blocks == 0
+
+
+@played_by(play, role="decode")
+async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(rig: Rig) -> None:
+    begun = begin(rig.worker.decode(a_request(), None))
+    await asyncio.sleep(0.001)
+    waiting = begin(rig.worker.decode(a_request(name="waits for its KV"), rig.ticket("waits for its KV")))
+    await asyncio.sleep(0)
+    rig.router.send(Drain())
+    with pytest.raises(WorkerLeaving):
+        await waiting
+    assert rig.worker.stats().is_draining
+    with pytest.raises(WorkerLeaving):
+        await rig.worker.decode(a_request(name="late"), None)
+    assert (await begun).finish_reason == "length"
+
+
+@played_by(play, role="decode", min_pull_tokens=8)
+async def test_a_resumed_request_pulls_what_the_lost_worker_may_have_left_elsewhere(rig: Rig) -> None:
+    async with source_beside(rig) as source:
+        first = a_request(30, max_tokens=20)
+        sent = expected_tokens(first, LAYERS)[:12]
+        resumed = msgspec.structs.replace(first, token_ids=(*first.token_ids, *sent))
+        await source.compute(resumed)
+        ticket = source.offer(resumed)
+        await rig.worker.decode(resumed, None, ticket)
+        await a_moment()
+        assert rig.events()["r"] == expected(first)[12:]
+        assert rig.worker.stats().pulled_tokens == 40
+
+
+@played_by(play, role="decode", min_pull_tokens=8)
+async def test_a_failed_prefill_that_is_told_of_a_request_without_one_disturbs_no_pull(rig: Rig) -> None:
+    rig.links.bytes_per_s = 1e4
+    async with source_beside(rig, 40) as source:
+        ticket = source.offer(a_request(41))
+        call = begin(rig.worker.decode(a_request(41), None, ticket))
+        await asyncio.sleep(0.02)
         rig.router.send(PrefillFailed("r"))
-        rig.router.send(PrefillFailed("r"))
-        await call
-        assert await rig.is_right(a_request(), None)
-        assert asyncio.get_running_loop().time() < 1.0
-
-    play(script, role="decode")
-
-
-def test_a_prefill_that_fails_while_its_request_waits_for_blocks_is_not_waited_for():
-    async def script(rig: Rig) -> None:
-        long = begin(rig.worker.decode(a_request(20, "long", max_tokens=10), None))
-        waiting = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), rig.ticket()))
-        await asyncio.sleep(0.01)
-        rig.router.send(PrefillFailed("r"))
-        await asyncio.gather(long, waiting)
-        assert await rig.is_right(a_request(18), None)
-        assert rig.worker.stats().transfers_failed == 0, "none was begun"
-        assert asyncio.get_running_loop().time() < 1.0
-
-    play(script, role="decode", num_blocks=8)
-
-
-def test_a_draining_worker_waits_for_transfers_too():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.decode(a_request(), await rig.offer()))
-        await asyncio.sleep(0.1)
-        draining = begin(rig.worker.drain())
-        await asyncio.sleep(1.0)
-        assert not draining.done()
-        await asyncio.sleep(3.0)
-        rig.router.send(PrefillFailed("r"))
-        await asyncio.gather(call, draining)
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role="decode")
-
-
-def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back():
-    async def script(rig: Rig) -> None:
-        begun = begin(rig.worker.decode(a_request(), None))
-        await asyncio.sleep(0.001)
-        waiting = begin(rig.worker.decode(a_request(name="waits for its KV"), rig.ticket("waits for its KV")))
-        await asyncio.sleep(0)
-        rig.router.send(Drain())
-        with pytest.raises(WorkerLeaving):
-            await waiting
-        assert rig.worker.stats().is_draining
-        with pytest.raises(WorkerLeaving):
-            await rig.worker.decode(a_request(name="late"), None)
-        assert (await begun).finish_reason == "length"
-
-    play(script, role="decode")
-
-
-def test_a_resumed_request_pulls_what_the_lost_worker_may_have_left_elsewhere():
-    async def script(rig: Rig) -> None:
-        async with source_beside(rig) as source:
-            first = a_request(30, max_tokens=20)
-            sent = expected_tokens(first, LAYERS)[:12]
-            resumed = msgspec.structs.replace(first, token_ids=(*first.token_ids, *sent))
-            await source.compute(resumed)
-            ticket = source.offer(resumed)
-            await rig.worker.decode(resumed, None, ticket)
-            await a_moment()
-            assert rig.events()["r"] == expected(first)[12:]
-            assert rig.worker.stats().pulled_tokens == 40
-
-    play(script, role="decode", min_pull_tokens=8)
-
-
-def test_a_failed_prefill_that_is_told_of_a_request_without_one_disturbs_no_pull():
-    async def script(rig: Rig) -> None:
-        rig.links.bytes_per_s = 1e4
-        async with source_beside(rig, 40) as source:
-            ticket = source.offer(a_request(41))
-            call = begin(rig.worker.decode(a_request(41), None, ticket))
-            await asyncio.sleep(0.02)
-            rig.router.send(PrefillFailed("r"))
-            assert (await call).num_cached_tokens == 40
-            assert await rig.is_right(a_request(41), None)
-
-    play(script, role="decode", min_pull_tokens=8)
+        assert (await call).num_cached_tokens == 40
+        assert await rig.is_right(a_request(41), None)

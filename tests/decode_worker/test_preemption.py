@@ -5,6 +5,7 @@ import asyncio
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.worker_rig import Rig as WorkerRig
 from tests.simulation.worker_rig import a_request, begin, play
 from tests.worker.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
@@ -187,24 +188,22 @@ def test_a_tiny_cache_serves_many_requests_with_the_same_tokens(config):
 
 
 @pytest.mark.parametrize("how", ["stops", "dies", "is left"])
-def test_nothing_of_swapped_requests_is_left_when_the_worker(how: str):
-    async def script(rig: WorkerRig) -> None:
-        calls = [begin(rig.worker.decode(a_request(3 + i, f"{i}", max_tokens=25), None)) for i in range(12)]
-        for _ in range(1000):
-            if rig.worker.stats().swapped_blocks:
-                break
-            await asyncio.sleep(0.001)
-        match how:
-            case "stops":
-                await rig.worker.stop()
-            case "dies":
-                rig.engine.fail_at_step = rig.engine.num_steps + 1
-            case "is left":
-                for call in calls:
-                    call.cancel()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert any(isinstance(outcome, WorkerLost | asyncio.CancelledError) for outcome in outcomes)
-        await asyncio.sleep(0.1)
-        assert rig.worker.stats().swapped_blocks == rig.pool.owned_blocks == 0
-
-    play(script, role="decode", num_blocks=10, swap_blocks=40, preemption="swap", swap_gib=1.0)
+@played_by(play, role="decode", num_blocks=10, swap_blocks=40, preemption="swap", swap_gib=1.0)
+async def test_nothing_of_swapped_requests_is_left_when_the_worker(rig: WorkerRig, how: str) -> None:
+    calls = [begin(rig.worker.decode(a_request(3 + i, f"{i}", max_tokens=25), None)) for i in range(12)]
+    for _ in range(1000):
+        if rig.worker.stats().swapped_blocks:
+            break
+        await asyncio.sleep(0.001)
+    match how:
+        case "stops":
+            await rig.worker.stop()
+        case "dies":
+            rig.engine.fail_at_step = rig.engine.num_steps + 1
+        case "is left":
+            for call in calls:
+                call.cancel()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert any(isinstance(outcome, WorkerLost | asyncio.CancelledError) for outcome in outcomes)
+    await asyncio.sleep(0.1)
+    assert rig.worker.stats().swapped_blocks == rig.pool.owned_blocks == 0

@@ -134,18 +134,6 @@ def test_newcomers_are_admitted_ahead_too():
     assert shape(rig.scheduler.schedule(first)) == [(0, 1, 0), (1, 4, None)]
 
 
-def test_steps_that_are_abandoned_give_all_blocks_back():
-    rig = Rig()
-    job = rig.add(7, 5)
-    rig.end(rig.schedule())
-    first = rig.schedule()
-    second = rig.scheduler.schedule(first)
-    for step in (first, second):
-        rig.scheduler.abandon(step)
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 0
-
-
 def test_nothing_runs_ahead_while_one_of_a_lower_class_is_to_give_way():
     rig = Rig(num_blocks=4)
     low = rig.add(7, 8)

@@ -7,11 +7,9 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -143,93 +141,6 @@ async def test_a_prompt_that_another_prefill_worker_has_read_is_pulled_from_ther
         await busy
         assert served.fleet.stats("prefill", 1).pulled_tokens == 384
         assert served.fleet.stats("prefill", 1).computed_tokens == 16
-        await served.idle()
-
-
-Spoil = Callable[[Served], None]
-
-
-def source_forgets(served: Served) -> None:
-    pool = served.fleet.worker("decode")._pool
-    pool.release(pool.allocate(pool.free_blocks))  # which evicts all that is cached
-
-
-def source_never_hears(served: Served) -> None:
-    worker: Any = served.fleet.worker("decode")
-    worker._exports = SimpleNamespace(send=lambda *_: False)
-
-
-def source_breaks_off(served: Served) -> None:
-    """Its side of the transfers closes as soon as the first is under way."""
-    worker: Any = served.fleet.worker("decode")
-    send, tasks = worker._exports.send, set()
-
-    def send_and_close(ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes) -> bool:
-        sent = send(ticket, token_ids, cache_salt)
-        tasks.add(asyncio.create_task(worker._sender.close()))
-        return sent
-
-    worker._exports = SimpleNamespace(send=send_and_close)
-
-
-def on_expect(served: Served, act: Callable[[Any], None]) -> None:
-    """Have `act` hear of each transfer that the prefill worker expects."""
-    receiver: Any = served.fleet.worker("prefill")._receiver
-    expect = receiver.expect
-
-    def expect_and_act(*args: Any, **kwargs: Any) -> Any:
-        incoming = expect(*args, **kwargs)
-        act(incoming)
-        return incoming
-
-    receiver.expect = expect_and_act
-
-
-def target_gives_up(served: Served) -> None:
-    """The pull is aborted right after it was granted."""
-    on_expect(served, lambda incoming: incoming.abort("a test wants it"))
-
-
-@pytest.mark.parametrize(
-    ("transport", "spoil"),
-    [("shm", source_forgets), ("tcp", source_never_hears), ("shm", source_breaks_off), ("tcp", target_gives_up)],
-)
-async def test_a_pull_that_fails_changes_no_answer_and_keeps_no_block(
-    transport: str, spoil: Spoil, folder: Path, answers: tuple[list[int], list[int]]
-) -> None:
-    shape = replace(SHAPE, transport=transport, num_prefill=1)
-    if spoil in (source_never_hears, source_breaks_off):  # no offer comes
-        shape = replace(shape, pull_wait_s=0.2)
-    async with serve(folder, shape) as served:
-        prompt = some_tokens(FIRST, seed=1)
-        first = await served.generate(prompt, ANSWER, GREEDY)
-        await served.idle()
-        spoil(served)
-        second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY)
-        assert (first, second) == answers
-        assert served.fleet.stats("prefill").pulled_tokens == 0
-        await served.idle()
-
-
-async def test_a_client_that_leaves_during_a_pull_leaves_no_block_behind(
-    folder: Path, answers: tuple[list[int], list[int]]
-) -> None:
-    async with serve(folder, replace(SHAPE, num_prefill=1)) as served:
-        prompt = some_tokens(FIRST, seed=1)
-        first = await served.generate(prompt, ANSWER, GREEDY)
-        await served.idle()
-        again = (*prompt, *first, *some_tokens(MORE, seed=2))
-        pulling = asyncio.Event()
-        on_expect(served, lambda _: pulling.set())
-        request = GenerateRequest("", "", again, len(again), GREEDY, REPLY)
-        events = served.pipeline.generate(request, Stages(0.0))
-        reading = asyncio.ensure_future(anext(events))
-        await pulling.wait()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await events.aclose()
-        await served.idle()
-        assert (first, await served.generate(again, REPLY, GREEDY)) == answers
         await served.idle()
 
 

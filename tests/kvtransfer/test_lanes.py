@@ -4,11 +4,11 @@ import asyncio
 
 from tests.rigs.kv_pair import TOKEN, D, P
 from tests.simulation.virtual_loop import run_virtually
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Segment
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout
-from twostroke.protocol.messages import Chunk, Commit, Verified
+from twostroke.protocol.messages import Chunk, Commit
 from twostroke.protocol.requests import Address, Ticket
 
 TICKET = Ticket(b"t" * 16, "r", P, D, (Address("127.0.0.1", 1),))
@@ -154,44 +154,6 @@ def chunks() -> list[Chunk]:
     plan.begin(4, 0)
     runs = [plan.next_runs(4), plan.next_runs(4)]
     return [Chunk(TICKET.transfer_id, sequence, part, 4 * CUT.unit_bytes) for sequence, part in enumerate(runs)]
-
-
-async def test_a_given_up_receivers_blocks_are_free_once_the_last_of_its_chunks_has_ended() -> None:
-    ends = Ends()
-    lane = await incoming(ends)
-    for chunk in chunks():
-        lane.announce(chunk)
-        assert lane.begin_chunk(chunk) == (Segment(chunk.sequence, BLOCKS),)
-    lane.abort("enough")
-    assert lane.end_chunk(chunks()[0], is_intact=True) is None
-    assert lane.state is ReceiverState.ABORTING
-    assert lane.end_chunk(chunks()[1], is_intact=False) is None
-    assert lane.state is ReceiverState.ABORTED
-    assert (ends.told, ends.failures, ends.num_ends) == (["enough"], ["enough"], 1)
-
-
-async def test_nothing_is_verified_while_a_chunk_is_missing_or_under_way() -> None:
-    lane = await incoming(Ends())
-    first, second = chunks()
-    for chunk in (first, second):
-        lane.announce(chunk)
-        lane.begin_chunk(chunk)
-    assert lane.commit(Commit(TICKET.transfer_id, 2, TOKEN)) is None
-    assert lane.end_chunk(second, is_intact=True) is None
-    assert lane.state is ReceiverState.RECEIVING
-    assert lane.end_chunk(first, is_intact=True) == Verified(TICKET.transfer_id)
-    assert lane.state is ReceiverState.VERIFIED
-    assert lane.first_token == TOKEN
-
-
-async def test_a_lost_peer_ends_a_lane_at_once_for_its_links_are_closed() -> None:
-    ends = Ends()
-    lane = await incoming(ends)
-    lane.announce(chunks()[0])
-    lane.begin_chunk(chunks()[0])
-    lane.peer_lost("gone")
-    assert lane.state is ReceiverState.ABORTED
-    assert (ends.told, ends.failures) == ([], ["gone"])
 
 
 async def test_a_damaged_chunk_ends_its_lane_unless_that_has_been_given_up() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, Lane, cut_lane, plan_lanes
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout
@@ -163,18 +163,6 @@ def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[
     return [(segment.layer, unit) for segment in cut.segments(runs, block_ids) for unit in segment.unit_ids]
 
 
-def test_a_unit_of_whole_blocks_is_its_block() -> None:
-    cut = Cut(layout_of(1, 2, 4), 0, 2, 4, "raw")
-    assert cut.is_whole_blocks
-    assert cut.segments([Run(1, 1, 2)], (7, 3, 9)) == (Segment(1, (3, 9)),)
-
-
-def test_a_part_of_a_block_is_numbered_within_it() -> None:
-    cut = Cut(layout_of(1, 2, 4), 0, 2, 2, "raw")
-    assert not cut.is_whole_blocks
-    assert cut.segments([Run(0, 1, 3), Run(1, 0, 1)], (7, 3)) == (Segment(0, (15, 6, 7)), Segment(1, (14,)))
-
-
 @pytest.mark.parametrize(("encoding", "num_bytes"), [("raw", 2 * 2 * 4 * 2 * 2), ("int8", 2 * 2 * 4 * (2 + 2))])
 def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None:
     assert Cut(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
@@ -186,7 +174,7 @@ def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None
 class Fleet:
     """All ranks of a source and of a target."""
 
-    def __init__(self, source: KVLayout, target: KVLayout, transport: str = "memory"):
+    def __init__(self, source: KVLayout, target: KVLayout, transport: str = "tcp"):
         self.sources = [ArrayStore(source, rank) for rank in range(source.tp_size)]
         self.targets = [ArrayStore(target, rank) for rank in range(target.tp_size)]
         network = TcpNetwork(SECRET)
@@ -232,7 +220,7 @@ async def test_ranks_of_unequal_workers_exchange_a_prompt(
     num_tokens, num_skipped = 21, target_block
     source, target = layout_of(source_tp, heads, source_block), layout_of(target_tp, heads, target_block)
     source_ids, target_ids = block_table(num_tokens, source_block, 1), block_table(num_tokens, target_block, 2)
-    async with asyncio.timeout(30), Fleet(source, target, "tcp") as fleet:
+    async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
         outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]

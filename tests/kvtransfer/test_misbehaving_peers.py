@@ -299,8 +299,8 @@ async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator
 
     async def serve(connection: Connection) -> None:
         await connection.receive()
-        pending = await pair.transports[1].by_name["memory"].prepare("127.0.0.1", pair.target_cut)
-        kv = KVWelcome(pair.target.layout, 0, "memory", "why", (), pending.params)
+        pending = await pair.transports[1].by_name["tcp"].prepare("127.0.0.1", pair.target_cut)
+        kv = KVWelcome(pair.target.layout, 0, "tcp", "why", (), pending.params)
         for _ in range(pings):
             connection.send(Ping())
         connection.send(Welcome(D, kv))

@@ -12,16 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.rigs.kv_memory_transport import MemoryLink, MemoryTransport
+from tests.rigs.kv_faulty_pair import EACH, FaultyLink, FaultyTransport
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, fails, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import DIGEST_BYTES, chunk_seal
+from twostroke.kvtransfer.link import DIGEST_BYTES, Transport, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.messages import Chunk, Run
 from twostroke.protocol.requests import Peer
-
-EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
 
 
 def compute(out: OutgoingTransfer, num_layers: int, *ends: int) -> None:
@@ -151,18 +149,22 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
     source, target = BytesStore(1, 512), BytesStore(1, 512)
     config = TransferConfig(max_chunk_bytes=8 * BLOCK_BYTES, lease_s=20)
     blocks = {"long": range(200), "other": range(200, 400), "short": range(400, 432)}
+    begun: list[int] = []
     sent: list[str] = []
-    gate, order = asyncio.Event(), asyncio.Lock()
+    recording: list[FaultyTransport] = []
 
-    class Recorded(MemoryLink):
+    class Recorded(FaultyLink):
         async def send(self, segments: Sequence[Segment], seal: int) -> None:
-            async with order:
-                await gate.wait()
-                await super().send(segments, seal)
+            begun.append(seal)
+            await super().send(segments, seal)
             sent.extend(name for name, ids in blocks.items() if segments[0].unit_ids[0] in ids)
 
-    recording = MemoryTransport(source, link_type=Recorded)
-    async with make_pair(source=source, target=target, config=config, wrap_source=lambda _: recording) as pair:
+    def record(inner: Transport) -> Transport:
+        recording.append(FaultyTransport(inner, Recorded))
+        recording[0].gate.shut()
+        return recording[0]
+
+    async with make_pair(source=source, target=target, config=config, wrap_source=record) as pair:
         source.fill(1)
         outs, waiting = [], []
         for name, ids in blocks.items():
@@ -170,8 +172,8 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
             waiting.append(pair.receiver.expect(ticket, ids, num_tokens, 0).verified())
             outs.append(pair.sender.open(ticket, num_tokens, ids, num_tokens))
             outs[-1].commit(TOKEN)
-            await settle(lambda: outs[-1].lanes[0].has_chunk)
-        gate.set()
+            await settle(lambda: len(begun) == 2 and outs[-1].lanes[0].has_chunk)
+        recording[0].gate.open.set()
         await asyncio.gather(*waiting, *(out.done() for out in outs))
         assert_arrived(pair, list(range(432)), list(range(432)))
     assert sent[:2] == ["long"] * 2, "they were under way before the others came"
@@ -186,7 +188,7 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
     source, target = BytesStore(1, 64), BytesStore(1, 64)
     under_way, most = 0, 0
 
-    class Watched(MemoryLink):
+    class Watched(FaultyLink):
         async def send(self, segments: Sequence[Segment], seal: int) -> None:
             await watch(super().send(segments, seal))
 
@@ -203,8 +205,7 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
         finally:
             under_way -= 1
 
-    watching = MemoryTransport(source if side == "source" else target, link_type=Watched)
-    wraps: dict[str, Any] = {f"wrap_{side}": lambda _: watching}
+    wraps: dict[str, Any] = {f"wrap_{side}": lambda inner: FaultyTransport(inner, Watched)}
     config = TransferConfig(max_chunk_bytes=4 * BLOCK_BYTES, lease_s=20)
     async with make_pair(source=source, target=target, config=config, **wraps) as pair:
         source.fill(1)
@@ -213,13 +214,13 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
 
 
 async def test_the_sender_tells_what_link_each_pair_has() -> None:
-    async with make_pair(("memory_fast", "memory_slow")) as pair:
+    async with make_pair() as pair:
         assert pair.sender.links() == ()
         await arrives(pair, [1], [1], 4, ready=4)
         (report,) = pair.sender.links()
-        assert (report.target, report.transport) == (D, "memory_fast")
+        assert (report.target, report.transport) == (D, "tcp")
         assert report.why
-        assert any(text.startswith("tcp") for text in report.missing)
+        assert any(text.startswith("shm") for text in report.missing)
         await pair.receiver.close()
         await settle(lambda: not pair.sender.links())
 
@@ -298,23 +299,20 @@ def test_a_seal_is_a_seed_of_64_bits_that_both_sides_come_to() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("changes", "peers"),
     [
-        {"transfer_id": b"u" * 16},
-        {"sequence": 4},
-        {"runs": (Run(3, 0, 4), Run(2, 0, 4))},
-        {"runs": (Run(2, 0, 4), Run(3, 1, 4))},
-        {"runs": (Run(2, 0, 4), Run(3, 0, 5))},
-        {"num_bytes": 4097},
+        ({"transfer_id": b"u" * 16}, (SOURCE, TARGET)),
+        ({"sequence": 4}, (SOURCE, TARGET)),
+        ({"runs": (Run(3, 0, 4), Run(2, 0, 4))}, (SOURCE, TARGET)),
+        ({"runs": (Run(2, 0, 4), Run(3, 1, 4))}, (SOURCE, TARGET)),
+        ({"runs": (Run(2, 0, 4), Run(3, 0, 5))}, (SOURCE, TARGET)),
+        ({"num_bytes": 4097}, (SOURCE, TARGET)),
+        ({}, (SOURCE, Peer("decode-0", 10))),
+        ({}, (Peer("prefill-0", 1), TARGET)),
+        ({}, (TARGET, SOURCE)),
     ],
 )
-def test_a_seal_is_of_everything_that_a_chunks_message_says(other: dict[str, object]) -> None:
-    changed = msgspec.structs.replace(CHUNK, **other)
-    assert chunk_seal(changed, SOURCE, TARGET) != chunk_seal(CHUNK, SOURCE, TARGET)
-
-
-@pytest.mark.parametrize(
-    "peers", [(SOURCE, Peer("decode-0", 10)), (Peer("prefill-0", 1), TARGET), (TARGET, SOURCE)], ids=str
-)
-def test_a_seal_is_of_both_epochs(peers: tuple[Peer, Peer]) -> None:
-    assert chunk_seal(CHUNK, *peers) != chunk_seal(CHUNK, SOURCE, TARGET)
+def test_a_seal_is_of_everything_that_a_chunks_message_says_and_of_both_epochs(
+    changes: dict[str, object], peers: tuple[Peer, Peer]
+) -> None:
+    assert chunk_seal(msgspec.structs.replace(CHUNK, **changes), *peers) != chunk_seal(CHUNK, SOURCE, TARGET)

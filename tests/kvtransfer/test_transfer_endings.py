@@ -14,6 +14,7 @@ from tests.rigs.kv_faulty_pair import (
     FaultyTransport,
     assert_a_transfer_works,
     begin,
+    begin_and_finish,
     faulty_pair,
     finish,
     get_to,
@@ -43,8 +44,7 @@ async def drive_to(
         await source.gate.entered.wait()
     else:
         target.gate.shut()
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await target.gate.entered.wait()
     await get_to(out, state)
     return out, incoming
@@ -105,8 +105,7 @@ async def test_a_transfer_that_is_cancelled_before_its_offer_is_refused_when_it_
 
 async def test_an_end_is_not_undone_by_an_abort() -> None:
     async with make_pair() as pair:
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await incoming.verified()
         await out.done()
         out.abort("too late")
@@ -120,8 +119,7 @@ async def test_an_end_is_not_undone_by_an_abort() -> None:
 async def test_cancel_waits_for_the_receive_under_way_and_nothing_is_written_afterwards(transport: str) -> None:
     async with faulty_pair(transport) as (pair, _, target):
         target.gate.shut()
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await target.gate.entered.wait()
         assert incoming.lanes[0].state is ReceiverState.RECEIVING
         cancel = asyncio.create_task(incoming.cancel())
@@ -142,8 +140,7 @@ async def test_cancel_waits_for_the_receive_under_way_and_nothing_is_written_aft
 async def test_closing_the_receiver_during_a_receive_ends_it_before_close_returns(transport: str) -> None:
     async with faulty_pair(transport) as (pair, source, _):
         source.gate.shut()  # the chunk is announced, and its bytes never come
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await settle(lambda: incoming.lanes[0].state is ReceiverState.RECEIVING)
         await pair.receiver.close()
         assert incoming.ended
@@ -261,8 +258,7 @@ async def test_a_source_does_not_use_another_ones_ticket() -> None:
 
 async def test_a_ticket_is_good_for_one_transfer() -> None:
     async with make_pair() as pair:
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await incoming.verified()
         await out.done()
         again = pair.receiver.expect(out.ticket, [8, 9], NUM_TOKENS, 0)
@@ -296,7 +292,7 @@ async def test_too_many_offers_without_a_request_are_refused() -> None:
 
 
 LAYOUT = BytesStore().layout
-KV = KVHello(LAYOUT, 0, "raw", reach("memory"))
+KV = KVHello(LAYOUT, 0, "raw", reach("tcp"))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +314,7 @@ KV = KVHello(LAYOUT, 0, "raw", reach("memory"))
             Hello(P, D, replace(KV, layout=replace(LAYOUT, tp_size=2, num_kv_heads=2))),
             "the number of KV heads differs: 2 at the source, 1 at the target",
         ),
-        (Hello(P, D, replace(KV, reach=reach("other"))), "the source offers other, the target memory"),
+        (Hello(P, D, replace(KV, reach=reach("other"))), "the source offers other, the target tcp"),
         *(
             (Hello(P, D, replace(KV, rank=rank)), f"rank {rank} of 1 has nothing for rank 0 of 1")
             for rank in (-1, 1, 1 << 40)

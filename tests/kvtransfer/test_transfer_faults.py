@@ -16,6 +16,7 @@ from tests.rigs.kv_faulty_pair import (
     NUM_TOKENS,
     assert_a_transfer_works,
     begin,
+    begin_and_finish,
     faulty_pair,
     finish,
     get_to,
@@ -37,8 +38,7 @@ from twostroke.protocol.requests import Address
 async def test_a_damaged_chunk_ends_its_transfer_and_the_next_one_has_a_fresh_link(transport: str) -> None:
     async with faulty_pair(transport) as (pair, source, target):
         source.spoils = 1
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await fails(incoming.verified(), out.done(), match="chunk 0 was damaged on its way")
         assert source.log == ["spoilt a chunk"]
         assert pair.receiver.stats.digest_failures == 1
@@ -54,8 +54,7 @@ async def test_damage_ends_the_other_transfers_on_its_connection_too() -> None:
         other, other_incoming = begin(pair, "other", (6, 7))
         await get_to(other, SenderState.GRANTED)
         source.spoils = 1
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await fails(incoming.verified(), other_incoming.verified(), out.done(), other.done())
 
 
@@ -81,32 +80,30 @@ async def test_a_link_that_breaks_ends_all_transfers_on_it_and_the_next_one_has_
 
 
 async def test_a_link_that_can_not_be_joined_is_the_next_time_another_transports() -> None:
-    async with faulty_pair(("memory_fast", "memory_slow")) as (pair, source, _):
+    async with faulty_pair(("tcp", "torch_distributed")) as (pair, source, _):
         source.refusals = 1
-        out, incoming = begin(pair)
-        finish(out)
-        await fails(out.done(), match="the memory_fast link can't be joined: the peer can't be reached")
+        out, incoming = begin_and_finish(pair)
+        await fails(out.done(), match="the tcp link can't be joined: the peer can't be reached")
         await fails(incoming.verified())
         assert source.log == ["refused a join"]
         assert pair.sender.stats.links_lost == 1
         await settle(lambda: not pair.sender._tasks)
         await assert_a_transfer_works(pair)
         (report,) = pair.sender.links()
-        assert report.transport == "memory_slow"
-        assert "memory_fast: a link by it broke or could not be joined" in report.missing
+        assert report.transport == "torch_distributed"
+        assert "tcp: a link by it broke or could not be joined" in report.missing
         await pair.sender.close()
         await assert_a_transfer_works(pair, (22, 23))
-        assert [report.transport for report in pair.sender.links()] == ["memory_fast"], "it is tried again"
+        assert [report.transport for report in pair.sender.links()] == ["tcp"], "it is tried again"
 
 
 async def test_a_link_that_can_not_be_prepared_is_another_transports() -> None:
-    async with faulty_pair(("memory_fast", "memory_slow")) as (pair, _, target):
+    async with faulty_pair(("tcp", "torch_distributed")) as (pair, _, target):
         target.prepare_refusals = 1
-        out, incoming = begin(pair)
-        finish(out)
+        out, incoming = begin_and_finish(pair)
         await incoming.verified()
         await out.done()
-        assert [report.transport for report in pair.sender.links()] == ["memory_slow"]
+        assert [report.transport for report in pair.sender.links()] == ["torch_distributed"]
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

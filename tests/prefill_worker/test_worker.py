@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.fake_model import expected_tokens
 from tests.simulation.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
 from twostroke.protocol.errors import (
@@ -19,19 +20,17 @@ NOWHERE = Address("nobody", 1)
 """A ticket for a decode worker there: the transfer fails as soon as the connection is refused."""
 
 
-def test_the_reply_has_the_first_token_and_blocks_go_back():
-    async def script(rig: Rig) -> None:
-        reply: PrefillReply = await rig.worker.prefill(a_request(40), None)
-        assert [token.token_id for token in reply.event.tokens] == expected_tokens(a_request(40), LAYERS)[:1]
-        assert (reply.event.index, reply.event.finish_reason) == (0, None)
-        assert reply.num_cached_tokens == 0
-        assert reply.prefill_s > 0
-        assert rig.pool.owned_blocks == 0
-        again = await rig.worker.prefill(a_request(40), None)
-        assert again.event.tokens == reply.event.tokens
-        assert again.num_cached_tokens == 36
-
-    play(script, role="prefill", max_step_tokens=7)
+@played_by(play, role="prefill", max_step_tokens=7)
+async def test_the_reply_has_the_first_token_and_blocks_go_back(rig: Rig) -> None:
+    reply: PrefillReply = await rig.worker.prefill(a_request(40), None)
+    assert [token.token_id for token in reply.event.tokens] == expected_tokens(a_request(40), LAYERS)[:1]
+    assert (reply.event.index, reply.event.finish_reason) == (0, None)
+    assert reply.num_cached_tokens == 0
+    assert reply.prefill_s > 0
+    assert rig.pool.owned_blocks == 0
+    again = await rig.worker.prefill(a_request(40), None)
+    assert again.event.tokens == reply.event.tokens
+    assert again.num_cached_tokens == 36
 
 
 @pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])
@@ -55,35 +54,31 @@ def test_the_router_is_told_once_that_kv_was_not_sent_and_the_log_says_why(how: 
     assert why in line
 
 
-def test_the_router_is_told_before_the_reply_where_the_transfer_has_failed_by_then():
-    async def script(rig: Rig) -> None:
-        call = begin(rig.worker.prefill(a_request(60), rig.ticket(target_address=NOWHERE)))
-        while not rig.not_sent:  # noqa: ASYNC110  (virtual time)
-            await asyncio.sleep(0.0005)
-        assert not call.done()
-        await call
-
-    play(script, role="prefill", max_step_tokens=1)
+@played_by(play, role="prefill", max_step_tokens=1)
+async def test_the_router_is_told_before_the_reply_where_the_transfer_has_failed_by_then(rig: Rig) -> None:
+    call = begin(rig.worker.prefill(a_request(60), rig.ticket(target_address=NOWHERE)))
+    while not rig.not_sent:  # noqa: ASYNC110  (virtual time)
+        await asyncio.sleep(0.0005)
+    assert not call.done()
+    await call
 
 
 @pytest.mark.parametrize("is_computed", [False, True])
-def test_a_transfer_that_its_router_cancels_is_not_told_of(is_computed: bool):
-    async def script(rig: Rig) -> None:
-        address = await rig.silent_peer("decode-0")
-        call = begin(rig.worker.prefill(a_request(), rig.ticket(target_address=address)))
-        if is_computed:
-            await call
-        else:
-            await asyncio.sleep(0.0015)
-            assert not call.done()
-        rig.router.send(Cancel("r"))
-        await asyncio.gather(call, return_exceptions=True)
-        await rig.worker.drain()
-        await asyncio.sleep(0.1)
-        assert rig.worker.stats().transfers_failed == 1
-        assert rig.not_sent == []
-
-    play(script, role="prefill", max_step_tokens=4)
+@played_by(play, role="prefill", max_step_tokens=4)
+async def test_a_transfer_that_its_router_cancels_is_not_told_of(rig: Rig, is_computed: bool) -> None:
+    address = await rig.silent_peer("decode-0")
+    call = begin(rig.worker.prefill(a_request(), rig.ticket(target_address=address)))
+    if is_computed:
+        await call
+    else:
+        await asyncio.sleep(0.0015)
+        assert not call.done()
+    rig.router.send(Cancel("r"))
+    await asyncio.gather(call, return_exceptions=True)
+    await rig.worker.drain()
+    await asyncio.sleep(0.1)
+    assert rig.worker.stats().transfers_failed == 1
+    assert rig.not_sent == []
 
 
 @pytest.mark.parametrize(
@@ -94,52 +89,48 @@ def test_a_transfer_that_its_router_cancels_is_not_told_of(is_computed: bool):
         (PREFILL, "another", TicketRefused),
     ],
 )
-def test_a_ticket_for_somebody_else_is_refused(prefill: Peer, name: str, error: type[Exception]):
-    async def script(rig: Rig) -> None:
-        with pytest.raises(error):
-            await rig.worker.prefill(a_request(), rig.ticket(name, prefill))
-
-    play(script, role="prefill")
+@played_by(play, role="prefill")
+async def test_a_ticket_for_somebody_else_is_refused(
+    rig: Rig, prefill: Peer, name: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        await rig.worker.prefill(a_request(), rig.ticket(name, prefill))
 
 
 @pytest.mark.parametrize("how", ["call", "message", "router"])
-def test_a_request_that_is_cancelled_while_it_sends_gives_its_blocks_back(how: str):
-    async def script(rig: Rig) -> None:
-        address = await rig.silent_peer("decode-0")
-        call = begin(rig.worker.prefill(a_request(40), rig.ticket(target_address=address)))
-        await asyncio.sleep(0.0015)
-        assert rig.pool.owned_blocks > 0
-        if how == "call":
-            call.cancel()
-        elif how == "message":
-            rig.router.send(Cancel("r"))
-        else:
-            rig.fabric.cut(ROUTER)
-        (outcome,) = await asyncio.gather(call, return_exceptions=True)
-        assert isinstance(outcome, asyncio.CancelledError if how == "call" else WorkerLost)
-        await asyncio.sleep(0.1)
-        assert rig.pool.owned_blocks == 0
-        assert rig.worker.stats().aborted_requests >= 1
-
-    play(script, role="prefill", max_step_tokens=4)
+@played_by(play, role="prefill", max_step_tokens=4)
+async def test_a_request_that_is_cancelled_while_it_sends_gives_its_blocks_back(rig: Rig, how: str) -> None:
+    address = await rig.silent_peer("decode-0")
+    call = begin(rig.worker.prefill(a_request(40), rig.ticket(target_address=address)))
+    await asyncio.sleep(0.0015)
+    assert rig.pool.owned_blocks > 0
+    if how == "call":
+        call.cancel()
+    elif how == "message":
+        rig.router.send(Cancel("r"))
+    else:
+        rig.fabric.cut(ROUTER)
+    (outcome,) = await asyncio.gather(call, return_exceptions=True)
+    assert isinstance(outcome, asyncio.CancelledError if how == "call" else WorkerLost)
+    await asyncio.sleep(0.1)
+    assert rig.pool.owned_blocks == 0
+    assert rig.worker.stats().aborted_requests >= 1
 
 
 @pytest.mark.parametrize("how", ["message", "router"])
-def test_a_transfer_still_running_after_the_reply_ends_with_its_request(how: str):
-    async def script(rig: Rig) -> None:
-        address = await rig.silent_peer("decode-0")
-        await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
-        assert rig.pool.owned_blocks == 3
-        with pytest.raises(RequestError, match="here already"):
-            await rig.worker.prefill(a_request(), None)
-        if how == "message":
-            rig.router.send(Cancel("r"))
-        else:
-            rig.fabric.cut(ROUTER)
-        await asyncio.sleep(0.1)
-        assert rig.pool.owned_blocks == 0
-        stats = rig.worker.stats()
-        assert (stats.finished_requests, stats.aborted_requests, stats.transfers_failed) == (1, 0, 1)
-        await rig.worker.drain()
-
-    play(script, role="prefill")
+@played_by(play, role="prefill")
+async def test_a_transfer_still_running_after_the_reply_ends_with_its_request(rig: Rig, how: str) -> None:
+    address = await rig.silent_peer("decode-0")
+    await rig.worker.prefill(a_request(), rig.ticket(target_address=address))
+    assert rig.pool.owned_blocks == 3
+    with pytest.raises(RequestError, match="here already"):
+        await rig.worker.prefill(a_request(), None)
+    if how == "message":
+        rig.router.send(Cancel("r"))
+    else:
+        rig.fabric.cut(ROUTER)
+    await asyncio.sleep(0.1)
+    assert rig.pool.owned_blocks == 0
+    stats = rig.worker.stats()
+    assert (stats.finished_requests, stats.aborted_requests, stats.transfers_failed) == (1, 0, 1)
+    await rig.worker.drain()

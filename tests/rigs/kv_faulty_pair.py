@@ -42,9 +42,10 @@ class FaultyTransport:
     What was done is counted in `log`, so that a test can tell that its fault has happened.
     """
 
-    def __init__(self, inner: Transport):
+    def __init__(self, inner: Transport, link_type: "type[FaultyLink] | None" = None):
         self.inner = inner
         self.name = inner.name
+        self.link_type = link_type or FaultyLink
         self.gate = Gate()
         self.join_gate = Gate()
         self.close_gate = Gate()
@@ -64,7 +65,7 @@ class FaultyTransport:
         established = pending.established
 
         async def faulty() -> DataLink:
-            return FaultyLink(await established(), self)
+            return self.link_type(await established(), self)
 
         pending.established = faulty
         return pending  # type: ignore[no-any-return]
@@ -75,7 +76,7 @@ class FaultyTransport:
             self.refusals -= 1
             self.log.append("refused a join")
             raise ConnectionLost("the peer can't be reached")
-        return FaultyLink(await self.inner.join(params, cut), self)
+        return self.link_type(await self.inner.join(params, cut), self)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -123,13 +124,13 @@ class FaultyLink:
             raise ConnectionLost("cut")
 
 
-EACH = pytest.mark.parametrize("transport", ["memory", "tcp", "torch_distributed"])
+EACH = pytest.mark.parametrize("transport", ["tcp", "torch_distributed"])
 NUM_TOKENS = 8
 
 
 @contextlib.asynccontextmanager
 async def faulty_pair(
-    transport: str | Sequence[str] = "memory", config: TransferConfig = FAST
+    transport: str | Sequence[str] = "tcp", config: TransferConfig = FAST
 ) -> AsyncIterator[tuple[Pair, FaultyTransport, FaultyTransport]]:
     """A pair, with the transports of sender and receiver."""
     source, target = BytesStore(), BytesStore()
@@ -165,6 +166,13 @@ def finish(out: OutgoingTransfer, num_layers: int = 3, *, commits: bool = True) 
         out.layer_ready(layer, NUM_TOKENS)
     if commits:
         out.commit(TOKEN)
+
+
+def begin_and_finish(pair: Pair) -> tuple[OutgoingTransfer, IncomingTransfer]:
+    """A transfer of which everything is ready, and committed."""
+    out, incoming = begin(pair)
+    finish(out)
+    return out, incoming
 
 
 def assert_whole(pair: Pair, blocks: tuple[int, int] = (4, 5)) -> None:

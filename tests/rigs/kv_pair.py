@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.kv_memory_transport import MemoryTransport
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -121,9 +120,6 @@ def unwrapped(transport: Transport) -> Transport:
 
 
 def make_transport(name: str, store: Any, **options: Any) -> Transport:
-    """`memory` and other names that begin so are links within this process."""
-    if name.startswith("memory"):
-        return MemoryTransport(store, name)
     if name == "torch_distributed":
         from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
@@ -139,7 +135,7 @@ def reach(*names: str) -> Reach:
 
 @contextlib.asynccontextmanager
 async def make_pair(
-    transport: str | Sequence[str] = "memory",
+    transport: str | Sequence[str] = "tcp",
     *,
     source: BytesStore | None = None,
     target: BytesStore | None = None,

@@ -5,8 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from tests.rigs.kv_memory_transport import MemoryTransport
-from tests.rigs.kv_pair import BLOCK_BYTES, BytesStore, D, P, Pair, reach
+from tests.rigs.kv_pair import BLOCK_BYTES, BytesStore, D, P, Pair, make_transport, reach
 from twostroke.kvtransfer.link import DataLink, chunk_seal
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
@@ -49,14 +48,14 @@ def announced(transfer_id: bytes, sequence: int, *runs: Run) -> Chunk:
 
 
 def greeting(pair: Pair, peer: Peer = P) -> Hello:
-    return Hello(peer, D, KVHello(pair.source.layout, 0, "raw", reach("memory")))
+    return Hello(peer, D, KVHello(pair.source.layout, 0, "raw", reach("tcp")))
 
 
 @contextlib.asynccontextmanager
 async def raw_peer(pair: Pair, peer: Peer = P) -> AsyncIterator[RawPeer]:
     store = BytesStore()
     store.fill(5)
-    transport = MemoryTransport(store)
+    transport = make_transport("tcp", store)
     connection = await pair.network.connect(pair.address)
     connection.send(greeting(pair, peer))
     welcome = await connection.receive()
@@ -68,6 +67,7 @@ async def raw_peer(pair: Pair, peer: Peer = P) -> AsyncIterator[RawPeer]:
     finally:
         await link.close()
         await connection.close()
+        await transport.close()
 
 
 async def granted(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.fake_model import POISON, expected_tokens
 from tests.simulation.memory_network import MemoryFabric
 from tests.simulation.memory_transport import LinkFabric
@@ -100,52 +101,44 @@ async def is_served(site: Site, router: SimRouter) -> bool:
     return await site.ask(router, INNOCENT) == expected_tokens(INNOCENT, site.scenario.num_layers)
 
 
-def test_a_router_that_comes_later_hears_of_it_from_any_worker():
-    async def script(site: Site) -> None:
-        await site.refuses(site.routers[0])
-        await asyncio.sleep(1.0)
-        await site.routers[0].close()
-        assert await site.refuses(site.another_router()) < 0.1
-        assert site.num_killed == 2
-
-    play(script)
+@played_by(play)
+async def test_a_router_that_comes_later_hears_of_it_from_any_worker(site: Site) -> None:
+    await site.refuses(site.routers[0])
+    await asyncio.sleep(1.0)
+    await site.routers[0].close()
+    assert await site.refuses(site.another_router()) < 0.1
+    assert site.num_killed == 2
 
 
-def test_workers_that_were_all_replaced_hear_of_it_from_the_routers():
-    async def script(site: Site) -> None:
-        first, second = site.routers
-        await site.refuses(first)
-        for process in list(site.fleet.processes.values()):
-            await site.fleet.replace(process)
-        assert await is_served(site, second)
-        assert await is_served(site, first)
-        await asyncio.sleep(1.0)
-        third = site.another_router()
-        assert await site.refuses(third) < 0.1
-        assert site.num_killed == 2
-
-    play(script)
+@played_by(play)
+async def test_workers_that_were_all_replaced_hear_of_it_from_the_routers(site: Site) -> None:
+    first, second = site.routers
+    await site.refuses(first)
+    for process in list(site.fleet.processes.values()):
+        await site.fleet.replace(process)
+    assert await is_served(site, second)
+    assert await is_served(site, first)
+    await asyncio.sleep(1.0)
+    third = site.another_router()
+    assert await site.refuses(third) < 0.1
+    assert site.num_killed == 2
 
 
-def test_after_its_time_it_is_tried_again():
-    async def script(site: Site) -> None:
-        first, second = site.routers
-        await site.refuses(first)
-        await asyncio.sleep(CONFIG.suspects.refuse_s + 1.0)
-        assert await site.refuses(second) > 0.0
-        assert site.num_killed == 4
-
-    play(script)
+@played_by(play)
+async def test_after_its_time_it_is_tried_again(site: Site) -> None:
+    first, second = site.routers
+    await site.refuses(first)
+    await asyncio.sleep(CONFIG.suspects.refuse_s + 1.0)
+    assert await site.refuses(second) > 0.0
+    assert site.num_killed == 4
 
 
-def test_two_routers_that_try_it_at_once_lose_two_workers_each_at_most_and_refuse_nobody_else():
-    async def script(site: Site) -> None:
-        beside = [request(5, number, 1) for number in range(12)]
-        asking = [asyncio.create_task(site.ask(site.routers[one.token_ids[1] % 2], one)) for one in beside]
-        await asyncio.gather(*(site.refuses(router) for router in site.routers))
-        assert await asyncio.gather(*asking) == [expected_tokens(one, site.scenario.num_layers) for one in beside]
-        assert 2 <= site.num_killed <= 4
-        for router in site.routers:
-            assert await site.refuses(router) == 0.0
-
-    play(script, num_decode=6)
+@played_by(play, num_decode=6)
+async def test_two_routers_that_try_it_at_once_lose_two_workers_each_at_most_and_refuse_nobody_else(site: Site) -> None:
+    beside = [request(5, number, 1) for number in range(12)]
+    asking = [asyncio.create_task(site.ask(site.routers[one.token_ids[1] % 2], one)) for one in beside]
+    await asyncio.gather(*(site.refuses(router) for router in site.routers))
+    assert await asyncio.gather(*asking) == [expected_tokens(one, site.scenario.num_layers) for one in beside]
+    assert 2 <= site.num_killed <= 4
+    for router in site.routers:
+        assert await site.refuses(router) == 0.0

@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from tests.rigs.played import Script, played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.fake_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
@@ -180,6 +183,13 @@ def play(
         assert not left, [describe(task) for task in left if task is not None]
 
     run_virtually(main())
+
+
+def of_both_roles(**settings: Any) -> Callable[[Script], Callable[..., None]]:
+    """A test that is played with a prefill worker, and again with a decode worker."""
+    return lambda test: pytest.mark.parametrize("role", ["prefill", "decode"])(
+        played_by(play, "role", **settings)(test)
+    )
 
 
 @asynccontextmanager

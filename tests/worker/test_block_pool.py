@@ -197,13 +197,6 @@ def test_each_window_tells_the_difference_between_its_beginning_and_its_end(step
                 known = names_in(pool)
 
 
-def test_what_came_and_went_within_a_window_is_not_told() -> None:
-    changes = BlockChanges(lambda: None)
-    changes.published(name(1))
-    changes.evicted(name(1))
-    assert changes.take() == NameChanges([], [])
-
-
 def test_what_went_and_came_back_is_told_as_stored_since_it_may_lie_elsewhere() -> None:
     changes = BlockChanges(lambda: None)
     changes.evicted(name(1))

@@ -113,14 +113,6 @@ def test_a_job_that_ends_within_a_step_keeps_its_blocks_until_the_step_has_run(r
     assert len(rig.pool.names(0, rig.pool.num_blocks)) == (2 if end == "completed" else 0)
 
 
-def test_an_abandoned_step_gives_the_blocks_of_those_back_who_end_later(role: str) -> None:
-    rig = Rig(role)
-    job = rig.add(10)
-    rig.scheduler.abandon(rig.schedule())
-    rig.scheduler.end(job)
-    assert rig.pool.owned_blocks == 0
-
-
 @pytest.mark.parametrize(("length", "num_blocks"), [(0, 64), (200, 64), (18, 4)])
 def test_a_prompt_that_can_never_run_is_refused(role: str, length: int, num_blocks: int) -> None:
     with pytest.raises(RequestError):

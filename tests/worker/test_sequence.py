@@ -50,13 +50,6 @@ def test_hashes_grow_with_the_tokens_as_the_whole_chain_would() -> None:
         assert sequence.block_hashes == chain_hashes(sequence.token_ids, BLOCK_SIZE, b"tenant")
 
 
-def test_a_tenant_does_not_match_what_another_cached() -> None:
-    pool = BlockPool(8, BLOCK_SIZE)
-    compute(SequenceState(request(10, salt=b"a"), BLOCK_SIZE), pool, 10)
-    assert SequenceState(request(10, salt=b"b"), BLOCK_SIZE).match_prefix(pool) == 0
-    assert SequenceState(request(10, salt=b"a"), BLOCK_SIZE).match_prefix(pool) == 8
-
-
 def test_matching_into_a_table_with_blocks_is_refused() -> None:
     pool = BlockPool(8, BLOCK_SIZE)
     sequence = SequenceState(request(), BLOCK_SIZE)

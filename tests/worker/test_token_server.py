@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.memory_network import MemoryConnection, MemoryFabric
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from twostroke.protocol.errors import ConnectionLost
@@ -99,17 +100,15 @@ async def next_but_stats(connection: MemoryConnection) -> Message:
     return message
 
 
-def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regularly():
-    async def script(scene: Scene) -> None:
-        connection = await scene.welcomed()
-        assert scene.server.is_connected("router-0")
-        began = asyncio.get_running_loop().time()
-        assert began < CONFIG.stats_interval_s
-        for _ in range(4):
-            assert await connection.receive() == StatsFrame(STATS)
-        assert 1.4 < asyncio.get_running_loop().time() - began < 2.2
-
-    play(script)
+@played_by(play)
+async def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regularly(scene: Scene) -> None:
+    connection = await scene.welcomed()
+    assert scene.server.is_connected("router-0")
+    began = asyncio.get_running_loop().time()
+    assert began < CONFIG.stats_interval_s
+    for _ in range(4):
+        assert await connection.receive() == StatsFrame(STATS)
+    assert 1.4 < asyncio.get_running_loop().time() - began < 2.2
 
 
 @pytest.mark.parametrize(
@@ -120,181 +119,127 @@ def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regularly():
         (Ping(), "expected a Hello"),
     ],
 )
-def test_whoever_looks_for_somebody_else_is_refused(hello: Message, reason: str):
-    async def script(scene: Scene) -> None:
-        connection = await scene.fabric.at("router-0").connect(scene.address)
-        connection.send(hello)
-        answer = await connection.receive()
-        assert isinstance(answer, Refuse)
-        assert reason in answer.reason
-        with pytest.raises(ConnectionLost):
-            await connection.receive()
-        assert not scene.server.is_connected("router-0")
-        assert scene.heard == []
-
-    play(script)
+@played_by(play)
+async def test_whoever_looks_for_somebody_else_is_refused(scene: Scene, hello: Message, reason: str) -> None:
+    connection = await scene.fabric.at("router-0").connect(scene.address)
+    connection.send(hello)
+    answer = await connection.receive()
+    assert isinstance(answer, Refuse)
+    assert reason in answer.reason
+    with pytest.raises(ConnectionLost):
+        await connection.receive()
+    assert not scene.server.is_connected("router-0")
+    assert scene.heard == []
 
 
-def test_a_lost_router_is_told_once():
-    async def script(scene: Scene) -> None:
-        connection = await scene.welcomed()
-        await connection.close()
-        await asyncio.sleep(0.1)
-        assert scene.heard == [("lost", "router-0")]
-        assert not scene.server.is_connected("router-0")
-        scene.server.emit("router-0", [event(0)])
-
-    play(script)
+@played_by(play)
+async def test_a_lost_router_is_told_once(scene: Scene) -> None:
+    connection = await scene.welcomed()
+    await connection.close()
+    await asyncio.sleep(0.1)
+    assert scene.heard == [("lost", "router-0")]
+    assert not scene.server.is_connected("router-0")
+    scene.server.emit("router-0", [event(0)])
 
 
-def test_a_newer_connection_of_a_router_replaces_the_older():
-    async def script(scene: Scene) -> None:
-        older = await scene.welcomed()
-        newer = await scene.welcomed()
-        assert scene.heard == [("lost", "router-0")], "requests that relied on the older one are lost"
-        with pytest.raises(ConnectionLost):
-            await next_but_stats(older)
-        scene.server.emit("router-0", [event(0)])
-        assert await next_but_stats(newer) == TokenFrame((event(0),))
+@played_by(play)
+async def test_a_newer_connection_of_a_router_replaces_the_older(scene: Scene) -> None:
+    older = await scene.welcomed()
+    newer = await scene.welcomed()
+    assert scene.heard == [("lost", "router-0")], "requests that relied on the older one are lost"
+    with pytest.raises(ConnectionLost):
+        await next_but_stats(older)
+    scene.server.emit("router-0", [event(0)])
+    assert await next_but_stats(newer) == TokenFrame((event(0),))
+    await asyncio.sleep(1.0)
+    assert scene.server.is_connected("router-0")
+    assert scene.heard == [("lost", "router-0")]
+
+
+@played_by(play)
+async def test_a_router_that_does_not_read_is_dropped(scene: Scene) -> None:
+    await scene.welcomed("router-0")  # and never reads again
+    other = await scene.welcomed("router-1")
+    frames = 0
+    while scene.server.is_connected("router-0"):
+        scene.server.emit("router-0", [event(frames, size=500)])
+        frames += 1
+        assert frames < 1000
+    assert scene.heard == [("lost", "router-0")]
+    scene.server.emit("router-1", [event(0)])
+    assert await next_but_stats(other) == TokenFrame((event(0),))
+
+
+@played_by(play)
+async def test_a_silent_router_is_dropped_after_a_lease_and_one_that_pings_is_not(scene: Scene) -> None:
+    await scene.welcomed("router-0")
+    pinging = await scene.welcomed("router-1")
+    for _ in range(5):
         await asyncio.sleep(1.0)
-        assert scene.server.is_connected("router-0")
-        assert scene.heard == [("lost", "router-0")]
-
-    play(script)
-
-
-def test_a_router_that_does_not_read_is_dropped():
-    async def script(scene: Scene) -> None:
-        await scene.welcomed("router-0")  # and never reads again
-        other = await scene.welcomed("router-1")
-        frames = 0
-        while scene.server.is_connected("router-0"):
-            scene.server.emit("router-0", [event(frames, size=500)])
-            frames += 1
-            assert frames < 1000
-        assert scene.heard == [("lost", "router-0")]
-        scene.server.emit("router-1", [event(0)])
-        assert await next_but_stats(other) == TokenFrame((event(0),))
-
-    play(script)
-
-
-def test_a_silent_router_is_dropped_after_a_lease_and_one_that_pings_is_not():
-    async def script(scene: Scene) -> None:
-        await scene.welcomed("router-0")
-        pinging = await scene.welcomed("router-1")
-        for _ in range(5):
-            await asyncio.sleep(1.0)
-            pinging.send(Ping())
-        assert scene.heard == [("lost", "router-0")]
-        assert scene.server.is_connected("router-1")
-
-    play(script)
-
-
-def test_a_stall_of_the_workers_own_loop_drops_no_router_that_pinged():
-    async def script(scene: Scene) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        pinging = await scene.welcomed()
         pinging.send(Ping())
-        loop._now += 10 * CONFIG.lease_s  # the ping lies unread meanwhile
-        for _ in range(3):
-            await asyncio.sleep(1.0)
-            pinging.send(Ping())
-        assert scene.server.is_connected("router-0")
-        assert scene.heard == []
-
-    play(script)
+    assert scene.heard == [("lost", "router-0")]
+    assert scene.server.is_connected("router-1")
 
 
-def test_a_router_that_sends_what_it_must_not_is_dropped():
-    async def script(scene: Scene) -> None:
-        connection = await scene.welcomed()
-        connection.send(TokenFrame((event(0),)))
-        await asyncio.sleep(0.1)
-        assert scene.heard == [("lost", "router-0")]
+@played_by(play)
+async def test_a_stall_of_the_workers_own_loop_drops_no_router_that_pinged(scene: Scene) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    pinging = await scene.welcomed()
+    pinging.send(Ping())
+    loop._now += 10 * CONFIG.lease_s  # the ping lies unread meanwhile
+    for _ in range(3):
+        await asyncio.sleep(1.0)
+        pinging.send(Ping())
+    assert scene.server.is_connected("router-0")
+    assert scene.heard == []
 
-    play(script)
+
+@played_by(play)
+async def test_a_router_that_sends_what_it_must_not_is_dropped(scene: Scene) -> None:
+    connection = await scene.welcomed()
+    connection.send(TokenFrame((event(0),)))
+    await asyncio.sleep(0.1)
+    assert scene.heard == [("lost", "router-0")]
 
 
-def test_what_a_connection_that_was_replaced_still_carried_counts_for_nothing():
-    async def script(scene: Scene) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        older, other = await scene.welcomed(), await scene.welcomed("router-1")
-        newer = await scene.connect()
-        older.send(Convicted((OTHER,)))
-        loop._now += 1.0  # the worker finds both at once
-        assert await next_but_stats(newer) == Welcome(WORKER)
-        assert await next_but_stats(newer) == Convicted(())
-        other.send(Convicted((GUILTY,)))
-        async with asyncio.timeout(1.0):
-            assert await next_but_stats(newer) == Convicted((GUILTY,))
-
-    play(script)
+@played_by(play)
+async def test_what_a_connection_that_was_replaced_still_carried_counts_for_nothing(scene: Scene) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    older, other = await scene.welcomed(), await scene.welcomed("router-1")
+    newer = await scene.connect()
+    older.send(Convicted((OTHER,)))
+    loop._now += 1.0  # the worker finds both at once
+    assert await next_but_stats(newer) == Welcome(WORKER)
+    assert await next_but_stats(newer) == Convicted(())
+    other.send(Convicted((GUILTY,)))
+    async with asyncio.timeout(1.0):
+        assert await next_but_stats(newer) == Convicted((GUILTY,))
 
 
 GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 600.0)
 
 
-def test_a_verdict_goes_to_all_routers_but_the_one_that_told_it_and_but_once():
-    async def script(scene: Scene) -> None:
-        telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
-        telling.send(Convicted((GUILTY,)))
-        for other in others:
-            assert await next_but_stats(other) == Convicted((GUILTY,))
-            other.send(Convicted((GUILTY,)))  # as a router would that has found out the same
-        telling.send(Convicted((GUILTY, OTHER)))
-        for other in others:
-            assert await next_but_stats(other) == Convicted((OTHER,))
-        scene.server.emit("router-0", [event(0)])
-        assert await next_but_stats(telling) == TokenFrame((event(0),)), "it is told nothing that it knows"
-        assert scene.heard == [], "the worker makes nothing of it"
-
-    play(script)
+@played_by(play)
+async def test_a_verdict_goes_to_all_routers_but_the_one_that_told_it_and_but_once(scene: Scene) -> None:
+    telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
+    telling.send(Convicted((GUILTY,)))
+    for other in others:
+        assert await next_but_stats(other) == Convicted((GUILTY,))
+        other.send(Convicted((GUILTY,)))  # as a router would that has found out the same
+    telling.send(Convicted((GUILTY, OTHER)))
+    for other in others:
+        assert await next_but_stats(other) == Convicted((OTHER,))
+    scene.server.emit("router-0", [event(0)])
+    assert await next_but_stats(telling) == TokenFrame((event(0),)), "it is told nothing that it knows"
+    assert scene.heard == [], "the worker makes nothing of it"
 
 
-def test_a_router_that_comes_later_is_told_all_verdicts_with_what_they_have_left():
-    async def script(scene: Scene) -> None:
-        telling = await scene.welcomed()
-        telling.send(Convicted((Verdict(b"s" * 16, 1.0), GUILTY)))
-        began = asyncio.get_running_loop().time()
-        await asyncio.sleep(2.0)
-        later = await scene.connect("router-1")
-        assert await later.receive() == Welcome(WORKER)
-        told = await later.receive()
-        assert isinstance(told, Convicted)
-        (verdict,) = told.verdicts
-        assert verdict.fingerprint == GUILTY.fingerprint
-        passed = asyncio.get_running_loop().time() - began
-        assert GUILTY.left_s - passed <= verdict.left_s < GUILTY.left_s - 1.9
-
-    play(script)
-
-
-def test_a_router_that_tells_verdicts_without_end_is_remembered_in_part():
-    async def script(scene: Scene) -> None:
-        telling = await scene.welcomed()
-        for first in range(0, 5000, 1000):
-            numbers = range(first, first + 1000)
-            telling.send(Convicted(tuple(Verdict(number.to_bytes(16, "big"), 600.0) for number in numbers)))
-        await asyncio.sleep(0.1)
-        later = await scene.connect("router-1")
-        await later.receive()
-        told = await later.receive()
-        assert isinstance(told, Convicted)
-        assert [int.from_bytes(verdict.fingerprint, "big") for verdict in told.verdicts] == [*range(3976, 5000)]
-
-    play(script)
-
-
-def test_a_connection_that_never_says_hello_ends_after_a_lease():
-    async def script(scene: Scene) -> None:
-        connection = await scene.fabric.at("router-0").connect(scene.address)
-        with pytest.raises(ConnectionLost):
-            await connection.receive()
-        assert asyncio.get_running_loop().time() < 4.0
-        assert scene.heard == []
-
-    play(script)
+@played_by(play)
+async def test_a_connection_that_never_says_hello_ends_after_a_lease(scene: Scene) -> None:
+    connection = await scene.fabric.at("router-0").connect(scene.address)
+    with pytest.raises(ConnectionLost):
+        await connection.receive()
+    assert asyncio.get_running_loop().time() < 4.0
+    assert scene.heard == []

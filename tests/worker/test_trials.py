@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.played import played_by
 from tests.simulation.worker_rig import BLOCK, DECODE, PREFILL, SECRET, Parts, Rig, begin, make_parts, play
 from twostroke.kvtransfer.sides import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
@@ -63,15 +64,13 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
     play(main, role="prefill")
 
 
-def test_each_transfer_is_timed_and_the_links_are_told() -> None:
-    async def script(scene: Scene) -> None:
-        times, _ = await asyncio.gather(*scene.both(4))
-        assert len(times.seconds) == 4
-        assert min(times.seconds) > 0
-        assert times.transport.startswith("memory")
-        assert scene.rig.worker.stats().transfers_done == scene.parts.receiver.stats.done == 4
-
-    play_trials(script)
+@played_by(play_trials)
+async def test_each_transfer_is_timed_and_the_links_are_told(scene: Scene) -> None:
+    times, _ = await asyncio.gather(*scene.both(4))
+    assert len(times.seconds) == 4
+    assert min(times.seconds) > 0
+    assert times.transport.startswith("memory")
+    assert scene.rig.worker.stats().transfers_done == scene.parts.receiver.stats.done == 4
 
 
 def test_what_the_links_of_several_ranks_have_in_common_is_told_once() -> None:
@@ -86,68 +85,58 @@ def test_what_the_links_of_several_ranks_have_in_common_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["source", "target"])
-def test_a_trial_takes_half_of_the_free_blocks_and_no_more(end: str) -> None:
-    async def script(scene: Scene) -> None:
-        pool = scene.rig.pool if end == "source" else scene.parts.pool
-        held = pool.allocate(pool.num_blocks - 10)
-        await asyncio.gather(*scene.both(1, 5 * BLOCK))
-        calls = scene.both(1, 5 * BLOCK + 1)
-        refused, other = calls if end == "source" else reversed(calls)
-        with pytest.raises(RequestError, match="6 blocks: it may take 1 to 5"):
-            await refused
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-        pool.release(held)
-
-    play_trials(script)
+@played_by(play_trials)
+async def test_a_trial_takes_half_of_the_free_blocks_and_no_more(scene: Scene, end: str) -> None:
+    pool = scene.rig.pool if end == "source" else scene.parts.pool
+    held = pool.allocate(pool.num_blocks - 10)
+    await asyncio.gather(*scene.both(1, 5 * BLOCK))
+    calls = scene.both(1, 5 * BLOCK + 1)
+    refused, other = calls if end == "source" else reversed(calls)
+    with pytest.raises(RequestError, match="6 blocks: it may take 1 to 5"):
+        await refused
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    pool.release(held)
 
 
 @pytest.mark.parametrize("end", ["source", "target"])
-def test_a_cancelled_trial_returns_at_once_and_fails_the_other_end(end: str) -> None:
-    async def script(scene: Scene) -> None:
-        calls = await scene.both_of_many()
-        cancelled, other = calls if end == "source" else reversed(calls)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
+@played_by(play_trials)
+async def test_a_cancelled_trial_returns_at_once_and_fails_the_other_end(scene: Scene, end: str) -> None:
+    calls = await scene.both_of_many()
+    cancelled, other = calls if end == "source" else reversed(calls)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    with pytest.raises(TransferFailed):
+        await other
+
+
+@played_by(play_trials)
+async def test_a_cancelled_trial_keeps_its_blocks_until_nothing_writes_into_them(scene: Scene) -> None:
+    scene.rig.links.bytes_per_s = 1e3
+    source, target = scene.both(1)
+    await asyncio.sleep(0.1)
+    target.cancel()
+    await asyncio.gather(target, return_exceptions=True)
+    assert scene.parts.pool.owned_blocks == 20 // BLOCK, "a chunk is on the wire"
+    await asyncio.gather(source, return_exceptions=True)
+
+
+@played_by(play_trials)
+async def test_a_trial_that_is_cancelled_before_its_target_answers_gives_its_blocks_back(scene: Scene) -> None:
+    source, target = scene.both(1)
+    target.cancel()
+    await asyncio.sleep(0.1)
+    source.cancel()
+    await asyncio.sleep(0.1)
+    assert scene.rig.pool.owned_blocks == 0
+    await asyncio.gather(source, target, return_exceptions=True)
+
+
+@played_by(play_trials)
+async def test_a_lost_end_fails_the_trial(scene: Scene) -> None:
+    calls = await scene.both_of_many()
+    scene.rig.fabric.cut(DECODE.worker_id)
+    for call in calls:
         with pytest.raises(TransferFailed):
-            await other
-
-    play_trials(script)
-
-
-def test_a_cancelled_trial_keeps_its_blocks_until_nothing_writes_into_them() -> None:
-    async def script(scene: Scene) -> None:
-        scene.rig.links.bytes_per_s = 1e3
-        source, target = scene.both(1)
-        await asyncio.sleep(0.1)
-        target.cancel()
-        await asyncio.gather(target, return_exceptions=True)
-        assert scene.parts.pool.owned_blocks == 20 // BLOCK, "a chunk is on the wire"
-        await asyncio.gather(source, return_exceptions=True)
-
-    play_trials(script)
-
-
-def test_a_trial_that_is_cancelled_before_its_target_answers_gives_its_blocks_back() -> None:
-    async def script(scene: Scene) -> None:
-        source, target = scene.both(1)
-        target.cancel()
-        await asyncio.sleep(0.1)
-        source.cancel()
-        await asyncio.sleep(0.1)
-        assert scene.rig.pool.owned_blocks == 0
-        await asyncio.gather(source, target, return_exceptions=True)
-
-    play_trials(script)
-
-
-def test_a_lost_end_fails_the_trial() -> None:
-    async def script(scene: Scene) -> None:
-        calls = await scene.both_of_many()
-        scene.rig.fabric.cut(DECODE.worker_id)
-        for call in calls:
-            with pytest.raises(TransferFailed):
-                await call
-
-    play_trials(script)
+            await call

@@ -4,311 +4,246 @@ import asyncio
 
 import pytest
 
-from tests.simulation.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, play
-from tests.worker.scheduler_rig import ROLES
+from tests.simulation.worker_rig import DECODE, PREFILL, ROUTER, SECRET, Rig, a_moment, a_request, begin, of_both_roles
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, mint_ticket
-from twostroke.protocol.stats import QueuedWork
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
-from twostroke.worker.worker import queued_work
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
 
-of_both_roles = pytest.mark.parametrize("role", ROLES)
+
+@of_both_roles()
+async def test_the_numbers_it_tells_are_true(rig: Rig, role: str) -> None:
+    assert (rig.info.role, rig.info.peer) == (role, PREFILL if role == "prefill" else DECODE)
+    assert len(rig.info.transfer_addresses) == 1
+    for _ in range(2):
+        await rig.ask(a_request(10))
+    rig.engine.num_broken_rows = 3
+    stats = rig.worker.stats()
+    num_tokens = 2 if role == "prefill" else 12
+    assert stats.broken_logit_rows == 3
+    assert (stats.generated_tokens, stats.finished_requests) == (num_tokens, 2)
+    assert (stats.prefix_queries, stats.prefix_hits, stats.computed_tokens) == (20, 8, 10 + 2)
+    assert stats.steps == rig.engine.num_steps == num_tokens
+    assert stats.step_seconds > 0
+    assert stats.free_blocks == stats.total_blocks == 32
+    assert stats.num_running == stats.num_waiting == stats.owned_blocks == 0
 
 
-@of_both_roles
-def test_the_numbers_it_tells_are_true(role: str):
-    async def script(rig: Rig) -> None:
-        assert (rig.info.role, rig.info.peer) == (role, PREFILL if role == "prefill" else DECODE)
-        assert len(rig.info.transfer_addresses) == 1
-        for _ in range(2):
-            await rig.ask(a_request(10))
-        rig.engine.num_broken_rows = 3
-        stats = rig.worker.stats()
-        num_tokens = 2 if role == "prefill" else 12
-        assert stats.broken_logit_rows == 3
-        assert (stats.generated_tokens, stats.finished_requests) == (num_tokens, 2)
-        assert (stats.prefix_queries, stats.prefix_hits, stats.computed_tokens) == (20, 8, 10 + 2)
-        assert stats.steps == rig.engine.num_steps == num_tokens
-        assert stats.step_seconds > 0
-        assert stats.free_blocks == stats.total_blocks == 32
-        assert stats.num_running == stats.num_waiting == stats.owned_blocks == 0
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_request_id_in_use_is_refused(role: str):
-    async def script(rig: Rig) -> None:
-        first = begin(rig.ask(a_request()))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="here already"):
-            await rig.ask(a_request())
-        await first
-
-    play(script, role=role)
-
-
-@of_both_roles
-@pytest.mark.parametrize("how", ["call", "message", "router"])
-def test_a_request_that_is_given_up_frees_its_blocks_once_the_step_has_run(role: str, how: str):
-    async def script(rig: Rig) -> None:
-        call = begin(rig.ask(a_request(60, max_tokens=20)))
-        await asyncio.sleep(0.0015)
-        rig.router.send(Cancel("somebody else's"))
-        match how:
-            case "call":
-                call.cancel()
-            case "message":
-                rig.router.send(Cancel("r"))
-            case "router":
-                rig.fabric.cut(ROUTER)
-        (outcome,) = await asyncio.gather(call, return_exceptions=True)
-        if how == "message" and role == "decode":
-            assert outcome.finish_reason is None
-        else:
-            assert isinstance(outcome, asyncio.CancelledError if how == "call" else WorkerLost)
-        if how == "call":
-            assert rig.pool.owned_blocks > 0, "a step still writes into them"
-        await a_moment()
-        assert rig.pool.owned_blocks == 0
-        assert rig.worker.stats().aborted_requests == 1
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_dead_engine_ends_every_request_and_hangs_up(role: str):
-    async def script(rig: Rig) -> None:
-        rig.engine.fail_at_step = 2
-        calls = [begin(rig.ask(a_request(20, name), rig.ticket(name) if name == "b" else None)) for name in ("a", "b")]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(outcome, WorkerLost)
-        with pytest.raises(WorkerLost, match="has died"):
-            rig.worker.check_health()
-        with pytest.raises(WorkerLost):
-            await rig.ask(a_request(name="c"))
-        await rig.worker.drain()
-        await a_moment()
-        told = {event.request_id for frame in rig.frames for event in frame.events if event.error}
-        assert told == ({"a", "b"} if role == "decode" else set())
-        with pytest.raises(ConnectionLost):
-            await rig.fabric.at("router-2").connect(rig.info.token_address)
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role=role, max_step_tokens=10)
-
-
-@of_both_roles
-def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new(role: str):
-    async def script(rig: Rig) -> None:
-        rig.engine.released.clear()
-        call = begin(rig.ask(a_request()))
-        await asyncio.sleep(4.9)
-        rig.worker.check_health()
-        await asyncio.sleep(0.2)
-        with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
-            rig.worker.check_health()
-        with pytest.raises(WorkerLost):
-            await rig.ask(a_request(name="another"))
-        rig.engine.released.set()
-        await call
-        rig.worker.check_health()
-
-    play(script, role=role, max_step_s=5.0)
-
-
-@of_both_roles
-def test_a_worker_whose_engine_hangs_stops_without_the_steps_that_it_has_asked_for(role: str):
-    async def script(rig: Rig) -> None:
-        call = begin(rig.ask(a_request(60, max_tokens=20)))
-        await asyncio.sleep(0.001)
-        rig.engine.released.clear()
-        await asyncio.sleep(0.02)
-        began = asyncio.get_running_loop().time()
-        await rig.worker.stop()
-        assert 4.9 < asyncio.get_running_loop().time() - began < 5.1
-        with pytest.raises(WorkerLost):
-            await call
-        assert rig.pool.owned_blocks > 0, "the step that hangs may write into them"
-        (job,) = {entry.job for step in rig.worker._under_way.give_up() for entry in step.entries}
-        job.sequence.reset(rig.pool)
-
-    play(script, role=role, max_step_s=5.0, max_step_tokens=8)
-
-
-@of_both_roles
-def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(role: str):
-    async def script(rig: Rig) -> None:
-        call = begin(rig.ask(a_request()))
-        await asyncio.sleep(0.001)
-        draining = begin(rig.worker.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(WorkerLost, match="draining"):
-            await rig.ask(a_request(name="late"))
-        assert not draining.done()
-        assert await rig.is_right(a_request(), await call)
-        await draining
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended(role: str):
-    async def script(rig: Rig) -> None:
-        call = begin(rig.ask(a_request()))
-        await asyncio.sleep(0.0005)  # the step is under way
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert rig.pool.owned_blocks > 0
-        await rig.worker.drain()
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_draining_worker_gives_prefixes_up_that_nobody_takes(role: str):
-    async def script(rig: Rig) -> None:
-        request = a_request(30)
-        await rig.ask(request)
-        slow = mint_ticket(SECRET, "r", rig.info.peer, Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),))
-        rig.router.send(SendPrefix(slow, request.token_ids, b""))
-        await a_moment()
-        assert rig.pool.owned_blocks == 7
-        began = asyncio.get_running_loop().time()
-        await rig.worker.drain()
-        assert asyncio.get_running_loop().time() > began + 1.0
-        assert rig.pool.owned_blocks == 0
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_worker_that_is_asked_for_what_another_should_send_goes_on(role: str):
-    async def script(rig: Rig) -> None:
-        ticket = mint_ticket(
-            SECRET, "r", Peer("another", 1), Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),)
-        )
-        rig.router.send(SendPrefix(ticket, a_request().token_ids, b""))
-        assert await rig.is_right(a_request(), await rig.ask(a_request()))
-
-    play(script, role=role)
-
-
-@of_both_roles
-def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(role: str):
-    async def script(rig: Rig) -> None:
-        begun = begin(rig.ask(a_request(60, max_tokens=2)))
-        await asyncio.sleep(0.0005)
-        waiting = begin(rig.ask(a_request(60, name="finds no block", max_tokens=2)))
-        await asyncio.sleep(0)
-        rig.router.send(Drain())
-        with pytest.raises(WorkerLeaving):
-            await waiting
-        assert rig.worker.stats().is_draining
-        with pytest.raises(WorkerLeaving):
-            await rig.ask(a_request(name="late"))
-        assert await rig.is_right(a_request(60, max_tokens=2), await begun)
-
-    play(script, role=role, num_blocks=24, max_step_tokens=8)
-
-
-@of_both_roles
-def test_a_worker_that_is_told_to_leave_and_is_kept_takes_requests_again_unless_it_is_to_end(role: str):
-    async def script(rig: Rig) -> None:
-        rig.router.send(Drain())
-        await asyncio.sleep(0.001)
-        rig.worker.stay()
-        assert not rig.worker.stats().is_draining
+@of_both_roles()
+async def test_a_request_id_in_use_is_refused(rig: Rig) -> None:
+    first = begin(rig.ask(a_request()))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="here already"):
         await rig.ask(a_request())
-        await rig.worker.drain()
-        rig.worker.stay()
-        with pytest.raises(WorkerLeaving):
-            await rig.ask(a_request(name="late"))
-
-    play(script, role=role)
+    await first
 
 
-@of_both_roles
-def test_a_stopping_worker_ends_its_requests_after_the_step_under_way(role: str):
-    async def script(rig: Rig) -> None:
-        calls = [begin(rig.ask(a_request(40, "a", max_tokens=50))), begin(rig.ask(a_request(40, "b"), rig.ticket("b")))]
-        await asyncio.sleep(0.002)
-        await rig.worker.stop()
-        assert rig.pool.owned_blocks == 0
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(outcome, WorkerLost)
-        with pytest.raises(WorkerLost):
-            rig.worker.check_health()
-
-    play(script, role=role, max_step_tokens=8)
-
-
-def test_what_is_queued_is_summed_up_by_class_the_highest_priority_first() -> None:
-    late = Promise("chat", priority=2, share=0.5, ttft_left_s=-1.0)
-    assert queued_work([(BATCH, 100), (CHAT, 7), (BATCH, 1), (late, 3)]) == (
-        QueuedWork("chat", 2, 0.5, tokens=10, requests=2),
-        QueuedWork("batch", 0, 0.1, tokens=101, requests=2),
-    )
-    assert queued_work([]) == ()
-
-
-@of_both_roles
-def test_both_kinds_tell_the_tokens_queued_by_class(role: str) -> None:
-    async def script(rig: Rig) -> None:
-        classes = [BATCH, CHAT, BATCH, CHAT]
-        calls = [
-            begin(rig.ask(a_request(10 + number, f"r{number}", promise=promise)))
-            for number, promise in enumerate(classes)
-        ]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        stats = rig.worker.stats()
-        assert [(one.class_name, one.tokens, one.requests) for one in stats.queued] == [
-            ("chat", 11 + 13, 2),
-            ("batch", 10 + 12, 2),
-        ]
-        assert stats.num_waiting_tokens == 46
-        await asyncio.gather(*calls)
-        assert rig.worker.stats().queued == ()
-        assert rig.worker.stats().num_waiting_tokens == 0
-
-    play(script, role=role)
+@of_both_roles()
+@pytest.mark.parametrize("how", ["call", "message", "router"])
+async def test_a_request_that_is_given_up_frees_its_blocks_once_the_step_has_run(rig: Rig, role: str, how: str) -> None:
+    call = begin(rig.ask(a_request(60, max_tokens=20)))
+    await asyncio.sleep(0.0015)
+    rig.router.send(Cancel("somebody else's"))
+    match how:
+        case "call":
+            call.cancel()
+        case "message":
+            rig.router.send(Cancel("r"))
+        case "router":
+            rig.fabric.cut(ROUTER)
+    (outcome,) = await asyncio.gather(call, return_exceptions=True)
+    if how == "message" and role == "decode":
+        assert outcome.finish_reason is None
+    else:
+        assert isinstance(outcome, asyncio.CancelledError if how == "call" else WorkerLost)
+    if how == "call":
+        assert rig.pool.owned_blocks > 0, "a step still writes into them"
+    await a_moment()
+    assert rig.pool.owned_blocks == 0
+    assert rig.worker.stats().aborted_requests == 1
 
 
-@of_both_roles
-def test_workers_learn_what_their_own_steps_cost(role: str) -> None:
-    async def script(rig: Rig) -> None:
-        assert rig.worker.stats().costs is None
-        for number in range(COLD_STEPS + FIRST_SAMPLES):
-            await rig.ask(a_request(5 + number, f"r{number}", max_tokens=3))
-        stats = rig.worker.stats()
-        assert stats.costs is not None
-        assert stats.costs.num_samples == stats.steps - COLD_STEPS, "all that have run"
-        mean_s = stats.step_seconds / stats.steps
-        content = StepContent(12, 72.0, 0, 0)
-        predicted_s = stats.costs.base_s + stats.costs.prompt_s(content.prompt_tokens)
-        assert mean_s / 3 < predicted_s < 3 * mean_s
+@of_both_roles(max_step_tokens=10)
+async def test_a_dead_engine_ends_every_request_and_hangs_up(rig: Rig, role: str) -> None:
+    rig.engine.fail_at_step = 2
+    calls = [begin(rig.ask(a_request(20, name), rig.ticket(name) if name == "b" else None)) for name in ("a", "b")]
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, WorkerLost)
+    with pytest.raises(WorkerLost, match="has died"):
+        rig.worker.check_health()
+    with pytest.raises(WorkerLost):
+        await rig.ask(a_request(name="c"))
+    await rig.worker.drain()
+    await a_moment()
+    told = {event.request_id for frame in rig.frames for event in frame.events if event.error}
+    assert told == ({"a", "b"} if role == "decode" else set())
+    with pytest.raises(ConnectionLost):
+        await rig.fabric.at("router-2").connect(rig.info.token_address)
+    assert rig.pool.owned_blocks == 0
 
-    play(script, role=role)
+
+@of_both_roles(max_step_s=5.0)
+async def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new(rig: Rig) -> None:
+    rig.engine.released.clear()
+    call = begin(rig.ask(a_request()))
+    await asyncio.sleep(4.9)
+    rig.worker.check_health()
+    await asyncio.sleep(0.2)
+    with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
+        rig.worker.check_health()
+    with pytest.raises(WorkerLost):
+        await rig.ask(a_request(name="another"))
+    rig.engine.released.set()
+    await call
+    rig.worker.check_health()
 
 
-@of_both_roles
-def test_a_draining_worker_tells_its_routers_at_once(role: str) -> None:
-    async def script(rig: Rig) -> None:
-        running = begin(rig.ask(a_request(60, max_tokens=20)))
-        await asyncio.sleep(0.51)
-        told = len(rig.numbers)
-        assert not any(stats.is_draining for stats in rig.numbers)
-        draining = begin(rig.worker.drain())
-        await asyncio.sleep(0.05)
-        assert [stats.is_draining for stats in rig.numbers[told:]] == [True]
-        await running
-        await draining
+@of_both_roles(max_step_s=5.0, max_step_tokens=8)
+async def test_a_worker_whose_engine_hangs_stops_without_the_steps_that_it_has_asked_for(rig: Rig) -> None:
+    call = begin(rig.ask(a_request(60, max_tokens=20)))
+    await asyncio.sleep(0.001)
+    rig.engine.released.clear()
+    await asyncio.sleep(0.02)
+    began = asyncio.get_running_loop().time()
+    await rig.worker.stop()
+    assert 4.9 < asyncio.get_running_loop().time() - began < 5.1
+    with pytest.raises(WorkerLost):
+        await call
+    assert rig.pool.owned_blocks > 0, "the step that hangs may write into them"
+    (job,) = {entry.job for step in rig.worker._under_way.give_up() for entry in step.entries}
+    job.sequence.reset(rig.pool)
 
-    play(script, role=role)
+
+@of_both_roles()
+async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(rig: Rig) -> None:
+    call = begin(rig.ask(a_request()))
+    await asyncio.sleep(0.001)
+    draining = begin(rig.worker.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(WorkerLost, match="draining"):
+        await rig.ask(a_request(name="late"))
+    assert not draining.done()
+    assert await rig.is_right(a_request(), await call)
+    await draining
+    assert rig.pool.owned_blocks == 0
+
+
+@of_both_roles()
+async def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended(rig: Rig) -> None:
+    call = begin(rig.ask(a_request()))
+    await asyncio.sleep(0.0005)  # the step is under way
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert rig.pool.owned_blocks > 0
+    await rig.worker.drain()
+    assert rig.pool.owned_blocks == 0
+
+
+@of_both_roles()
+async def test_a_draining_worker_gives_prefixes_up_that_nobody_takes(rig: Rig) -> None:
+    request = a_request(30)
+    await rig.ask(request)
+    slow = mint_ticket(SECRET, "r", rig.info.peer, Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),))
+    rig.router.send(SendPrefix(slow, request.token_ids, b""))
+    await a_moment()
+    assert rig.pool.owned_blocks == 7
+    began = asyncio.get_running_loop().time()
+    await rig.worker.drain()
+    assert asyncio.get_running_loop().time() > began + 1.0
+    assert rig.pool.owned_blocks == 0
+
+
+@of_both_roles()
+async def test_a_worker_that_is_asked_for_what_another_should_send_goes_on(rig: Rig) -> None:
+    ticket = mint_ticket(SECRET, "r", Peer("another", 1), Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),))
+    rig.router.send(SendPrefix(ticket, a_request().token_ids, b""))
+    assert await rig.is_right(a_request(), await rig.ask(a_request()))
+
+
+@of_both_roles(num_blocks=24, max_step_tokens=8)
+async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(rig: Rig) -> None:
+    begun = begin(rig.ask(a_request(60, max_tokens=2)))
+    await asyncio.sleep(0.0005)
+    waiting = begin(rig.ask(a_request(60, name="finds no block", max_tokens=2)))
+    await asyncio.sleep(0)
+    rig.router.send(Drain())
+    with pytest.raises(WorkerLeaving):
+        await waiting
+    assert rig.worker.stats().is_draining
+    with pytest.raises(WorkerLeaving):
+        await rig.ask(a_request(name="late"))
+    assert await rig.is_right(a_request(60, max_tokens=2), await begun)
+
+
+@of_both_roles()
+async def test_a_worker_that_is_told_to_leave_and_is_kept_takes_requests_again_unless_it_is_to_end(rig: Rig) -> None:
+    rig.router.send(Drain())
+    await asyncio.sleep(0.001)
+    rig.worker.stay()
+    assert not rig.worker.stats().is_draining
+    await rig.ask(a_request())
+    await rig.worker.drain()
+    rig.worker.stay()
+    with pytest.raises(WorkerLeaving):
+        await rig.ask(a_request(name="late"))
+
+
+@of_both_roles(max_step_tokens=8)
+async def test_a_stopping_worker_ends_its_requests_after_the_step_under_way(rig: Rig) -> None:
+    calls = [begin(rig.ask(a_request(40, "a", max_tokens=50))), begin(rig.ask(a_request(40, "b"), rig.ticket("b")))]
+    await asyncio.sleep(0.002)
+    await rig.worker.stop()
+    assert rig.pool.owned_blocks == 0
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, WorkerLost)
+    with pytest.raises(WorkerLost):
+        rig.worker.check_health()
+
+
+@of_both_roles()
+async def test_both_kinds_tell_the_tokens_queued_by_class(rig: Rig) -> None:
+    classes = [BATCH, CHAT, BATCH, CHAT]
+    calls = [
+        begin(rig.ask(a_request(10 + number, f"r{number}", promise=promise))) for number, promise in enumerate(classes)
+    ]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stats = rig.worker.stats()
+    assert [(one.class_name, one.tokens, one.requests) for one in stats.queued] == [
+        ("chat", 11 + 13, 2),
+        ("batch", 10 + 12, 2),
+    ]
+    assert stats.num_waiting_tokens == 46
+    await asyncio.gather(*calls)
+    assert rig.worker.stats().queued == ()
+    assert rig.worker.stats().num_waiting_tokens == 0
+
+
+@of_both_roles()
+async def test_workers_learn_what_their_own_steps_cost(rig: Rig) -> None:
+    assert rig.worker.stats().costs is None
+    for number in range(COLD_STEPS + FIRST_SAMPLES):
+        await rig.ask(a_request(5 + number, f"r{number}", max_tokens=3))
+    stats = rig.worker.stats()
+    assert stats.costs is not None
+    assert stats.costs.num_samples == stats.steps - COLD_STEPS, "all that have run"
+    mean_s = stats.step_seconds / stats.steps
+    content = StepContent(12, 72.0, 0, 0)
+    predicted_s = stats.costs.base_s + stats.costs.prompt_s(content.prompt_tokens)
+    assert mean_s / 3 < predicted_s < 3 * mean_s
+
+
+@of_both_roles()
+async def test_a_draining_worker_tells_its_routers_at_once(rig: Rig) -> None:
+    running = begin(rig.ask(a_request(60, max_tokens=20)))
+    await asyncio.sleep(0.51)
+    told = len(rig.numbers)
+    assert not any(stats.is_draining for stats in rig.numbers)
+    draining = begin(rig.worker.drain())
+    await asyncio.sleep(0.05)
+    assert [stats.is_draining for stats in rig.numbers[told:]] == [True]
+    await running
+    await draining

@@ -218,5 +218,4 @@ def _repeat(draw: random.Random) -> Damage:
     return damage
 
 
-_STOPS = {"stop shortly": (0.1, 0.6), "stop for leases": (1.7, 3.5)}  # in leases
 _DAMAGES = {"flip a bit": _flip, "lose bytes": _lose, "repeat bytes": _repeat}
