@@ -202,10 +202,6 @@ class Rig:
                 while (await self[name].call("census"))["census"]["counts"]["blocks owned"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
-    async def numbers(self, name: str) -> dict[str, int]:
-        """A target's counters."""
-        return dict((await self[name].call("numbers"))["received"])
-
     async def respawn(self, name: str) -> None:
         """Another incarnation, for one that was killed."""
         await self[name].end()
