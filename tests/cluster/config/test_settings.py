@@ -326,12 +326,6 @@ def test_the_readme_shows_the_defaults():
     assert read_config(yaml.safe_load(shown)) == read_config({})
 
 
-def test_the_serve_file_has_a_valid_configuration():
-    file = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
-    (application,) = file["applications"]
-    assert read_config(application["args"]).num_workers == 8
-
-
 def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
     config = read_config({"decode": {"num_gpus": 0.5, "gpu_memory_utilization": 0.8}, "prefill": {"num_gpus": 2}})
     assert config.decode.gpu_memory_share == pytest.approx(0.4)
