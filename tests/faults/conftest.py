@@ -11,10 +11,9 @@ from tests.faults.children import Nursery  # noqa: E402
 from tests.faults.rig import Rig  # noqa: E402
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def nursery() -> AsyncIterator[Nursery]:
-    async with Nursery.opened() as opened:
-        yield opened
+@pytest.fixture(scope="session")
+def nursery() -> Nursery:
+    return Nursery()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["tcp", "shm", "torch_distributed"])

@@ -15,21 +15,8 @@ from typing import Literal
 
 from tests.faults.pattern_store import PatternStore
 
-Action = Literal[
-    "freeze",
-    "wait",
-    "drop",
-    "repeat",
-    "flip",
-    "cut",
-    "slow",
-    "truncate",
-    "swap",
-    "stale epoch",
-    "EMFILE",
-    "ENOMEM",
-    "ENOSPC",
-]
+Refusal = Literal["EMFILE", "ENOMEM", "ENOSPC"]  # the kernel's
+Action = Literal["freeze", "wait", "drop", "repeat", "flip", "cut", "slow", "truncate", "swap", "stale epoch"] | Refusal
 _DEED_FIRST = ("flip", "cut")  # whoever hears of it may count on it
 
 LIMIT_S = 30.0

@@ -131,21 +131,21 @@ async def measure(rig: Rig, strike: Strike) -> tuple[float, float]:
 async def main(transports: list[str], rounds: int) -> None:
     ratios: dict[str, dict[str, float]] = {}
     slowest: dict[str, float] = {}
-    async with Nursery.opened() as nursery:
-        for transport in transports:
-            ratios[transport] = {}
-            slowest[transport] = 0.0
-            async with Rig.started(nursery, transport) as rig:
-                for name, strike in STRIKES.items():
-                    found = []
-                    for _ in range(rounds):
-                        found.append(await measure(rig, strike))
-                        await rig.restore()
-                    ratio = statistics.median(each for each, _ in found)
-                    leases = statistics.median(each for _, each in found)
-                    ratios[transport][name] = round(ratio, 3)
-                    slowest[transport] = max(slowest[transport], round(leases, 2))
-                    print(f"{transport:18} {name:20} neighbours at {ratio:5.2f}, free after {leases:5.2f} leases")
+    nursery = Nursery()
+    for transport in transports:
+        ratios[transport] = {}
+        slowest[transport] = 0.0
+        async with Rig.started(nursery, transport) as rig:
+            for name, strike in STRIKES.items():
+                found = []
+                for _ in range(rounds):
+                    found.append(await measure(rig, strike))
+                    await rig.restore()
+                ratio = statistics.median(each for each, _ in found)
+                leases = statistics.median(each for _, each in found)
+                ratios[transport][name] = round(ratio, 3)
+                slowest[transport] = max(slowest[transport], round(leases, 2))
+                print(f"{transport:18} {name:20} neighbours at {ratio:5.2f}, free after {leases:5.2f} leases")
     worst = min(min(each.values()) for each in ratios.values())
     print(json.dumps({"neighbours_over_before": ratios, "worst": worst, "free_after_leases": slowest}))
 

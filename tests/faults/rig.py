@@ -84,7 +84,6 @@ class Bystanders:
         self._rig = rig
         self._task = asyncio.create_task(self._run())
         self._one_more = asyncio.Event()
-        self.num_done = 0
 
     async def go_on(self) -> None:
         """Wait until the pair has finished a transfer that it began after now."""
@@ -107,7 +106,6 @@ class Bystanders:
             transfer = self._rig.prepare("source-1", "target-1", num_tokens=BYSTANDER_TOKENS)
             transfer.begin()
             await transfer.is_verified()
-            self.num_done += 1
             self._one_more.set()
 
 
@@ -201,10 +199,6 @@ class Rig:
             async with asyncio.timeout(LIMIT_S):
                 while (await self[name].call("census"))["census"]["counts"]["blocks owned"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
-
-    async def numbers(self, name: str) -> dict[str, int]:
-        """A target's counters."""
-        return dict((await self[name].call("numbers"))["received"])
 
     async def respawn(self, name: str) -> None:
         """Another incarnation, for one that was killed."""

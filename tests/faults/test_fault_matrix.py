@@ -140,12 +140,12 @@ async def test_a_data_link_may_be_cut_at_any_byte(rig: Rig, draw: int) -> None:
 
 async def test_a_flipped_bit_is_found_and_the_next_transfer_has_a_fresh_link(rig: Rig) -> None:
     transfer = rig.prepare("source-0", "target-0")
-    damaged_before = await rig.numbers("target-0")
+    before = await rig["target-0"].call("numbers")
     await flip_a_bit(rig, transfer)
     await transfer.has_failed()
     await rig.transfer("source-0", "target-0")
-    damaged = await rig.numbers("target-0")
-    assert damaged["digest_failures"] == damaged_before["digest_failures"] + 1
+    after = await rig["target-0"].call("numbers")
+    assert after["digest_failures"] == before["digest_failures"] + 1
 
 
 @pytest.mark.parametrize("harm", ["truncate", "repeat", "swap", "stale epoch"])

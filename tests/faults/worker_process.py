@@ -5,12 +5,13 @@ Commands come and reports go as lines of JSON over a socket. Every command is an
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -93,24 +94,9 @@ class WorkerProcess:
         """Serve commands until the parent is gone."""
         (address,) = await self._receiver.start("127.0.0.1")
         self.report(event="ready", host=address.host, port=address.port)
-        commands: dict[str, Callable[..., Awaitable[Report]]] = {
-            name: getattr(self, name)
-            for name in (
-                "send",
-                "receive",
-                "recheck",
-                "arm",
-                "resume",
-                "census",
-                "reconnect",
-                "links",
-                "numbers",
-                "close",
-            )
-        }
         async with asyncio.TaskGroup() as tasks:
             async for command in self._commands():
-                number, call = command.pop("number"), commands[command.pop("do")]
+                number, call = command.pop("number"), getattr(self, command.pop("do"))
                 tasks.create_task(self._answer(number, call(**command)))
 
     async def _commands(self) -> AsyncIterator[Report]:
@@ -205,11 +191,8 @@ class WorkerProcess:
         }
 
     async def numbers(self) -> Report:
-        """The transfers' counters of this process, both ways."""
-        return {
-            "sent": msgspec.structs.asdict(self._sender.stats),
-            "received": msgspec.structs.asdict(self._receiver.stats),
-        }
+        """A target's counters."""
+        return msgspec.structs.asdict(self._receiver.stats)
 
     async def links(self) -> Report:
         """The transports of this source's links, by target."""
@@ -237,6 +220,12 @@ class WorkerProcess:
             config=CONFIG,
             clock=time.monotonic,
         )
+
+
+def work(control: socket.socket, worker_id: str, epoch: int, transport: str) -> None:
+    """The whole life of a worker's process."""
+    gc.freeze()  # a census collects what it makes itself: all that was loaded before takes longer than a lease
+    asyncio.run(WorkerProcess(control, worker_id, epoch, transport).run())
 
 
 def decoded(ticket: str) -> Ticket:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.conftest import draw_batch
 from twostroke.model.cuda.kernels.device_sampling import DrawParameters, draw_on_device
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
+from twostroke.model.sampling.draws import DrawBatch, TorchSampling
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw
 from twostroke.protocol.requests import SamplingParams
@@ -32,18 +33,6 @@ def parameters_of(batch: DrawBatch, device: str = "cpu") -> DrawParameters:
     )
 
 
-def batch_of(rows: int, filters: tuple[int, float, float], seed: int) -> DrawBatch:
-    top_k, top_p, min_p = (np.float32(value) for value in filters)
-    return DrawBatch(
-        rows=np.arange(rows),
-        temperature=np.resize(np.array([0.125, 0.5, 1.0, 2.0]), rows),
-        top_k=np.full(rows, int(top_k)),
-        top_p=np.full(rows, float(top_p)),
-        min_p=np.full(rows, float(min_p)),
-        keys=row_keys(np.arange(seed, seed + rows, dtype=np.uint64), np.full(rows, 9, np.uint64)),
-    )
-
-
 @pytest.mark.parametrize("grain", [0.0, 0.25], ids=["distinct", "many equals"])
 @pytest.mark.parametrize(
     ("vocab_size", "filters"),
@@ -60,7 +49,7 @@ def test_draws_are_the_references(vocab_size: int, filters: tuple[int, float, fl
     logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(vocab_size)) * 3
     if grain:
         logits = (logits / grain).round() * grain
-    batch, reference = batch_of(4, filters, seed=5), TorchSampling()
+    batch, reference = draw_batch(4, filters, seed=5), TorchSampling()
     expected = reference.draw(logits, reference.argmax(logits)[0], batch)
     tokens, broken = draw_on_device(logits, parameters_of(batch))
     assert tokens.tolist() == expected.tolist()
@@ -69,7 +58,7 @@ def test_draws_are_the_references(vocab_size: int, filters: tuple[int, float, fl
 
 def test_greedy_rows_take_the_first_of_the_largest_beside_rows_that_draw() -> None:
     logits = (torch.randn((4, 300), generator=torch.Generator().manual_seed(0)) * 2).round()
-    batch = batch_of(4, (0, 0.9, 0.0), seed=1)
+    batch = draw_batch(4, (0, 0.9, 0.0), seed=1)
     alone, _ = draw_on_device(logits, parameters_of(batch))
     mixed = parameters_of(batch)
     mixed.temperature[[0, 2]] = 0.0
@@ -83,7 +72,7 @@ def test_broken_logits_are_told_and_never_drawn() -> None:
     logits[0, 7] = float("nan")
     logits[1, 9] = float("inf")
     logits[2] = float("-inf")
-    batch = parameters_of(batch_of(4, (0, 1.0, 0.0), seed=1))
+    batch = parameters_of(draw_batch(4, (0, 1.0, 0.0), seed=1))
     batch.temperature[0] = 0.0
     tokens, broken = draw_on_device(logits, batch)
     assert broken.tolist() == [1, 1, 0, 0]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_shapes
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.draws import DrawBatch, row_keys
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -101,6 +103,21 @@ def make_decoder(
         rank=shard.rank,
     )
     return Decoder(config, weights, backend, parallel), cache
+
+
+def draw_batch(
+    rows: int, filters: tuple[int, float, float], temperatures: Sequence[float] = (0.125, 0.5, 1.0, 2.0), seed: int = 0
+) -> DrawBatch:
+    """Rows with these (top_k, top_p, min_p); temperatures are taken in turn."""
+    top_k, top_p, min_p = (np.float32(value) for value in filters)
+    return DrawBatch(
+        rows=np.arange(rows),
+        temperature=np.resize(np.array(temperatures), rows),
+        top_k=np.full(rows, int(top_k)),
+        top_p=np.full(rows, float(top_p)),
+        min_p=np.full(rows, float(min_p)),
+        keys=row_keys(np.arange(seed, seed + rows, dtype=np.uint64), np.full(rows, 9, np.uint64)),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -73,15 +73,6 @@ def test_results_come_in_the_callers_order(model: tuple[ModelRunner, ArgmaxSampl
     assert together == [runner.run([step])[0] for step in steps]
 
 
-def test_neighbours_and_chunks_do_not_change_a_result(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
-    runner, _ = model
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-    (whole,) = runner.run([SequenceStep(tokens, 0, [0, 1, 2], draw())])
-    runner.run([SequenceStep(tokens[:3], 0, [9, 4, 6], None), SequenceStep([1, 2], 0, [0], None)])
-    runner.run([SequenceStep([7], 2, [0], draw()), SequenceStep(tokens[3:9], 3, [9, 4, 6], None)])
-    assert runner.run([SequenceStep(tokens[9:], 9, [9, 4, 6], draw())]) == [whole]
-
-
 def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[ModelRunner, ArgmaxSampler]) -> None:
     class Unfinished:
         is_done = False

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
-from twostroke.model.sampling.draws import DrawBatch, TorchSampling, _gumbel, row_keys
+from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
 from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler
 from twostroke.model.step import Draw
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -364,15 +365,7 @@ def test_numba_and_torch_draw_alike_from_a_large_vocabulary(
     logits = random_logits(int(scale * 100), rows, vocab, scale)
     if grain:
         logits = (logits / grain).round() * grain
-    top_k, top_p, min_p = filters
-    batch = DrawBatch(
-        rows=np.arange(rows),
-        temperature=np.array([0.1, 0.5, 1.0, 1.0, 2.0, 10.0]),
-        top_k=np.full(rows, top_k),
-        top_p=np.full(rows, top_p),
-        min_p=np.full(rows, min_p),
-        keys=row_keys(np.arange(rows, dtype=np.uint64), np.full(rows, 9, np.uint64)),
-    )
+    batch = draw_batch(rows, filters, (0.1, 0.5, 1.0, 1.0, 2.0, 10.0))
     numba, reference = CpuSampling(vocab), TorchSampling()
     best, maxima = numba.argmax(logits)
     assert best.tolist() == reference.argmax(logits)[0].tolist()

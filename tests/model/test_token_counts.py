@@ -1,46 +1,17 @@
-"""Counts kept up to date are the counts of the whole history, and penalties made of them the same to the bit."""
-
-from collections import Counter
+"""Penalties made of counts that are kept up to date are those of the whole history, to the bit."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from twostroke.model.sampling.sampler import adjust
-from twostroke.model.step import Draw, TokenCounts
+from twostroke.model.step import Draw
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.worker.block_pool import BlockPool
 from twostroke.worker.sequence import SequenceState
 
 VOCAB = 300
-
-
-def check(counts: TokenCounts, tokens: list[int], num_prompt_tokens: int) -> None:
-    outputs = Counter(tokens[num_prompt_tokens:])
-    expected = {token_id: outputs[token_id] for token_id in tokens}
-    assert len(counts.ids) == len(set(tokens))
-    assert dict(zip(counts.ids.tolist(), counts.output_counts.tolist(), strict=True)) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(-1, 90), min_size=1, max_size=40),
-    st.lists(st.integers(-1, 200), max_size=150),
-    st.integers(0, 40),
-)
-def test_counts_are_those_of_the_whole_history_after_every_token(
-    tokens: list[int], more: list[int], num_prompt_tokens: int
-) -> None:
-    num_prompt_tokens = min(num_prompt_tokens, len(tokens))
-    counts = TokenCounts(tokens, num_prompt_tokens)
-    check(counts, tokens, num_prompt_tokens)
-    for token_id in more:
-        tokens = [*tokens, token_id]
-        counts.append(token_id)
-    check(counts, tokens, num_prompt_tokens)
 
 
 def naively_penalised(

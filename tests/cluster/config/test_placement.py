@@ -68,28 +68,6 @@ def test_labels_that_ray_refuses_are_refused_before(labels: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"node_labels": {"gpu": True}}, "prefill.node_labels.gpu: True should be a valid string"),
-        (
-            {"node_labels": {"role": "a, b"}},
-            "prefill.node_labels: role can't be 'a, b': give a value, !value, in(a, b) or !in(a, b)",
-        ),
-        (
-            {"node_resources": {"slot": 1.5}},
-            "prefill.node_resources: slot is 1.5: above 1 Ray takes whole numbers only",
-        ),
-        ({"node_resources": {"CPU": 2}}, "prefill.node_resources: CPU is what threads takes: set that instead"),
-        ({"node_resources": {"memory": 2}}, "prefill.node_resources: 'memory' is no custom resource"),
-    ],
-)
-def test_a_wrong_place_is_told_by_its_path(section: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config({"prefill": section})
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
     ("raw", "setting"),
     [
         ({"decode": {"node_labels": {"role": "a"}}}, "decode.node_labels"),

@@ -118,6 +118,19 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
     assert config.kv_transfer.transfer.lease_s == 2.5
 
 
+CLASSES = {
+    "classes": [
+        {"name": "interactive", "ttft_s": 0.5, "tpot_s": 0.05, "priority": 10, "share": 0.3},
+        {"name": "batch"},
+    ],
+    "default": "batch",
+}
+KEY = {"name": "a", "sha256": "ab" * 32}
+ONE_TO_TWO = {"min": 1, "max": 2}
+SCALED = {"enabled": True, "prefill": {"min": 0, "max": 2}, "decode": {"min": 1, "max": 3}}
+GPUS = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "tensor_parallel": 4}}
+
+
 @pytest.mark.parametrize(
     ("raw", "beginning"),
     [
@@ -146,6 +159,39 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
             {"decode": {"token_channel": {"lease_s": 2.5}}},
             "router.token_channel.ping_s: 1 must be at most a third of de",
         ),
+        # Settings that contradict each other.
+        ({"decode": {"num_blocks": 77, "kv_cache_gib": 0.5}}, "decode.num_blocks: 77 beside kv_cache_gib 0.5: "),
+        ({"decode": {"preemption": "recompute", "swap_gib": 1}}, "decode.swap_gib: 1 is never used with preemption re"),
+        ({"decode": {"preemption": "swap"}}, "decode.preemption: swap has no memory, since swap_gib is 0"),
+        ({"decode": {"cores": "0", "threads": 2}}, "decode.threads: 2 on the cores 0: "),
+        ({"decode": {"cores": "0-1", "tensor_parallel": 2}}, "decode.cores: 0-1 can't be shared"),
+        ({"decode": {"cores": "0-"}}, "decode.cores: '0-' is no list"),
+        ({"prefill": {"tensor_parallel": 3}}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
+        ({"prefill": {"tensor_parallel": 2, "num_gpus": 0.5}}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel "),
+        # Classes and keys.
+        ({"slo": {"classes": [{"name": "b", "ttft_s": 0}]}}, "slo.classes[0].ttft_s: 0 should be greater than 0"),
+        ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),
+        ({"slo": {"classes": [{"name": "a"}, {"name": "a"}]}}, "slo.classes: a is there twice"),
+        ({"slo": {"classes": []}}, "slo.classes: there must be one at least"),
+        ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
+        ({"auth": {"keys": [{**KEY, "sha256": "secret"}]}}, "auth.keys[0].sha256: must be the 64 hexadecimal"),
+        ({"auth": {"keys": [KEY] * 2}}, "auth.keys: name a is there twice"),
+        ({"auth": {"keys": [{**KEY, "slo_class": "gold"}]}}, "auth.keys: a's slo_class gold is none of standard"),
+        # Places.
+        ({"prefill": {"node_labels": {"gpu": True}}}, "prefill.node_labels.gpu: True should be a valid string"),
+        ({"prefill": {"node_labels": {"role": "a, b"}}}, "prefill.node_labels: role can't be 'a, b': give a value, "),
+        ({"prefill": {"node_resources": {"slot": 1.5}}}, "prefill.node_resources: slot is 1.5: above 1 Ray takes whol"),
+        ({"prefill": {"node_resources": {"CPU": 2}}}, "prefill.node_resources: CPU is what threads takes: set that i"),
+        ({"prefill": {"node_resources": {"memory": 2}}}, "prefill.node_resources: 'memory' is no custom resource"),
+        # Numbers of workers.
+        ({"decode": {"replicas": 4}, "autoscaling": SCALED}, "decode.replicas: 4, where the autoscaler begins, must"),
+        ({"prefill": {"replicas": 0}, "autoscaling": {**SCALED, "prefill": ONE_TO_TWO}}, "prefill.replicas: 0, where"),
+        (
+            {"autoscaling": {**SCALED, "prefill": ONE_TO_TWO, "budget": 1}},
+            "autoscaling.budget: 1 workers are fewer tha",
+        ),
+        ({**GPUS, "autoscaling": {**SCALED, "budget": 3}}, "autoscaling.budget: 3 GPUs are fewer than the 4 "),
+        ({"autoscaling": {"prefill": {"min": 3, "max": 2}}}, "autoscaling.prefill.min: 3 must be from 0 to max"),
     ],
 )
 def test_a_wrong_configuration_names_the_setting(raw: object, beginning: str) -> None:
@@ -187,10 +233,32 @@ def test_a_key_may_stand_in_two_sections(tmp_path: Path) -> None:
     assert read_config(load_yaml(path)).num_workers == 4
 
 
-def test_workers_share_the_cores_unless_told_otherwise() -> None:
+def test_workers_and_ranks_share_the_cores_unless_told_otherwise() -> None:
     several = read_config({"prefill": {"replicas": 500}, "decode": {"replicas": 500, "threads": 3}})
     assert several.threads(several.prefill) == 1
     assert several.threads(several.decode) == 3
+    ranks = read_config({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 8, "replicas": 60}})
+    assert (ranks.num_ranks, ranks.threads(ranks.decode)) == (2 + 480, 1)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "autoscaling", "prefill", "decode"),
+    [
+        ((0, 4), {"decode": {"max": 2}, "budget": 0.5}, (0, 0, 0), (4, 4, 4)),  # not enabled
+        ((1, 2), SCALED, (0, 1, 2), (1, 2, 3)),
+        ((0, 1), SCALED, (0, 0, 2), (1, 1, 3)),  # prefill workers may come later, and go again altogether
+        ((0, 1), {"enabled": True, "decode": {"max": 3}}, (0, 0, 0), (1, 1, 3)),  # an aggregated server
+    ],
+)
+def test_a_role_has_the_replicas_asked_for_or_what_the_autoscaler_may_make_of_them(
+    replicas: tuple[int, int], autoscaling: object, prefill: tuple[int, int, int], decode: tuple[int, int, int]
+) -> None:
+    own = {"prefill": {"replicas": replicas[0]}, "decode": {"replicas": replicas[1], "tensor_parallel": 2}}
+    config = read_config({**own, "autoscaling": autoscaling})
+    assert config.counts == {"prefill": prefill, "decode": decode}
+    assert config.has_prefill == (prefill[2] > 0)
+    # Cores and memory are planned for as many as there may be.
+    assert (config.num_workers, config.num_ranks) == (prefill[2] + decode[2], prefill[2] + 2 * decode[2])
 
 
 def test_each_role_may_have_its_own_block_size() -> None:
@@ -252,33 +320,10 @@ def test_a_cache_is_sized_by_blocks_or_by_bytes_or_by_the_host() -> None:
     assert (decode.kv_cache_bytes, decode.num_blocks) == (2**29, None)
 
 
-@pytest.mark.parametrize(
-    ("decode", "told"),
-    [
-        ({"num_blocks": 77, "kv_cache_gib": 0.5}, "decode.num_blocks: 77 beside kv_cache_gib 0.5: "),
-        ({"preemption": "recompute", "swap_gib": 1}, "decode.swap_gib: 1 is never used with preemption recompute"),
-        ({"preemption": "swap"}, "decode.preemption: swap has no memory, since swap_gib is 0"),
-        ({"cores": "0", "threads": 2}, "decode.threads: 2 on the cores 0: "),
-        ({"cores": "0-1", "tensor_parallel": 2}, "decode.cores: 0-1 can't be shared"),
-        ({"cores": "0-"}, "decode.cores: '0-' is no list"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_told_by_their_names(decode: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config({"decode": decode})
-    assert str(caught.value).startswith(told)
-
-
 def test_the_readme_shows_the_defaults():
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     shown = readme.split("```yaml")[1].split("```")[0]
     assert read_config(yaml.safe_load(shown)) == read_config({})
-
-
-def test_the_serve_file_has_a_valid_configuration():
-    file = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
-    (application,) = file["applications"]
-    assert read_config(application["args"]).num_workers == 8
 
 
 def test_a_part_of_a_gpu_comes_with_that_part_of_its_memory() -> None:
@@ -294,54 +339,19 @@ def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
     assert read_config({**gpus, "model": {"block_size": 32}}).default_block_size == 32
 
 
-CLASSES = {
-    "classes": [
-        {"name": "interactive", "ttft_s": 0.5, "tpot_s": 0.05, "priority": 10, "share": 0.3},
-        {"name": "batch"},
-    ],
-    "default": "batch",
-}
-HASH = "ab" * 32
-
-
 def test_slo_classes_and_api_keys_are_lists_of_sections() -> None:
-    config = read_config({"slo": CLASSES, "auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "batch"}]}})
+    config = read_config({"slo": CLASSES, "auth": {"keys": [{**KEY, "slo_class": "batch"}]}})
     assert config.slo.default_class == SLOClass(name="batch")
     assert config.slo.named("interactive") == SLOClass(
         name="interactive", ttft_s=0.5, tpot_s=0.05, priority=10, share=0.3
     )
-    assert config.auth.keys == (KeyConfig(name="a", sha256=HASH, slo_class="batch"),)
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (
-            {"slo": {"classes": [{"name": "a"}, {"name": "b", "ttft_s": 0}]}},
-            "slo.classes[1].ttft_s: 0 should be greater than 0",
-        ),
-        ({"slo": {"classes": [{"name": "a"}, {"ttft_s": 1}]}}, "slo.classes[1].name: is required"),
-        ({"slo": {"classes": [{"name": "a"}, {"name": "a"}]}}, "slo.classes: a is there twice"),
-        ({"slo": {"classes": []}}, "slo.classes: there must be one at least"),
-        ({"slo": {**CLASSES, "default": "x"}}, "slo.default: x is none of the classes interactive, batch"),
-        ({"auth": {"keys": [{"name": "a", "sha256": "secret"}]}}, "auth.keys[0].sha256: must be the 64 hexadecimal"),
-        ({"auth": {"keys": [{"name": "a", "sha256": HASH}] * 2}}, "auth.keys: name a is there twice"),
-        (
-            {"auth": {"keys": [{"name": "a", "sha256": HASH, "slo_class": "gold"}]}},
-            "auth.keys: a's slo_class gold is none of standard",
-        ),
-    ],
-)
-def test_wrong_classes_and_keys_are_told_by_their_place(raw: object, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config(raw)
-    assert str(caught.value).startswith(message)
+    assert config.auth.keys == (KeyConfig(**KEY, slo_class="batch"),)
 
 
 def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n- {{name: b, sha256: {'cd' * 32}}}\n")
-    config = read_config({"auth": {"keys": [{"name": "a", "sha256": HASH}], "keys_file": str(path)}})
+    config = read_config({"auth": {"keys": [KEY], "keys_file": str(path)}})
     assert [key.name for key in with_keys_of_file(config).auth.keys] == ["a", "b"]
 
 
@@ -356,7 +366,7 @@ def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> No
 def test_a_wrong_file_of_keys_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
-    own = [] if "no keys" in message else [{"name": "a", "sha256": HASH}]
+    own = [] if "no keys" in message else [KEY]
     config = read_config({"auth": {"keys": own, "keys_file": str(path)}})
     with pytest.raises(ConfigError, match=re.escape(f"auth.keys_file: {path}: {message}")):
         with_keys_of_file(config)

@@ -1,4 +1,4 @@
-"""HAProxy without splicing, one `X-Request-Id` an answer, and the loud line of an endpoint open to others."""
+"""HAProxy without splicing, one `X-Request-Id` an answer, and what is said of open endpoints and forgotten switches."""
 
 import asyncio
 import os
@@ -13,12 +13,16 @@ from starlette.types import Message, Receive, Scope, Send
 from twostroke.cluster.deployments import proxies as haproxy
 from twostroke.cluster.deployments.proxies import (
     BINARY_VARIABLE,
+    HAPROXY_SWITCHES,
+    SWITCHES,
     exposure_warning,
+    forgotten_switches,
     haproxy_binary,
     http_middlewares,
     is_loopback,
     write_unspliced_haproxy,
 )
+from twostroke.cluster.local.ray import ray_environment
 from twostroke.router.http.middleware import RequestIds
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,3 +105,25 @@ def test_this_machine_alone_is_no_concern(host: str) -> None:
 def test_others_are_unless_they_need_a_key(host: str) -> None:
     assert "NO API KEYS" in str(exposure_warning(host, has_keys=False))
     assert exposure_warning(host, has_keys=True) is None
+
+
+@pytest.mark.parametrize("haproxy", [True, False])
+def test_a_server_of_ours_forgets_no_switch_whatever_the_shell_has(haproxy: bool, tmp_path: Path) -> None:
+    environment = ray_environment(tmp_path, haproxy=haproxy)
+    assert forgotten_switches(environment) is None
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == str(int(haproxy))
+    assert environment["RAY_worker_niceness"] == "0"  # no lower priority than other processes have
+
+
+def test_a_bare_ray_is_told_what_it_lacks_and_where_that_is() -> None:
+    said = forgotten_switches({"PATH": "/bin"})
+    assert said is not None
+    assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in said
+    assert "deploy/ray.env" in said
+
+
+def test_a_wrong_value_is_as_good_as_none() -> None:
+    environment = {**SWITCHES, **HAPROXY_SWITCHES, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "120"}
+    said = forgotten_switches(environment)
+    assert said is not None
+    assert "without RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=600:" in said

@@ -180,28 +180,10 @@ def test_a_replica_has_the_cores_and_gpus_of_all_its_ranks(ranks: int) -> None:
     assert options["ray_actor_options"] == {"num_cpus": 3 * ranks, "num_gpus": ranks}
 
 
-def test_ranks_share_the_machines_cores_as_workers_do() -> None:
-    config = read_config({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 8, "replicas": 60}})
-    assert config.num_ranks == 2 + 480
-    assert config.threads(config.decode) == 1
-
-
 def test_the_engine_is_told_its_ranks() -> None:
     config = read_config({"prefill": {"tensor_parallel": 2}})
     assert WorkerSettings.of(config, config.prefill).engine_config(Path(), gpu=1).tensor_parallel == 2
     assert WorkerSettings.of(config, config.decode).engine_config(Path()).tensor_parallel == 1
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"tensor_parallel": 3}, "prefill.tensor_parallel: 3 is none of 1, 2, 4, 8"),
-        ({"tensor_parallel": 2, "num_gpus": 0.5}, "prefill.num_gpus: 0.5 for each of 2 tensor-parallel ranks"),
-    ],
-)
-def test_what_ranks_can_not_be_is_told(section: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_config({"prefill": section})
 
 
 def test_steps_that_no_message_could_hold_are_refused() -> None:

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.paged_cases import make_layout, paged_case
 from twostroke.model import reference
-from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.step import SequenceStep
 
 DTYPES = [torch.float32, torch.bfloat16]
 BACKEND = CpuBackend()
@@ -18,14 +17,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
     # bf16: one unit in the last place, where the orders of addition fall on two sides of a rounding
     tolerance = 1e-5 if actual.dtype == torch.float32 else 8e-3
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def layout_of(spans: list[tuple[int, int]], block_size: int) -> tuple[BatchLayout, int]:
-    """A layout of (start, tokens) sequences with their blocks dealt out in turn; and how many blocks there are."""
-    width = max(-(-(start + count) // block_size) for start, count in spans)
-    tables = [[i * len(spans) + row for i in range(width)] for row in range(len(spans))]
-    steps = [SequenceStep([0] * count, start, table, None) for (start, count), table in zip(spans, tables, strict=True)]
-    return make_layout(steps, block_size, torch.device("cpu")), width * len(spans)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -62,7 +53,7 @@ def test_the_gated_activation_stays_finite_at_the_ends(gate: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_and_kv_write_equal_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     torch.manual_seed(0)
-    layout, num_blocks = layout_of([(9, 1), (0, 1), (0, 21), (13, 8)], block_size=5)
+    layout, num_blocks = make_layout([(1, 10), (1, 1), (21, 21), (8, 21)], block_size=5)
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
@@ -75,8 +66,7 @@ def test_rotation_and_kv_write_equal_the_reference(dtype: torch.dtype, heads: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mixed_batch_attends_as_the_reference_does(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    layout, num_blocks = layout_of([(40, 1), (0, 1), (0, 30), (17, 9)], block_size=8)
-    q = torch.randn(41, 6, 24).to(dtype)
-    kv_layer = torch.randn(num_blocks, 2, 2, 8, 24).to(dtype)
-    close(BACKEND.attention(q, kv_layer, layout), reference.attention(q, kv_layer, layout))
+    case = paged_case([(1, 41), (1, 1), (30, 30), (9, 26)], heads=6, dim=24, block_size=8, dtype=dtype)
+    close(
+        BACKEND.attention(case.q, case.kv_layer, case.layout), reference.attention(case.q, case.kv_layer, case.layout)
+    )

@@ -1,13 +1,16 @@
-"""`twostroke await`: a deployed application runs, fails, or takes too long."""
+"""`twostroke await`, `twostroke key new` and `twostroke config schema`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands.application import failure_of
+from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.router.http.tenants import Tenants
 
 
 def waited(looks: Sequence[Mapping[str, Any] | None], patience_s: float = 60.0) -> tuple[str | None, float]:
@@ -48,11 +51,35 @@ def test_what_takes_longer_than_it_may_is_a_failure(last: Mapping[str, Any] | No
     assert 60 <= waited_s < 70
 
 
-def test_a_wait_of_no_possible_length_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["await", "--seconds", "nan"]) == 2
-    assert one_line(capsys) == "twostroke: --seconds nan: more than 0, up to 86400"
-
-
 def test_an_address_that_is_none_is_told_with_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["await", "--address", "10.0.0.10:8265"]) == 2
     assert capsys.readouterr().err.startswith("twostroke: --address 10.0.0.10:8265: ")
+
+
+def test_a_new_key_is_shown_once_with_the_line_that_makes_it_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", 'Zoë "Z"', "--slo-class", "standard", "--admin"]) == 0
+    told = capsys.readouterr().out
+    key = next(line.strip() for line in told.splitlines() if line.strip().startswith("ts-"))
+    line = next(line for line in told.splitlines() if line.strip().startswith("- {"))
+    assert key not in line
+    config = read_config({"auth": {"keys": yaml.safe_load(line)}})
+    tenant = Tenants(config.auth.keys, secret=b"s", clock=lambda: 0.0).of(f"Bearer {key}")
+    assert (tenant.name, tenant.slo_class, tenant.is_admin) == ('Zoë "Z"', "standard", True)
+
+
+def test_a_name_that_can_not_be_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "a\nb"]) == 2
+    assert "printable" in capsys.readouterr().err
+
+
+def test_the_schema_has_every_section_with_its_bounds_and_says_what_settings_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == set(ClusterConfig.model_fields)
+    assert schema["additionalProperties"] is False
+    decode = schema["$defs"]["DecodeSection"]["properties"]
+    assert decode["replicas"] | {"minimum": 1, "maximum": 1024, "default": 1} == decode["replicas"]
+    assert "promised" in decode["tpot_safety"]["description"]
+    assert {"kv_cache_gib", "node_labels", "max_batch", "token_channel"} <= set(decode)
